@@ -1,0 +1,25 @@
+"""GRPO on nodes that each host their own vLLM engine.
+
+The import is lazy: the engine's child process imports `grpo.engine` and must load neither TRL nor DeepSpeed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo.config import GRPOConfig
+    from grpo.trainer import GRPOTrainer
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GRPOConfig":
+        from grpo.config import GRPOConfig
+
+        return GRPOConfig
+    if name == "GRPOTrainer":
+        from grpo.trainer import GRPOTrainer
+
+        return GRPOTrainer
+    raise AttributeError(f"module 'grpo' has no attribute {name!r}")

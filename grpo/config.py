@@ -1,0 +1,188 @@
+"""`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import trl
+
+# TRL's defaults of the fields that say where a server is; in local mode there is none.
+_SERVER_FIELDS = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+)
+
+# Engine arguments that follow from other settings. A second way to set them would be a way to contradict oneself.
+OWN_ENGINE_KEYS = {
+    "model": "model_name_or_path",
+    "tokenizer": "processing_class",
+    "revision": "model_init_kwargs",
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "bf16 / fp16 / model_init_kwargs['dtype']: the engine computes in the trainer's dtype",
+    "max_model_len": "vllm_max_model_length",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "pipeline_parallel_size": "vllm_tensor_parallel_size",
+    "data_parallel_size": "vllm_reserved_gpus: several engines on a node are several processes",
+    "model_impl": "vllm_model_impl",
+    "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
+    "load_format": "nothing: the first push brings the weights",
+    "weight_transfer_config": "vllm_sync_backend",
+    "logprobs_mode": "nothing: importance sampling needs processed_logprobs",
+    "enable_lora": "nothing: LoRA is not supported",
+    "seed": "seed",
+}
+
+LOCAL_GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
+
+    `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
+    """
+
+    use_vllm: bool = field(
+        default=True,
+        metadata={"help": "Whether to generate with vLLM. On by default here, off in TRL."},
+    )
+    vllm_mode: str = field(
+        default="local",
+        metadata={
+            "help": "'local': every node's local main process hosts vLLM engines on the node's reserved GPUs. 'server' "
+            "and 'colocate' are TRL's own modes."
+        },
+    )
+    vllm_gpu_memory_utilization: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its "
+            "GPUs to itself, and TRL's 0.3 in colocate mode. Without GPUs the KV cache is sized by "
+            "kv_cache_memory_bytes in vllm_engine_kwargs instead."
+        },
+    )
+    vllm_reserved_gpus: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many GPUs of each node, the last ones, are reserved for engines. None: all on which no rank "
+            "trains; may then differ from node to node."
+        },
+    )
+    vllm_engines_per_node: int | None = field(
+        default=None,
+        metadata={"help": "Engines of a node without GPUs, where nothing is reserved; None means one."},
+    )
+    vllm_sync_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs, shm without."
+        },
+    )
+    vllm_sync_bucket_mb: int = field(
+        default=512,
+        metadata={"help": "Upper size in MB of what is gathered at a time; a larger single parameter still goes."},
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Passed to vLLM's engine as they are (a JSON object on the command line). A key that another "
+            "setting decides is refused by name."
+        },
+    )
+    vllm_max_logprob_gap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Limit of the mean gap between engine and trainer log-probabilities, in nats, when a push is "
+            "proved. None: by the engine's dtype."
+        },
+    )
+    vllm_start_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that an engine may take from its start until it is ready."}
+    )
+    vllm_generate_timeout: float = field(
+        default=3600.0, metadata={"help": "Seconds that one generation batch may take."}
+    )
+    vllm_sync_timeout: float = field(default=600.0, metadata={"help": "Seconds that one step of a push may take."})
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012  as in TRL
+
+    @property
+    def local_mode(self) -> bool:
+        """Whether this project's engines generate."""
+        return self.use_vllm and self.vllm_mode == "local"
+
+    def __post_init__(self) -> None:
+        if self.vllm_mode not in ("local", "server", "colocate"):
+            raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
+        if self.vllm_gpu_memory_utilization is None:
+            default = _trl_default("vllm_gpu_memory_utilization")
+            self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
+        super().__post_init__()
+        own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
+        if self.local_mode:
+            self._check_local()
+            return
+        defaults = {f.name: f.default for f in fields(self)}
+        changed = [name for name in own_fields if getattr(self, name) != defaults[name]]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
+                f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
+            )
+
+    def _check_local(self) -> None:
+        changed = [name for name in _SERVER_FIELDS if getattr(self, name) != _trl_default(name)]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)}: local mode has no server, every node hosts its own engines; remove them, or set "
+                "vllm_mode to 'server'"
+            )
+        if self.vllm_enable_sleep_mode:
+            raise ValueError(
+                "vllm_enable_sleep_mode: an engine in local mode has its GPUs to itself and never sleeps; remove it"
+            )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching and use_vllm are both on, but only one can generate: set one to False"
+            )
+        if self.fsdp:
+            raise ValueError(
+                f"fsdp is {self.fsdp!r}: local mode trains with DeepSpeed (configs/1node.yaml), DDP or one process; "
+                "FSDP is not supported"
+            )
+        if self.vllm_sync_backend not in ("auto", "nccl", "shm"):
+            raise ValueError(
+                f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'"
+            )
+        for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.vllm_max_logprob_gap is not None and self.vllm_max_logprob_gap <= 0:
+            raise ValueError(f"vllm_max_logprob_gap is {self.vllm_max_logprob_gap}; it must be above 0, or None")
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:  # type: ignore[operator]
+            raise ValueError(
+                f"vllm_gpu_memory_utilization is {self.vllm_gpu_memory_utilization}; it is a share, above 0, at most 1"
+            )
+        assert not isinstance(self.vllm_engine_kwargs, str), "TrainingArguments parses its dict fields"
+        for key in self.vllm_engine_kwargs or {}:
+            if key in OWN_ENGINE_KEYS:
+                raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
+        for key in ("n", "logprobs", "prompt_logprobs", "output_kind", "flat_logprobs"):
+            if key in (self.generation_kwargs or {}):
+                raise ValueError(f"generation_kwargs holds {key!r}, which the trainer sets itself: remove it")
+        if (
+            self.loss_type == "vespo"
+            and self.vllm_importance_sampling_correction
+            and self.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+        ):
+            raise ValueError(
+                "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
+                f"{self.vllm_importance_sampling_mode!r}"
+            )
+
+
+def _trl_default(name: str) -> Any:
+    return trl.GRPOConfig.__dataclass_fields__[name].default

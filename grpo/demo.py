@@ -1,0 +1,243 @@
+"""The demo task: two-digit addition, for a model so small that two CPU cores train it in minutes.
+
+`ensure_demo_model` builds the starting point once: a character tokenizer and a Qwen3 of 0.6 M parameters, warmed up by
+supervised steps until about 40 % of its sampled answers are right. GRPO has the rest to do.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "0123456789+="
+PROMPT_TOKENS = 6  # "12+34="
+ANSWER_TOKENS = 4  # three digits at most, then EOS
+EVAL_PAIRS = 512  # of the 8100, seen neither by the warm-up nor by GRPO's training
+
+RECIPE: dict[str, Any] = {
+    "version": 1,
+    "model": {
+        # vLLM pads a vocabulary to multiples of 64. With exactly 64 rows both halves of a tensor-parallel pair hold
+        # real ones; rows beyond the 14 tokens are unused.
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,  # two: tensor parallel 2 gets one each
+        "head_dim": 32,  # the smallest that vLLM's CPU attention knows
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
+    "seed": 0,
+    "batch_size": 256,
+    "learning_rate": 2e-3,
+    "rise_steps": 20,  # linear rise of the learning rate
+    "max_steps": 600,
+    # Mean probability of the whole right answer, that is the exact match to expect of samples at temperature 1. A
+    # number of steps would do on one machine, but the order of float sums differs with cores and threads.
+    "target_exact_match": 0.41,
+    "target_window_steps": 8,
+}
+
+_RECIPE_FILE = "recipe.json"
+_POLL_S = 0.2
+
+
+def build_demo_tokenizer() -> "PreTrainedTokenizerFast":
+    """A tokenizer of one token per character, loadable with `AutoTokenizer` from where it is saved."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=RECIPE["model"]["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def demo_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All pairs of two-digit numbers in a fixed order, cut into training and evaluation pairs."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(RECIPE["seed"]).shuffle(pairs)
+    return pairs[:-EVAL_PAIRS], pairs[-EVAL_PAIRS:]
+
+
+def demo_dataset(split: str = "train") -> "Dataset":
+    """Columns `prompt` ('12+34=') and `answer` ('46'); `split` is 'train' (7588 rows) or 'test' (512 rows)."""
+    from datasets import Dataset
+
+    pairs = dict(zip(("train", "test"), demo_pairs(), strict=True))[split]
+    return Dataset.from_dict(
+        {"prompt": [f"{a}+{b}=" for a, b in pairs], "answer": [str(a + b) for a, b in pairs]},
+    )
+
+
+def ensure_demo_model(
+    folder: Path, *, is_local_main: bool = True, max_steps: int | None = None, timeout_s: float = 900.0
+) -> Path:
+    """Returns `folder` with the warmed-up model and its tokenizer in it, building it where it is missing.
+
+    Called by every rank, not collective: the local mains build, each in a private folder beside `folder`, and the first
+    one renames its own into place; the others poll the file system. A folder of another recipe is replaced.
+
+    Raises `TimeoutError` after `timeout_s` on a rank that waits, `ValueError` if `folder` holds something else.
+    """
+    recipe = RECIPE if max_steps is None else RECIPE | {"max_steps": max_steps, "target_exact_match": 0.0}
+    if _is_built(folder, recipe):
+        return folder
+    if is_local_main:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        private = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+        private.mkdir()
+        try:
+            _build(private, recipe)
+            _move_into_place(private, folder, recipe)
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+        return folder
+    deadline = time.monotonic() + timeout_s
+    while not _is_built(folder, recipe):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the demo model did not appear in {folder} within {timeout_s:.0f} s: the node's local main process builds "
+                "it there; its output says what it is doing"
+            )
+        time.sleep(_POLL_S)
+    return folder
+
+
+def _fingerprint(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def _is_built(folder: Path, recipe: dict[str, Any]) -> bool:
+    """Whether `folder` holds the model of `recipe`. Raises `ValueError` if it holds something that is not ours."""
+    try:
+        stored = json.loads((folder / _RECIPE_FILE).read_text())
+    except FileNotFoundError:
+        # Looked at after the miss: a complete folder may have been renamed into place in between.
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / _RECIPE_FILE).exists():
+            raise ValueError(
+                f"{folder} is not empty and holds no {_RECIPE_FILE}: it is no demo model, and it is not overwritten; "
+                "move it away or choose another output_dir"
+            ) from None
+        return False
+    return stored["fingerprint"] == _fingerprint(recipe)
+
+
+def _move_into_place(private: Path, folder: Path, recipe: dict[str, Any]) -> None:
+    """Renames `private` to `folder`. If another process was faster with the same recipe, its result stays."""
+    while not _is_built(folder, recipe):
+        try:
+            os.rename(private, folder)  # fails on a folder that is not empty
+        except OSError:
+            if not folder.is_dir():
+                raise
+            outdated = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+            try:
+                if not _is_built(folder, recipe):
+                    os.rename(folder, outdated)
+            except FileNotFoundError:
+                pass  # another process has just moved it aside
+            finally:
+                shutil.rmtree(outdated, ignore_errors=True)
+        else:
+            return
+
+
+def _build(folder: Path, recipe: dict[str, Any]) -> None:
+    """Warms a new model up and saves it with its tokenizer into `folder`, the recipe last."""
+    tokenizer = build_demo_tokenizer()
+    model, steps, exact_match = _warm_up(tokenizer, recipe)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    record = {"fingerprint": _fingerprint(recipe), "recipe": recipe, "steps": steps, "exact_match": exact_match}
+    (folder / _RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _warm_up(
+    tokenizer: "PreTrainedTokenizerFast", recipe: dict[str, Any]
+) -> tuple["Qwen3ForCausalLM", int, float]:
+    """Supervised steps on the answers, on the CPU in float32. Returns the model, its steps and its exact match."""
+    import torch
+    from tqdm import tqdm
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokens = _encode(tokenizer, demo_pairs()[0])
+    threads = torch.get_num_threads()
+    # Launchers give every rank one thread, but the others only wait here.
+    torch.set_num_threads(min(len(os.sched_getaffinity(0)), 4))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe["seed"])
+            config = Qwen3Config(
+                **recipe["model"],
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
+                dtype="float32",
+            )
+            model = Qwen3ForCausalLM(config).float()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], weight_decay=0.0)
+            recent: list[float] = []
+            with tqdm(total=recipe["max_steps"], desc="warming the demo model up", unit="step") as bar:
+                for step in range(1, recipe["max_steps"] + 1):
+                    optimizer.param_groups[0]["lr"] = recipe["learning_rate"] * min(1.0, step / recipe["rise_steps"])
+                    batch = tokens[torch.randint(len(tokens), (recipe["batch_size"],))]
+                    logprobs, lengths = _answer_logprobs(model, batch, tokenizer.pad_token_id)
+                    (-logprobs.sum() / lengths.sum()).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    recent = [*recent, logprobs.detach().exp().mean().item()][-recipe["target_window_steps"] :]
+                    exact_match = sum(recent) / len(recent)
+                    bar.update()
+                    bar.set_postfix_str(f"exact match {exact_match:.2f}")
+                    if len(recent) == recipe["target_window_steps"] and exact_match >= recipe["target_exact_match"]:
+                        break
+    finally:
+        torch.set_num_threads(threads)
+    return model, step, exact_match
+
+
+def _encode(tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[int, int]]) -> "torch.Tensor":
+    """[len(pairs), PROMPT_TOKENS + ANSWER_TOKENS] token ids of prompt, answer and EOS, padded on the right."""
+    import torch
+
+    rows = torch.full((len(pairs), PROMPT_TOKENS + ANSWER_TOKENS), tokenizer.pad_token_id)
+    for row, (a, b) in zip(rows, pairs, strict=True):
+        ids = tokenizer(f"{a}+{b}={a + b}{EOS}", add_special_tokens=False)["input_ids"]
+        row[: len(ids)] = torch.tensor(ids)
+    return rows
+
+
+def _answer_logprobs(
+    model: "Qwen3ForCausalLM", batch: "torch.Tensor", pad_token_id: int
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """[B] log-probability of each row's whole answer (EOS included), and [B] its number of tokens."""
+    import torch
+
+    targets = batch[:, PROMPT_TOKENS:]
+    logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=ANSWER_TOKENS).logits
+    mask = targets != pad_token_id
+    gathered = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (gathered * mask).sum(-1), mask.sum(-1)

@@ -1,0 +1,239 @@
+"""The engine host: `python -m grpo.engine.host FD PARENT_PID`, one vLLM engine behind one socket.
+
+Drives vLLM's asynchronous engine, so that requests carry ids, finish one by one and can be aborted. Started by
+`grpo.engine.client.EngineClient`; nobody else on the node can reach it.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from grpo.engine.lifetime import end_session_with
+from grpo.engine.messages import (
+    WEIGHT_CALLS,
+    Abort,
+    Call,
+    Died,
+    EngineSpec,
+    Ready,
+    Reply,
+    Sample,
+    Sampled,
+    Shutdown,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+HEALTH_POLL_S = 0.5
+
+
+class Host:
+    """Serves the messages of one connection until `Shutdown` or the engine's death."""
+
+    def __init__(self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any]) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._engine = engine
+        self._sampling = sampling
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # request id -> the task that samples it
+        self._background: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+
+    def send(self, message: object) -> None:
+        with self._send_lock:
+            self._connection.send(message)
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            while True:
+                try:
+                    message = self._connection.recv()
+                except (EOFError, OSError):
+                    message = Shutdown()  # the local main closed its end
+                loop.call_soon_threadsafe(self._dispatch, message)
+                if isinstance(message, Shutdown):
+                    return
+
+        threading.Thread(target=read, name="grpo-host-reader", daemon=True).start()
+        while not self._stop.is_set():
+            # vLLM's engine process may die while nobody asks anything of it.
+            if self._engine.errored:
+                raise RuntimeError(f"vLLM's engine process died: {self._engine.dead_error!r}")
+            try:
+                await asyncio.wait_for(self._stop.wait(), HEALTH_POLL_S)
+            except TimeoutError:
+                continue
+
+    def _dispatch(self, message: object) -> None:
+        match message:
+            case Sample():
+                task = asyncio.create_task(self._sample(message))
+                self._tasks[message.request_id] = task
+                task.add_done_callback(lambda _: self._tasks.pop(message.request_id, None))
+            case Abort():
+                for request_id in message.request_ids:
+                    if task_to_cancel := self._tasks.get(request_id):
+                        task_to_cancel.cancel()
+            case Call():
+                call = asyncio.create_task(self._call(message))
+                self._background.add(call)
+                call.add_done_callback(self._background.discard)
+            case Shutdown():
+                self._stop.set()
+            case _:
+                raise TypeError(f"engine host got {type(message).__name__}, which is no message of the protocol")
+
+    async def _sample(self, request: Sample) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        import numpy as np
+
+        try:
+            params = sampling_params({**self._sampling, **request.overrides}, n=request.n, seed=request.seed)
+            final = None
+            async for output in self._engine.generate(
+                {"prompt_token_ids": request.token_ids.tolist()}, params, str(request.request_id)
+            ):
+                final = output
+            assert final is not None
+            samples = sorted(final.outputs, key=lambda sample: sample.index)
+            self.send(
+                Sampled(
+                    request_id=request.request_id,
+                    token_ids=np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in samples]),
+                    lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int32),
+                    engine_logprobs=np.concatenate([_sampled_logprobs(s) for s in samples]),
+                )
+            )
+        except EngineDeadError:
+            return  # `serve` notices and reports it once, for all requests
+        except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
+            empty = np.empty(0, dtype=np.int32)
+            self.send(
+                Sampled(
+                    request_id=request.request_id,
+                    token_ids=empty,
+                    lengths=empty,
+                    engine_logprobs=empty.astype(np.float32),
+                    error=f"{type(error).__name__}: {error}",
+                )
+            )
+
+    async def _call(self, call: Call) -> None:
+        try:
+            value = await self._run_call(call.method, call.kwargs)
+            self.send(Reply(call_id=call.call_id, value=value, error=None))
+        except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
+            traceback.print_exc()
+            self.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
+
+    async def _run_call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        engine = self._engine
+        if method in WEIGHT_CALLS:
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+            if method == "init_weight_transfer_engine":
+                return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
+            if method == "update_weights":
+                return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
+            return await getattr(engine, method)(**kwargs)
+        if method == "reset_prefix_cache":
+            return await engine.reset_prefix_cache()
+        if method == "weight_version":
+            return await engine.get_weight_version()
+        if method == "prompt_logprobs":
+            return await self._prompt_logprobs(**kwargs)
+        raise ValueError(f"engine host has no call {method!r}")
+
+    async def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Raw log-probability of each prompt token but the first, by one forward of the engine."""
+
+        async def score(index: int, token_ids: list[int]) -> list[float]:
+            params = sampling_params({"temperature": 1.0, "max_tokens": 1}, n=1, seed=0, prompt_logprobs=0)
+            final = None
+            async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, f"probe-{index}"):
+                final = output
+            assert final is not None
+            assert final.prompt_logprobs is not None
+            return [
+                final.prompt_logprobs[position][token].logprob
+                for position, token in enumerate(token_ids)
+                if position > 0
+            ]
+
+        return list(await asyncio.gather(*(score(index, ids) for index, ids in enumerate(prompts))))
+
+
+def sampling_params(settings: dict[str, Any], *, n: int, seed: int, prompt_logprobs: int | None = None) -> Any:
+    """`SamplingParams` for one request; text is only put together where stop strings need it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    settings = dict(settings)
+    if isinstance(settings.get("structured_outputs"), dict):
+        settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
+    settings.setdefault("detokenize", bool(settings.get("stop")))
+    return SamplingParams(
+        **settings,
+        n=n,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=prompt_logprobs is None,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampled_logprobs(sample: Any) -> Any:
+    """[tokens] float32: with `logprobs=0` a position holds the sampled token alone."""
+    import numpy as np
+
+    flat = sample.logprobs
+    if len(flat.logprobs) != len(sample.token_ids):
+        raise RuntimeError(f"vLLM gave {len(flat.logprobs)} log-probabilities for {len(sample.token_ids)} tokens")
+    return np.asarray(flat.logprobs, dtype=np.float32)
+
+
+async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.engine_args))
+    try:
+        host = Host(connection, engine, spec.sampling)
+        host.send(Ready(max_model_len=engine.model_config.max_model_len, startup_s=time.monotonic() - started))
+        await host.serve()
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    started = time.monotonic()
+    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    end_session_with(parent_pid)
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    spec = connection.recv()
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        backend = spec.engine_args["weight_transfer_config"]
+        spec.engine_args["weight_transfer_config"] = WeightTransferConfig(backend=backend)
+        asyncio.run(run(connection, spec, started))
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        connection.send(Died(cause=f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

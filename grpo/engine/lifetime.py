@@ -1,0 +1,97 @@
+"""No process of an engine outlives the trainer that started it, however that trainer dies.
+
+An engine host leads a session of its own; vLLM's processes are its descendants in that session. Two watches cover every
+order of deaths: the host waits for the local main's death and then ends its whole session (`end_session_with`); each
+vLLM process waits for its own parent's death (`die_with_parent`, through our vLLM plugin), which covers a host that was
+itself killed. Neither uses PR_SET_PDEATHSIG: it fires when the creating *thread* ends, and would take the host away
+before it could end the others.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+
+
+def session_members(session_id: int) -> list[int]:
+    """Pids of the live processes in the session `session_id`."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended while we looked
+            # Fields after the command, which may itself hold spaces and parentheses: state ppid pgrp session
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == session_id and state not in "ZX":
+                members.append(int(entry.name))
+    return members
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def end_session(session_id: int, *, tracker_grace_s: float = 5.0) -> None:
+    """SIGKILL every process of a session.
+
+    Python's resource trackers go last: they end by themselves once the processes that they track are gone, and unlink
+    the shared memory that those left behind.
+    """
+    members = session_members(session_id)
+    trackers = [pid for pid in members if _is_resource_tracker(pid)]
+    for pid in members:
+        if pid not in trackers and pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + tracker_grace_s
+    while time.monotonic() < deadline and set(session_members(session_id)) - {os.getpid()}:
+        time.sleep(0.05)
+    for pid in session_members(session_id):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_death(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([pidfd], [], [])
+    os.close(pidfd)
+
+
+def end_session_with(parent_pid: int) -> None:
+    """In an engine host, before anything slow: end this session as soon as `parent_pid` is gone."""
+
+    def watch() -> None:
+        _wait_for_death(parent_pid)
+        end_session(os.getsid(0))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before we looked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """In a process that vLLM spawned: end it as soon as its parent is gone. Does nothing in any other process."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    parent_pid = parent.pid
+
+    def watch() -> None:
+        _wait_for_death(parent_pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)

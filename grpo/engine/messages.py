@@ -1,0 +1,97 @@
+"""What crosses the socket between a local main and its engine host.
+
+Pickled by `multiprocessing.connection.Connection` over a socketpair that only the two processes hold. The local main
+sends `EngineSpec` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Calls that a host serves besides sampling. The first four are vLLM's weight-transfer control plane.
+WEIGHT_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """How to build the engine."""
+
+    engine_args: dict[str, Any]
+    """Arguments of vLLM's `AsyncEngineArgs`."""
+    sampling: dict[str, Any]
+    """Arguments of `SamplingParams` common to all requests; `n` and `seed` come with each request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine has started and waits for work."""
+
+    max_model_len: int
+    """Tokens of prompt and completion that one sequence may have."""
+    startup_s: float
+    """From the process's first line to here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The engine cannot go on; the host ends after sending this."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Sample `n` completions of one prompt."""
+
+    request_id: int
+    token_ids: np.ndarray
+    """[L] int32."""
+    n: int
+    seed: int
+    """Sample i uses seed + i."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Sampling arguments that replace those of the spec, for this request alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The completions of one request, in sample order; or why there are none."""
+
+    request_id: int
+    token_ids: np.ndarray
+    """[T] int32, the samples end to end."""
+    lengths: np.ndarray
+    """[n] int32, tokens per sample; sums to T."""
+    engine_logprobs: np.ndarray
+    """[T] float32, natural log, of the distribution that was sampled from."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Drop these requests; no `Sampled` follows for them."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A control call; answered by one `Reply` with the same id."""
+
+    call_id: int
+    method: str
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    call_id: int
+    value: Any
+    error: str | None
+    """The exception's text when the call failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """End the engine and the host."""

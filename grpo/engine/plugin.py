@@ -1,0 +1,24 @@
+"""Our entry point in `vllm.general_plugins`: vLLM calls `register` in every process that it starts."""
+
+import os
+
+from grpo.engine.lifetime import die_with_parent
+
+NCCL_BACKEND = "grpo_nccl"
+SHM_BACKEND = "grpo_shm"
+HOST_MARK = "GRPO_ENGINE_HOST"  # set in the environment of an engine host and so of all that it starts
+
+
+def register() -> None:
+    """Register the worker side of our weight-transfer backends; may run several times in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    known = WeightTransferEngineFactory._registry
+    for name, module, class_name in (
+        (NCCL_BACKEND, "grpo.weights.worker", "CountedNCCLEngine"),
+        (SHM_BACKEND, "grpo.weights.worker", "CountedShmEngine"),
+    ):
+        if name not in known:
+            WeightTransferEngineFactory.register_engine(name, module, class_name)
+    if HOST_MARK in os.environ:  # any other vLLM on this machine is left as it is
+        die_with_parent()

@@ -1,0 +1,319 @@
+"""One failure record for the whole job, and the watch that brings it to every rank.
+
+The rank that sees a fault raises. The others may sit in a collective, which cannot be interrupted from Python, so every
+rank has a daemon thread with a connection of its own to the job's store. It looks for the record, for the deaths of the
+ranks on its own node, and for SIGTERM (a launcher that ends its ranks because one failed). On a hit the main thread is
+given a moment to raise by itself; a rank that is still stuck writes the record to stderr and ends.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+_RECORD_KEY = "grpo/failure"
+_LEFT_KEY = "grpo/left/{rank}"
+
+POLL_S = 0.5
+BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
+STUCK_GRACE_S = 6.0  # from seeing the record until a rank that has not raised is ended
+EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRecord:
+    """Who failed, when, and why."""
+
+    node: int
+    rank: int
+    host: str
+    phase: str
+    """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
+    cause: str
+    """The error's text; an engine's holds the last lines of its log."""
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str | bytes) -> "FailureRecord":
+        return FailureRecord(**json.loads(text))
+
+
+class JobFailed(RuntimeError):  # noqa: N818  a statement about the job, not about this rank
+    """The job failed on some rank; `record` says where and why."""
+
+    def __init__(self, record: FailureRecord) -> None:
+        super().__init__(f"the job failed on {record}")
+        self.record = record
+
+
+class FailureWatch:
+    """This rank's end of the failure contract.
+
+    Args:
+        store: the job's store, None for one process without a process group, where errors simply raise.
+        local_pids: pid of each rank on this node, this one's included, by global rank.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, *, node: int, rank: int, host: str, local_pids: Mapping[int, int]
+    ) -> None:
+        self.node, self.rank, self.host = node, rank, host
+        self.phase = "start"
+        self.record: FailureRecord | None = None
+        self._reported = threading.Lock()
+        self._guarded = 0
+        self._raising = False
+        self._raising_since: float | None = None
+        self._raised_in_main = False
+        self._seen_since: float | None = None
+        self._stopped = threading.Event()
+        self._alone = store is None
+        self._thread: threading.Thread | None = None
+        if store is None:
+            return
+        self._store = store.clone()  # a connection of its own: the main thread's may be blocked in a wait
+        self._main_store = store.clone()
+        self._local_pids = dict(local_pids)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ, "signal")
+        for other, pid in self._local_pids.items():
+            if other != rank:
+                with contextlib.suppress(ProcessLookupError):
+                    self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, other)
+        self._take_sigterm()
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._report_unhandled
+        atexit.register(self._leave)
+        self._thread = threading.Thread(target=self._watch, name="grpo-failure-watch", daemon=True)
+        self._thread.start()
+
+    # -- for the main thread --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Name what this rank is doing, for the record."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            if sys.exc_info()[0] is None:
+                self.phase = before
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Report what is raised inside to all ranks; a consequence of another rank's failure raises as that.
+
+        Nests: the outermost one reports.
+
+        Raises:
+            JobFailed: chained to the error inside, when the record names another rank.
+        """
+        self._guarded += 1
+        try:
+            yield
+        except BaseException as error:
+            if self._guarded == 1:
+                self._raise_for_job(error)
+            raise
+        finally:
+            self._guarded -= 1
+
+    def _raise_for_job(self, error: BaseException) -> None:
+        self._raising = True
+        if self._alone or isinstance(error, JobFailed):
+            self._raising_since = time.monotonic()
+            return
+        # A lost peer shows first as a broken connection. Let the watch say who it was before blaming ourselves.
+        deadline = time.monotonic() + (BLAME_S if _is_collective_error(error) else 0.0)
+        while self.record is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._raising_since = time.monotonic()
+        if self.record is None:
+            self.report(self.make_record(error))
+        if self.record is not None and self.record.rank != self.rank:
+            raise JobFailed(self.record) from error
+
+    def check(self) -> None:
+        """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
+        if self.record is not None:
+            raise JobFailed(self.record)
+
+    def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
+        """A record about this rank."""
+        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        return FailureRecord(
+            node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase, cause=text
+        )
+
+    def report(self, record: FailureRecord) -> None:
+        """Make `record` the job's, unless one is there already. From any thread."""
+        with self._reported:
+            if self.record is not None:
+                return
+            if self._alone:
+                self.record = record
+                return
+            try:
+                first = self._main_store.compare_set(_RECORD_KEY, "", record.dumps())
+                self.record = FailureRecord.loads(first)
+            except (dist.DistError, RuntimeError):  # the store went with its host: keep what we know
+                self.record = record
+
+    def stop(self) -> None:
+        """End the watch: this rank is done."""
+        self._stopped.set()
+        if self._thread is not None:
+            with contextlib.suppress(OSError):
+                self._waker.send(b"\0")
+
+    # -- signals and exit -----------------------------------------------------------------------------------------
+
+    def _take_sigterm(self) -> None:
+        """Let the watch hear of SIGTERM even while the main thread is stuck in C code."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return  # the script has a handler of its own: it decides
+        previous = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            return
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the wake-up socket says it all
+        os.register_at_fork(after_in_child=_restore_sigterm)
+
+    def _report_unhandled(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._excepthook(kind, error, trace)
+        if self.record is None and not issubclass(kind, KeyboardInterrupt):
+            self.report(self.make_record(error))
+
+    def _leave(self) -> None:
+        """At exit: tell the node's other ranks that this one has not been killed."""
+        if self.record is None:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._main_store.set(_LEFT_KEY.format(rank=self.rank), "1")
+        self.stop()
+
+    # -- the watch's thread ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            for key, _ in self._selector.select(POLL_S):
+                if key.data == "signal":
+                    if signal.SIGTERM in self._wake.recv(64):
+                        self._end_by_sigterm()
+                else:
+                    self._selector.unregister(key.fileobj)
+                    self._look_at_dead_rank(key.data)
+            if self.record is None and not self._stopped.is_set():
+                self._look_into_store()
+            if self.record is not None:
+                self._raise_in_main_thread()
+                self._end_if_stuck()
+
+    def _look_into_store(self) -> None:
+        try:
+            if self._store.check([_RECORD_KEY]):
+                self.record = FailureRecord.loads(self._store.get(_RECORD_KEY))
+        except (dist.DistError, RuntimeError) as error:
+            if not self._stopped.is_set():
+                cause = f"the job's store is gone, and with it the launcher that held it ({error})"
+                self.record = self.make_record(cause.splitlines()[0])
+
+    def _look_at_dead_rank(self, rank: int) -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self._store.check([_LEFT_KEY.format(rank=rank)]) or self._store.check([_RECORD_KEY]):
+                return
+        cause = f"the process of rank {rank} (pid {self._local_pids[rank]}) died without a word: killed?"
+        self.report(FailureRecord(node=self.node, rank=rank, host=self.host, phase=self.phase, cause=cause))
+
+    def _end_by_sigterm(self) -> None:
+        deadline = time.monotonic() + BLAME_S
+        while self.record is None and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.1):
+                if key.data != "signal":
+                    self._selector.unregister(key.fileobj)
+                    self._look_at_dead_rank(key.data)
+            if self.record is None:
+                self._look_into_store()
+        if self.record is None:
+            self.report(self.make_record("got SIGTERM: the launcher or the scheduler ends this job"))
+        if self._raising_since is None:  # else the traceback is on its way
+            self._end(128 + signal.SIGTERM)
+
+    def _raise_in_main_thread(self) -> None:
+        """Raise `JobFailed` where the main thread is, once; it arrives when that thread runs Python code again."""
+        if self._raised_in_main or self._guarded == 0 or self._raising:
+            return
+        self._raised_in_main = True
+        record = self.record
+        assert record is not None
+
+        class _JobFailedElsewhere(JobFailed):
+            def __init__(self) -> None:  # the interpreter makes the instance, without arguments
+                super().__init__(record)
+
+        main_id = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main_id, ctypes.py_object(_JobFailedElsewhere))
+
+    def _end_if_stuck(self) -> None:
+        now = time.monotonic()
+        self._seen_since = self._seen_since or now
+        if self._raising_since is not None:
+            if now - self._raising_since > EXIT_GRACE_S:
+                self._end(1)
+        elif now - self._seen_since > STUCK_GRACE_S:
+            self._end(1)
+
+    def _end(self, code: int) -> None:
+        print(f"[grpo] rank {self.rank} ends: the job failed on {self.record}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _is_collective_error(error: BaseException) -> bool:
+    """Whether `error` may be the echo of another rank's failure. Gloo raises plain RuntimeErrors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        text = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "peer", "timed out")):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _restore_sigterm() -> None:
+    """In a forked child, a data-loader worker say: SIGTERM ends it, and does not wake the parent's watch."""
+    with contextlib.suppress(ValueError):  # forked from another thread than the main one
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def watch_for(topology: Any, local_pids: Mapping[int, int]) -> FailureWatch:
+    """The watch of this rank; without a process group one that only keeps the record."""
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and topology.world_size > 1 else None
+    return FailureWatch(
+        store, node=topology.node, rank=topology.rank, host=topology.host, local_pids=local_pids
+    )

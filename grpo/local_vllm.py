@@ -1,0 +1,452 @@
+"""What the trainer calls to generate and to push: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from grpo.config import GRPOConfig
+from grpo.dispatch import (
+    Completions,
+    PackedRows,
+    assign,
+    check_prompt_lengths,
+    collapse,
+    concat_rows,
+    pack_rows,
+    request_cost_tokens,
+    seed_base,
+    slice_completions,
+    to_lists,
+)
+from grpo.engine.client import EngineClient, EngineError, engine_environment
+from grpo.engine.messages import EngineSpec, Sample, Sampled
+from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.node_groups import NodeGroups
+from grpo.topology import NodeTopology
+from grpo.weights.proof import MEAN_GAP_LIMITS, LogprobGap, gap_between, is_due, probe_prompts, trainer_logprobs
+from grpo.weights.push import Pusher, PushReport
+from grpo.weights.source import GatheredSource
+
+POLL_S = 0.5  # how often a wait for completions looks for a failure elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """Which model the engines build, and in what dtype; their weights come with the first push."""
+
+    path: str
+    """A folder or a hub id with a configuration."""
+    tokenizer: str
+    revision: str | None
+    dtype: torch.dtype
+    special_ids: tuple[int, ...] = ()
+    """Token ids that the probe leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationReport:
+    """What one generation batch cost this node."""
+
+    generate_s: float
+    num_tokens: int
+    """Completion tokens sampled on this node."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.generate_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one push cost, over the whole job, and what its proof found."""
+
+    total_s: float
+    """Of the slowest rank, as the next two."""
+    gather_s: float
+    send_s: float
+    num_bytes: int
+    """Sent to each engine."""
+    gap: LogprobGap | None
+    """The worst engine's; None when this push was not proved."""
+    policy_version: int
+
+
+class LocalVLLM:
+    """This node's engines, as the trainer sees them.
+
+    `sync_weights` is collective over the job, `generate` over the node. Engines start in the constructor and are
+    waited for in the first `sync_weights`, so that their start-up overlaps the loading of the trainer's model.
+
+    Args:
+        progress: the current optimizer step, and "train" or "eval".
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        model: EngineModel,
+        topology: NodeTopology,
+        groups: NodeGroups,
+        watch: FailureWatch,
+        progress: Callable[[], tuple[int, str]],
+    ) -> None:
+        self.args = args
+        self.topology = topology
+        self.backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
+        self.last_generation: GenerationReport | None = None
+        self.last_sync: SyncReport | None = None
+        self.engine_startup_s: float | None = None
+        self._model = model
+        self._groups = groups
+        self._watch = watch
+        self._progress = progress
+        self._draws: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._pushes = 0
+        self._pusher: Pusher | None = None
+        self._trained_model: nn.Module | None = None
+        self._autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self._probe: list[list[int]] = []
+        self._max_model_len = 0
+        self._next_request = 0
+        self._started = time.monotonic()
+        self._clients: list[EngineClient] | None = self._start_engines() if topology.is_local_main else None
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def _start_engines(self) -> list[EngineClient]:
+        spec = EngineSpec(
+            engine_args=engine_args(self.args, self._model, self.topology, self.backend),
+            sampling=sampling_settings(self.args),
+        )
+        node = self.topology.node
+
+        def on_death(error: EngineError) -> None:
+            self._watch.report(self._watch.make_record(error))
+
+        return [
+            EngineClient(
+                spec,
+                name=f"engine {index} of node {node}",
+                environment=engine_environment(
+                    os.environ,
+                    devices=devices,
+                    tensor_parallel_size=self.topology.tensor_parallel_size,
+                    engines_per_node=self.topology.num_engines,
+                ),
+                log_path=Path(self.args.output_dir) / "logs" / f"engine-node{node}-{index}.log",
+                on_death=on_death,
+            )
+            for index, devices in enumerate(self.topology.engines)
+        ]
+
+    def attach(self, model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Say which model is trained; before the first `sync_weights`.
+
+        Args:
+            model: the unwrapped transformers model.
+            autocast: makes the context in which the trainer runs its forwards.
+        """
+        self._trained_model = model
+        self._autocast = autocast
+
+    def _connect(self) -> Pusher:
+        assert self._trained_model is not None, "sync_weights before attach"
+        failure, startup_s = None, 0.0
+        with self._watch.during("engine start"):
+            try:
+                for client in self._clients or []:
+                    left_s = self.args.vllm_start_timeout - (time.monotonic() - self._started)
+                    ready = self._patiently(client.wait_ready, max(left_s, 0.1))
+                    startup_s = max(startup_s, ready.startup_s)
+                    self._max_model_len = ready.max_model_len
+            except EngineError as error:
+                failure = self._watch.make_record(error)
+            starts = self._groups.exchange(self._watch, failure, (startup_s, self._max_model_len))
+        self.engine_startup_s = max(seconds for seconds, _ in starts)
+        self._probe = probe_prompts(
+            self._trained_model.get_input_embeddings().num_embeddings,
+            max(length for _, length in starts),
+            self._model.special_ids,
+        )
+        bucket_bytes = self.args.vllm_sync_bucket_mb * 2**20
+        pusher = Pusher(
+            GatheredSource(self._trained_model, wire_dtype=self._model.dtype, bucket_bytes=bucket_bytes),
+            self._clients,
+            backend=self.backend,
+            tensor_parallel_size=self.topology.tensor_parallel_size,
+            bucket_bytes=bucket_bytes,
+            timeout_s=self.args.vllm_sync_timeout,
+        )
+        with self._watch.during("push group"):
+            failure = None
+            try:
+                pusher.connect()
+            except EngineError as error:
+                failure = self._watch.make_record(error)
+            self._groups.exchange(self._watch, failure)
+        return pusher
+
+    def _patiently(self, wait: Callable[[float], Any], timeout_s: float) -> Any:
+        """`wait(timeout_s)` in a way that the job's failure elsewhere interrupts."""
+        from concurrent.futures import ThreadPoolExecutor
+        from concurrent.futures import TimeoutError as FutureTimeout
+
+        pool = ThreadPoolExecutor(max_workers=1)
+        try:
+            future = pool.submit(wait, timeout_s)
+            while True:
+                self._watch.check()
+                with contextlib.suppress(FutureTimeout):
+                    return future.result(POLL_S)
+        finally:
+            pool.shutdown(wait=False)
+
+    # -- push -----------------------------------------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Push the trainer's weights to all engines and prove it where that is due. Collective over the job.
+
+        Raises:
+            JobFailed: on every rank, when an engine failed on any node or a proof did not hold.
+        """
+        self._watch.check()
+        if self._pusher is None:
+            self._pusher = self._connect()
+        step, _ = self._progress()
+        with self._watch.during("push"):
+            report, error = self._pusher.push(step)
+            self._pushes += 1
+            failure = None if error is None else self._watch.make_record(error)
+            gap = None
+            if is_due(self._pushes):
+                gap, failure = self._prove(failure)
+            answers = self._groups.exchange(self._watch, failure, (report, gap))
+        self.last_sync = _summarise(answers, step)
+
+    def _prove(self, failure: FailureRecord | None) -> tuple[LogprobGap | None, FailureRecord | None]:
+        """Score the probe on both sides. Collective over the job: the trainer's forward gathers under ZeRO-3."""
+        assert self._trained_model is not None
+        expected = trainer_logprobs(self._trained_model, self._probe, self._autocast())
+        if self._clients is None or failure is not None:
+            return None, failure
+        limit = self.args.vllm_max_logprob_gap or MEAN_GAP_LIMITS[self._model.dtype]
+        worst = LogprobGap(mean=0.0, max=0.0)
+        try:
+            for client in self._clients:
+                gap = gap_between(
+                    client.call("prompt_logprobs", self.args.vllm_sync_timeout, prompts=self._probe), expected
+                )
+                worst = max(worst, gap, key=lambda g: g.mean)
+                if gap.mean > limit:
+                    raise client.error(
+                        f"does not compute what the trainer does after push {self._pushes}: log-probabilities of the "
+                        f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
+                        f"mean is {limit:.3g} for {self._model.dtype} (vllm_max_logprob_gap)"
+                    )
+        except EngineError as error:
+            return worst, self._watch.make_record(error)
+        return worst, None
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list | None] | None,
+        num_generations: int,
+        profiler: contextlib.AbstractContextManager | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """Sample one completion for each prompt of this rank. Collective over the node.
+
+        Args:
+            prompts: token ids, with the copies of a prompt next to each other over the node's ranks.
+            images: None; images are refused when the trainer is built.
+            num_generations: not needed: equal neighbours show which prompts belong together.
+            profiler: TRL's context around the generation.
+
+        Returns:
+            As TRL's `VLLMGeneration.generate`: prompt ids, completion ids, log-probabilities
+            [completion][token][1] under the engine, and None in place of the ids behind them.
+        """
+        del num_generations
+        if images is not None:
+            raise ValueError("images reached the engine; local mode takes text alone")
+        self._watch.check()
+        with self._watch.during("generate"), profiler or contextlib.nullcontext():
+            begun = time.perf_counter()
+            parts, first_row = self._groups.gather_rows(pack_rows(prompts))
+            failure, completions, cause = None, None, None
+            if parts is not None:
+                try:
+                    completions = self._sample(parts)
+                except (EngineError, ValueError) as error:
+                    failure, cause = self._watch.make_record(error), error
+            try:
+                self._groups.share_failure(failure)
+            except JobFailed as failed:
+                raise failed from cause
+            arrays = None
+            if completions is not None:
+                arrays = [completions.token_ids, completions.lengths, completions.engine_logprobs]
+            token_ids, lengths, logprobs = self._groups.broadcast_arrays(arrays, [np.int32, np.int32, np.float32])
+            of_node = Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
+            self.last_generation = GenerationReport(
+                generate_s=time.perf_counter() - begun, num_tokens=len(of_node.token_ids)
+            )
+            completion_ids, logprob_rows = to_lists(slice_completions(of_node, first_row, first_row + len(prompts)))
+        return prompts, completion_ids, [[[value] for value in row] for row in logprob_rows], None
+
+    def _sample(self, parts: Sequence[PackedRows]) -> Completions:
+        """Completions of all rows of the node, in row order."""
+        assert self._clients is not None
+        max_tokens = self.args.max_completion_length
+        first_row = 0
+        for part in parts:
+            check_prompt_lengths(part, max_model_len=self._max_model_len, max_tokens=max_tokens, first_row=first_row)
+            first_row += part.num_rows
+        step, mode = self._progress()
+        draw = self._draws[step, mode]
+        self._draws = defaultdict(int, {(step, mode): draw + 1})
+        user_seed = (self.args.generation_kwargs or {}).get("seed")
+        base = seed_base(seed=self.args.seed, step=step, mode=mode, draw=draw, user_seed=user_seed)
+        requests = collapse(concat_rows(parts), base, self.topology.node)
+        shares = assign([request_cost_tokens(r, max_tokens) for r in requests], len(self._clients))
+        first_id = self._next_request
+        self._next_request += len(requests)
+        for client, share in zip(self._clients, shares, strict=True):
+            client.submit(
+                [
+                    Sample(
+                        request_id=first_id + index,
+                        token_ids=requests[index].token_ids,
+                        n=requests[index].n,
+                        seed=requests[index].seed,
+                    )
+                    for index in share
+                ]
+            )
+        answers = self._collect({id(c): len(s) for c, s in zip(self._clients, shares, strict=True)})
+        in_order = [answers[first_id + index] for index in range(len(requests))]
+        if not in_order:
+            return Completions(
+                token_ids=np.empty(0, np.int32), lengths=np.empty(0, np.int32), engine_logprobs=np.empty(0, np.float32)
+            )
+        return Completions(
+            token_ids=np.concatenate([a.token_ids for a in in_order]),
+            lengths=np.concatenate([a.lengths for a in in_order]),
+            engine_logprobs=np.concatenate([a.engine_logprobs for a in in_order]),
+        )
+
+    def _collect(self, outstanding: dict[int, int]) -> dict[int, Sampled]:
+        """Wait for all answers of all engines, watching for failures. By request id."""
+        assert self._clients is not None
+        deadline = time.monotonic() + self.args.vllm_generate_timeout
+        answers: dict[int, Sampled] = {}
+        while busy := [client for client in self._clients if outstanding[id(client)]]:
+            self._watch.check()
+            for client in busy:
+                # One engine may be waited for; the others are only asked what they have by now.
+                wait_s = min(POLL_S, deadline - time.monotonic()) if client is busy[0] else 0.0
+                while (answer := client.next_sampled(wait_s)) is not None:
+                    answers[answer.request_id] = answer
+                    outstanding[id(client)] -= 1
+                    if not outstanding[id(client)]:
+                        break
+            if time.monotonic() > deadline and any(outstanding.values()):
+                late = next(client for client in self._clients if outstanding[id(client)])
+                raise late.error(
+                    f"has not answered {outstanding[id(late)]} requests after {self.args.vllm_generate_timeout:.0f} s "
+                    "(vllm_generate_timeout)"
+                )
+        return answers
+
+    def close(self) -> None:
+        """End this node's engines. Safe to call twice."""
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
+        clients, self._clients = self._clients, [] if self._clients is not None else None
+        for client in clients or []:
+            client.close()
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def choose_backend(asked: str, *, has_gpus: bool) -> str:
+    """`nccl` or `shm`, for `vllm_sync_backend`.
+
+    Raises:
+        ValueError: NCCL without GPUs.
+    """
+    if asked == "nccl" and not has_gpus:
+        raise ValueError("vllm_sync_backend is 'nccl', but this node has no GPUs: set it to 'shm' or 'auto'")
+    if asked == "auto":
+        return "nccl" if has_gpus else "shm"
+    return asked
+
+
+def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs` for this job."""
+    settings: dict[str, Any] = {
+        "model": model.path,
+        "tokenizer": model.tokenizer,
+        "revision": model.revision,
+        "trust_remote_code": args.trust_remote_code,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tensor_parallel_size": topology.tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "model_impl": args.vllm_model_impl,
+        "load_format": "dummy",  # the first push brings every weight, or fails
+        "weight_transfer_config": f"grpo_{backend}",
+        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
+        "seed": args.seed,
+        "disable_log_stats": True,
+    }
+    if args.vllm_max_model_length is not None:
+        settings["max_model_len"] = args.vllm_max_model_length
+    if topology.tensor_parallel_size > 1:
+        settings["distributed_executor_backend"] = "mp"
+    if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        settings["kv_cache_memory_bytes"] = 2**30  # vLLM would take its share of the host's memory
+    assert not isinstance(args.vllm_engine_kwargs, str)
+    return settings | (args.vllm_engine_kwargs or {})
+
+
+def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
+    """Arguments of `SamplingParams` common to all requests, as TRL sets them; `generation_kwargs` come last."""
+    settings: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": 0.0 if args.min_p is None else args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "max_tokens": args.max_completion_length,
+    }
+    settings |= {key: value for key, value in (args.generation_kwargs or {}).items() if key != "seed"}
+    if args.vllm_structured_outputs_regex is not None:
+        settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return settings
+
+
+def _summarise(answers: list[tuple[PushReport, LogprobGap | None]], step: int) -> SyncReport:
+    reports = [report for report, _ in answers]
+    gaps = [gap for _, gap in answers if gap is not None]
+    worst = LogprobGap(mean=max(g.mean for g in gaps), max=max(g.max for g in gaps)) if gaps else None
+    return SyncReport(
+        total_s=max(r.total_s for r in reports),
+        gather_s=max(r.gather_s for r in reports),
+        send_s=max(r.send_s for r in reports if r.num_bytes),
+        num_bytes=max(r.num_bytes for r in reports),
+        gap=worst,
+        policy_version=step,
+    )

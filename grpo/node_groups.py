@@ -1,0 +1,219 @@
+"""Gloo groups for control and completions: the ranks of one node, and the local mains of all nodes.
+
+Data moves over NCCL or shared memory, control over gloo, so that a long generation never sits in a NCCL collective
+under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
+"""
+
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo.dispatch import PackedRows
+from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.topology import NodeTopology, check_nodes
+
+MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
+
+
+_agreements = itertools.count()
+
+
+def agree_on_topology(plan: Callable[[], NodeTopology], rank: int, world_size: int, *, timeout_s: float) -> tuple[NodeTopology, list[int]]:
+    """Read this rank's topology and check it against every other rank's, before anything slow happens.
+
+    Collective over the job, through the store: a rank whose own arithmetic fails tells the others instead of leaving
+    them waiting.
+
+    Args:
+        plan: makes this rank's topology, or raises ValueError.
+
+    Returns:
+        This rank's topology, and the pid of every rank.
+
+    Raises:
+        ValueError: the first rank's error, on every rank; or what does not fit between nodes.
+        TimeoutError: names the ranks that did not come.
+    """
+    topology, problem = None, None
+    try:
+        topology = plan()
+    except ValueError as error:
+        problem = str(error)
+    if not dist.is_initialized() or world_size == 1:
+        if topology is None:
+            raise ValueError(problem)
+        return topology, [os.getpid()]
+    store = dist.PrefixStore(f"grpo/topology/{next(_agreements)}", dist.distributed_c10d._get_default_store())
+    store.set(f"rank{rank}", pickle.dumps((topology, problem, os.getpid())))
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        verdict, pids = _judge(store, world_size, timeout)
+        store.set("verdict", pickle.dumps((verdict, pids)))
+    else:
+        try:
+            store.wait(["verdict"], timeout + timedelta(seconds=10))
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"rank 0 did not say within {timeout_s:.0f} s whether the placement fits") from error
+        verdict, pids = pickle.loads(store.get("verdict"))
+    if isinstance(verdict, Exception):
+        raise verdict
+    assert topology is not None
+    return topology, pids
+
+
+def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[Exception | None, list[int]]:
+    keys = [f"rank{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return TimeoutError(f"ranks {missing} did not come within {timeout.total_seconds():.0f} s"), []
+    topologies, problems, pids = zip(*(pickle.loads(store.get(key)) for key in keys), strict=True)
+    for problem in problems:
+        if problem is not None:
+            return ValueError(problem), list(pids)
+    try:
+        check_nodes(topologies)
+    except ValueError as error:
+        return error, list(pids)
+    return None, list(pids)
+
+
+class NodeGroups:
+    """The groups of this rank. Every rank of the job makes one, at the same time.
+
+    Args:
+        max_wait_s: the longest deadline that any wait on these groups is given.
+    """
+
+    def __init__(self, topology: NodeTopology, *, max_wait_s: float) -> None:
+        self.topology = topology
+        self._alone = not dist.is_initialized() or topology.world_size == 1
+        self._phases = 0
+        if self._alone:
+            return
+        timeout = timedelta(seconds=max_wait_s + MARGIN_S)
+        size = topology.local_world_size
+        nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
+        self._node, _ = dist.new_subgroups_by_enumeration(nodes, timeout=timeout, backend="gloo")
+        self._leaders = dist.new_group([ranks[0] for ranks in nodes], timeout=timeout, backend="gloo")
+        self._leader = topology.node * size  # global rank of this node's local main
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank of the job, in rank order."""
+        if self._alone:
+            return [value]
+        node_values: list[Any] = [None] * self.topology.local_world_size
+        dist.all_gather_object(node_values, value, group=self._node)
+        everything: list[Any] = [None]
+        if self.topology.is_local_main:
+            by_node: list[Any] = [None] * self.topology.num_nodes
+            dist.all_gather_object(by_node, node_values, group=self._leaders)
+            everything = [[item for values in by_node for item in values]]
+        dist.broadcast_object_list(everything, src=self._leader, group=self._node)
+        return everything[0]
+
+    def exchange(self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None) -> list[Any]:
+        """End a phase together: raise on every rank if it failed on one. Collective over the job.
+
+        Returns:
+            The `value` of every rank, in rank order.
+
+        Raises:
+            JobFailed: with the record of the first rank that failed, on every rank; or naming the ranks that did not
+                answer in time.
+        """
+        self._phases += 1
+        if self._alone:
+            if failure is not None:
+                raise JobFailed(failure)
+            return [value]
+        key = f"grpo/phase/{self._phases}/"
+        self._store.set(f"{key}{self.topology.rank}", "1")
+        if failure is not None:
+            watch.report(failure)  # ranks that are stuck elsewhere hear of it too
+        try:
+            answers = self.all_gather((failure, value))
+        except RuntimeError as error:
+            watch.check()
+            silent = [rank for rank in range(self.topology.world_size) if not self._store.check([f"{key}{rank}"])]
+            if not silent:
+                raise
+            nodes = sorted({rank // self.topology.local_world_size for rank in silent})
+            raise JobFailed(
+                watch.make_record(f"no answer from ranks {silent} (nodes {nodes}) at the end of this phase: {error}")
+            ) from error
+        for record, _ in answers:
+            if record is not None:
+                raise JobFailed(record)
+        return [answer for _, answer in answers]
+
+    # -- inside a node --------------------------------------------------------------------------------------------
+
+    def gather_rows(self, rows: PackedRows) -> tuple[list[PackedRows] | None, int]:
+        """Every rank's rows, on the node's local main in local rank order, None elsewhere; and how many rows come
+        before this rank's. Over the node."""
+        if self._alone:
+            return [rows], 0
+        sizes = torch.tensor([rows.num_rows, len(rows.token_ids)], dtype=torch.int64)
+        all_sizes = [torch.empty_like(sizes) for _ in range(self.topology.local_world_size)]
+        dist.all_gather(all_sizes, sizes, group=self._node)
+        flat = np.concatenate([rows.lengths, rows.token_ids]).astype(np.int32)
+        first_row = sum(int(size[0]) for size in all_sizes[: self.topology.local_rank])
+        longest = max(int(size.sum()) for size in all_sizes)
+        padded = torch.zeros(longest, dtype=torch.int32)
+        padded[: len(flat)] = torch.from_numpy(flat)
+        receive = None
+        if self.topology.is_local_main:
+            receive = [torch.empty(longest, dtype=torch.int32) for _ in all_sizes]
+        dist.gather(padded, receive, dst=self._leader, group=self._node)
+        if receive is None:
+            return None, first_row
+        parts = []
+        for part, size in zip(receive, all_sizes, strict=True):
+            num_rows, num_tokens = size.tolist()
+            array = part.numpy()
+            parts.append(PackedRows(lengths=array[:num_rows], token_ids=array[num_rows : num_rows + num_tokens]))
+        return parts, first_row
+
+    def share_failure(self, failure: FailureRecord | None) -> None:
+        """The local main's failure, or None, to its node; raises there if there is one. Over the node.
+
+        The status word goes before the data, so that an error reaches every rank instead of leaving it waiting.
+        """
+        if self._alone:
+            if failure is not None:
+                raise JobFailed(failure)
+            return
+        word = torch.tensor([0 if failure is None else 1], dtype=torch.uint8)
+        dist.broadcast(word, src=self._leader, group=self._node)
+        if not word.item():
+            return
+        holder = [failure]
+        dist.broadcast_object_list(holder, src=self._leader, group=self._node)
+        assert holder[0] is not None
+        raise JobFailed(holder[0])
+
+    def broadcast_arrays(self, arrays: list[np.ndarray] | None, dtypes: list[Any]) -> list[np.ndarray]:
+        """One-dimensional arrays of the local main, on every rank of the node. Over the node."""
+        if self._alone:
+            assert arrays is not None
+            return arrays
+        sizes = torch.tensor([len(a) for a in arrays] if arrays else [0] * len(dtypes), dtype=torch.int64)
+        dist.broadcast(sizes, src=self._leader, group=self._node)
+        received = []
+        for index, dtype in enumerate(dtypes):
+            array = arrays[index] if arrays else np.empty(int(sizes[index]), dtype=dtype)
+            tensor = torch.from_numpy(array)
+            if len(array):
+                dist.broadcast(tensor, src=self._leader, group=self._node)
+            received.append(array)
+        return received

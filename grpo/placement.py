@@ -1,0 +1,50 @@
+"""What of a placement depends on the model: attention heads for tensor parallelism, memory for plain DDP."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PreTrainedModel
+
+from grpo.config import GRPOConfig
+
+DDP_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two Adam moments
+
+
+def attention_heads(model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[int | None, int | None]:
+    """Attention and key-value heads of a model that is not loaded yet; (None, None) where nothing depends on them."""
+    if args.vllm_tensor_parallel_size == 1:
+        return None, None
+    config = model_config(model, args).get_text_config()
+    return getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+
+
+def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
+    """The model's configuration, without its weights."""
+    if not isinstance(model, str):
+        return model.config
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
+def ddp_memory_message(num_parameters: int, device_bytes: int) -> str | None:
+    """What to say when a model is trained by plain DDP and cannot fit; None when it may."""
+    needed = num_parameters * DDP_BYTES_PER_PARAMETER
+    if needed <= device_bytes:
+        return None
+    return (
+        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments on "
+        f"every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate launch "
+        "--config_file configs/1node.yaml, or give torchrun's script --deepspeed configs/zero3.json"
+    )
+
+
+def ddp_memory_warning(trainer: Any) -> None:
+    """Warn when torchrun was started without DeepSpeed on a model that cannot fit: it is silently DDP then."""
+    if trainer.is_deepspeed_enabled or not dist.is_initialized() or trainer.accelerator.device.type != "cuda":
+        return
+    device_bytes = torch.cuda.get_device_properties(trainer.accelerator.device).total_memory
+    message = ddp_memory_message(sum(p.numel() for p in trainer.model.parameters()), device_bytes)
+    if message is not None:
+        warnings.warn(message, stacklevel=2)

@@ -1,0 +1,219 @@
+"""`GRPOTrainer`: TRL's, generating on the node's own engines.
+
+The loop is TRL's and reads like the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300): sample a group of
+completions per prompt, score them, train on their advantages, push the new weights. This class replaces where the
+samples come from and how the weights get there.
+"""
+
+import atexit
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedModel
+
+from grpo.config import GRPOConfig
+from grpo.engine_model import check_text_only, describe_model
+from grpo.failures import watch_for
+from grpo.local_vllm import LocalVLLM
+from grpo.metrics import MetricsFile
+from grpo.node_groups import NodeGroups, agree_on_topology
+from grpo.placement import attention_heads, ddp_memory_warning
+from grpo.topology import read_topology
+
+ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`.
+
+    In local mode every rank of the job makes one at the same time, from the main thread. Images, tools, environments,
+    rollout functions, LoRA, quantised models and FSDP are refused there.
+    """
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, GRPOConfig):
+            raise TypeError(f"args is a {type(args).__module__}.GRPOConfig: import GRPOConfig from grpo")
+        inherited = {
+            "model": model,
+            "reward_funcs": reward_funcs,
+            "args": args,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": [*(callbacks or []), MetricsFile()],
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        self._local: LocalVLLM | None = None
+        if not args.local_mode:
+            super().__init__(**inherited)
+            return
+        refuse_unsupported(inherited)
+        self._init_local(inherited)
+
+    def _init_local(self, inherited: dict[str, Any]) -> None:
+        args: GRPOConfig = inherited["args"]
+        num_heads, num_kv_heads = attention_heads(inherited["model"], args)
+        self.topology, pids = agree_on_topology(
+            lambda: read_topology(
+                use_cpu=args.use_cpu,
+                reserved_gpus=args.vllm_reserved_gpus,
+                tensor_parallel_size=args.vllm_tensor_parallel_size,
+                engines_per_node=args.vllm_engines_per_node,
+                num_attention_heads=num_heads,
+                num_key_value_heads=num_kv_heads,
+            ),
+            args.process_index,
+            args.world_size,
+            timeout_s=ARRIVAL_TIMEOUT_S,
+        )
+        if not self.topology.launched and len(self.topology.devices) > 1:
+            # The other GPU is the engine's. TRL would refuse two, and transformers spread the model over both.
+            args._n_gpu = 1
+            args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
+        first = self.topology.node * self.topology.local_world_size
+        self._watch = watch_for(
+            self.topology,
+            {rank: pids[rank] for rank in range(first, first + self.topology.local_world_size)},
+        )
+        with self._watch.guard(), self._watch.during("start"):
+            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
+            groups = NodeGroups(self.topology, max_wait_s=longest_s)
+            engine_model, private_folder = describe_model(
+                inherited["model"], args, inherited["processing_class"], self.topology
+            )
+            self._private_folder = private_folder  # removed with this object
+            self._local = LocalVLLM(args, engine_model, self.topology, groups, self._watch, self._progress)
+            _close_at_exit(self._local)
+            # TRL would build its own generator here; it takes ours in the same place afterwards.
+            args.use_vllm = False
+            try:
+                super().__init__(**inherited)
+            finally:
+                args.use_vllm = True
+            if self._is_vlm:
+                raise ValueError(
+                    f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, "
+                    "or set vllm_mode to 'server' or 'colocate'"
+                )
+            self.use_vllm = True
+            self.vllm_generation = self._local
+            self._last_loaded_step = -1
+            self._local.attach(self.model, self.compute_loss_context_manager)
+            ddp_memory_warning(self)
+
+    def _progress(self) -> tuple[int, str]:
+        return self.state.global_step, "train" if self.model.training else "eval"
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
+        with self._guarded("train"):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; fails as `train` does."""
+        with self._guarded("evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _guarded(self, phase: str) -> Any:
+        if self._local is None:
+            yield
+            return
+        with self._watch.guard(), self._watch.during(phase):
+            yield
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        synced_before = self._local.last_sync if self._local else None
+        result = super()._generate_single_turn(*args, **kwargs)
+        if self._local is not None:
+            self._log_generation(pushed=self._local.last_sync is not synced_before)
+        return result
+
+    def _log_generation(self, *, pushed: bool) -> None:
+        """Metrics of one generation batch and of the push before it; the generation's over nodes, as mean, min, max."""
+        assert self._local is not None
+        assert self._local.last_generation is not None
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        mine = self._local.last_generation
+        figures = torch.tensor([[mine.generate_s, mine.tokens_per_s]], device=self.accelerator.device)
+        # Every rank of a node has its node's figures, and all nodes have equally many ranks.
+        for name, values in zip(("generate_s", "tokens_per_s"), self.accelerator.gather(figures).T.tolist(), strict=True):
+            metrics[f"rollout/{name}"].append(sum(values) / len(values))
+            metrics[f"rollout/{name}_min"].append(min(values))
+            metrics[f"rollout/{name}_max"].append(max(values))
+        sync = self._local.last_sync
+        if sync is None or not pushed:
+            return
+        metrics["push/total_s"].append(sync.total_s)
+        metrics["push/gather_s"].append(sync.gather_s)
+        metrics["push/send_s"].append(sync.send_s)
+        metrics["push/bytes"].append(sync.num_bytes)
+        metrics["engine/policy_version"] = [sync.policy_version]
+        if sync.gap is not None:
+            metrics["push/logprob_gap_mean"].append(sync.gap.mean)
+            metrics["push/logprob_gap_max"].append(sync.gap.max)
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Refuse what local mode does not do, before anything is started.
+
+    Raises:
+        ValueError: names the argument and the way out.
+    """
+    elsewhere = "remove it, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if arguments[name]:
+            raise ValueError(
+                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; {elsewhere}"
+            )
+    model = arguments["model"]
+    if arguments["peft_config"] is not None or hasattr(model, "peft_config"):
+        raise ValueError(f"peft_config: local mode trains all weights and cannot push LoRA adapters yet; {elsewhere}")
+    if arguments["quantization_config"] is not None or getattr(model, "is_quantized", False):
+        raise ValueError(f"quantization_config: local mode cannot push quantised weights yet; {elsewhere}")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
+            "accelerate launch --config_file configs/1node.yaml"
+        )
+    check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
+
+
+def _close_at_exit(local: LocalVLLM) -> None:
+    reference = weakref.ref(local)
+
+    def close() -> None:
+        if (still_there := reference()) is not None:
+            still_there.close()
+
+    atexit.register(close)
+    weakref.finalize(local, atexit.unregister, close)

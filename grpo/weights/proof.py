@@ -1,0 +1,64 @@
+"""The proof of a push: engine and trainer score the same tokens.
+
+Sampled tokens' log-probabilities cannot serve: vLLM takes them after top-p, penalties and masks. `prompt_logprobs` are
+raw, so a fixed probe of random tokens is scored by one forward on each side.
+"""
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 32
+
+# Mean absolute gap of natural-log probabilities above which a push is refused. Rounding explains far less: kernels
+# differ in the order of sums, by about 1e-6 in float32 and 2e-2 in bfloat16; a stale or missing tensor shows as 0.1 up.
+MEAN_GAP_LIMITS = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobGap:
+    """Absolute differences of log-probabilities over the probe, in nats."""
+
+    mean: float
+    max: float
+
+
+def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[int] = ()) -> list[list[int]]:
+    """The probe: `PROBE_PROMPTS` lists of up to `PROBE_TOKENS` ordinary token ids, the same in every run."""
+    ordinary = np.setdiff1d(np.arange(vocab_size), np.fromiter(special_ids, dtype=np.int64, count=len(special_ids)))
+    length = min(PROBE_TOKENS, max_model_len - 1)
+    return np.random.default_rng(0).choice(ordinary, size=(PROBE_PROMPTS, length)).tolist()
+
+
+@torch.no_grad()
+def trainer_logprobs(model: nn.Module, prompts: list[list[int]], autocast: contextlib.AbstractContextManager) -> np.ndarray:
+    """Log-probability of each probe token but the first, by the trainer. [P, L-1] float32.
+
+    Collective under ZeRO-3, whose forward gathers: every rank calls it.
+    """
+    was_training = model.training
+    model.eval()  # no dropout
+    try:
+        token_ids = torch.tensor(prompts, device=next(model.parameters()).device)
+        with autocast:
+            logits = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(dim=-1)
+        return logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1).cpu().numpy()
+    finally:
+        model.train(was_training)
+
+
+def gap_between(engine: list[list[float]], trainer: np.ndarray) -> LogprobGap:
+    """The gap over all probe tokens; a NaN on either side counts as infinite."""
+    difference = np.nan_to_num(np.abs(np.asarray(engine, dtype=np.float64) - trainer), nan=np.inf)
+    return LogprobGap(mean=float(difference.mean()), max=float(difference.max()))
+
+
+def is_due(push_number: int) -> bool:
+    """Whether the `push_number`-th push, counted from 1, is proved: the first ten, then every tenth."""
+    return push_number <= 10 or push_number % 10 == 0
