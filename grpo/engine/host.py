@@ -232,7 +232,8 @@ def main() -> None:
         traceback.print_exc()
         sys.stderr.flush()
         connection.send(Died(cause=f"{type(error).__name__}: {error}"))
-        raise SystemExit(1) from error
+        os._exit(1)
+    os._exit(0)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
 
 
 if __name__ == "__main__":

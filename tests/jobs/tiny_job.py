@@ -1,0 +1,113 @@
+"""A training job for the tests, launched as users launch theirs; no `__main__` guard, on purpose.
+
+`python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `hold` names what to slow down so that
+a test can strike in the middle of it. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>`
+files when a phase is entered.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from datasets import Dataset
+
+from grpo import GRPOConfig, GRPOTrainer
+
+settings = json.loads(Path(sys.argv[1]).read_text())
+out = Path(settings["config"]["output_dir"])
+rank = int(os.environ.get("RANK", "0"))
+hold = settings.get("hold", "")
+
+
+def mark(phase: str) -> None:
+    (out / f"at-{phase}").touch()
+
+
+def reward(prompts, completions, **kwargs):
+    with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
+        row = {"step": trainer.state.global_step, "prompts": prompts, "completions": completions}
+        lines.write(json.dumps(row) + "\n")
+    if hold == "reward-error" and rank == 1:
+        raise ZeroDivisionError("a reward of the user's went wrong")
+    if hold == "train" and trainer.state.global_step >= 1:
+        mark("train")
+        time.sleep(600)
+    return [completion.count("1") - 0.1 * len(completion) for completion in completions]
+
+
+def hold_phases() -> None:
+    from grpo import local_vllm
+    from grpo.weights.push import NodeEngines
+
+    collect, update = local_vllm.LocalVLLM._collect, NodeEngines.update_weights
+
+    def marked_collect(self, outstanding):
+        mark("generate")
+        with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps(list(outstanding.values())) + "\n")
+        return collect(self, outstanding)
+
+    def held_update(self, update_info):
+        if trainer.state.global_step >= 1:
+            mark("push")
+            time.sleep(4)
+        return update(self, update_info)
+
+    local_vllm.LocalVLLM._collect = marked_collect
+    if hold == "push":
+        NodeEngines.update_weights = held_update
+
+
+hold_phases()
+config = GRPOConfig(
+    **{
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "vllm_max_model_length": 64,
+        "vllm_sync_bucket_mb": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+        **settings["config"],
+    }
+)
+numbers = [f"{a}+{b}=" for a in range(10, 30) for b in range(10, 20)]
+out.mkdir(parents=True, exist_ok=True)
+(out / "ranks").mkdir(exist_ok=True)
+(out / "ranks" / f"{rank}.json").write_text(json.dumps({"pid": os.getpid()}))
+if hold == "importing":
+    from grpo.engine import client
+
+    class Noted(client.EngineClient):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            (out / "ranks" / "host.json").write_text(json.dumps({"pid": self.pid}))
+            mark("importing")
+
+    from grpo import local_vllm
+
+    local_vllm.EngineClient = Noted
+trainer = GRPOTrainer(
+    model=settings["model"],
+    reward_funcs=reward,
+    args=config,
+    train_dataset=Dataset.from_dict({"prompt": numbers}),
+)
+if trainer._local is not None and trainer._local._clients:
+    (out / "ranks" / f"{rank}.json").write_text(
+        json.dumps({"pid": os.getpid(), "hosts": [client.pid for client in trainer._local._clients]})
+    )
+trainer.train()
+if rank == 0:
+    (out / "finished").touch()

@@ -1,0 +1,153 @@
+"""Starting jobs as users start them, and looking for what they leave behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+TINY_JOB = ROOT / "tests" / "jobs" / "tiny_job.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Job:
+    """A launched job: one launcher per node, all output in one log."""
+
+    launchers: list[subprocess.Popen]
+    log: Path
+    output_dir: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def fail(self, what: str) -> AssertionError:
+        engines = "".join(
+            f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.output_dir.glob("logs/*.log"))
+        )
+        return AssertionError(f"{what}\n--- job\n{self.output()[-8000:]}{engines}")
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Exit codes of the launchers."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [launcher.wait(max(0.1, deadline - time.monotonic())) for launcher in self.launchers]
+        except subprocess.TimeoutExpired:
+            raise self.fail(f"the job still runs after {timeout_s} s") from None
+
+    def wait_for(self, name: str, timeout_s: float) -> Path:
+        """Until the job has written `output_dir/name`."""
+        path = self.output_dir / name
+        deadline = time.monotonic() + timeout_s
+        while not path.exists():
+            if any(launcher.poll() is not None for launcher in self.launchers):
+                raise self.fail(f"the job ended before it wrote {name}")
+            if time.monotonic() > deadline:
+                raise self.fail(f"no {name} after {timeout_s} s")
+            time.sleep(0.05)
+        return path
+
+    def rank(self, rank: int) -> dict:
+        return json.loads((self.output_dir / "ranks" / f"{rank}.json").read_text())
+
+    def metrics(self) -> list[dict]:
+        """The lines of logged training steps."""
+        lines = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if "reward" in line]
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that the job has now, engines included."""
+        found: dict[int, psutil.Process] = {}
+        for launcher in self.launchers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(launcher.pid)
+                for process in [parent, *parent.children(recursive=True)]:
+                    found[process.pid] = process
+        return list(found.values())
+
+    def end(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for launcher in self.launchers:
+            launcher.wait()
+
+
+def start(
+    command: Callable[[int], list[str]], output_dir: Path, *, nodes: int = 1, env: dict[str, str] | None = None
+) -> Job:
+    """Start `command(node)` for each node, in a folder that is not the project's root."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    log = output_dir / "job.log"
+    with log.open("wb") as sink:
+        launchers = [
+            subprocess.Popen(
+                command(node),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=output_dir,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            )
+            for node in range(nodes)
+        ]
+    return Job(launchers, log, output_dir)
+
+
+def accelerate_command(script: list[str], *, ranks_per_node: int = 2, nodes: int = 1, port: int) -> Callable[[int], list[str]]:
+    """`accelerate launch --config_file configs/cpu.yaml …` for one of `nodes` nodes on this machine."""
+
+    def command(node: int) -> list[str]:
+        flags = ["--config_file", str(ROOT / "configs" / "cpu.yaml"), "--main_process_port", str(port)]
+        flags += ["--num_processes", str(ranks_per_node * nodes)]
+        if nodes > 1:
+            flags += ["--num_machines", str(nodes), "--machine_rank", str(node), "--main_process_ip", "127.0.0.1"]
+            flags += ["--deepspeed_multinode_launcher", "standard"]
+        return [str(BIN / "accelerate"), "launch", *flags, *script]
+
+    return command
+
+
+def start_tiny_job(
+    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", nodes: int = 1, ranks_per_node: int = 2
+) -> Job:
+    """`tests/jobs/tiny_job.py` on real ranks with real engines."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    settings = output_dir / "settings.json"
+    settings.write_text(
+        json.dumps({"model": str(model), "hold": hold, "config": {"output_dir": str(output_dir), **(config or {})}})
+    )
+    script = [str(TINY_JOB), str(settings)]
+    command = accelerate_command(script, nodes=nodes, ranks_per_node=ranks_per_node, port=free_port())
+    return start(command, output_dir, nodes=nodes)
+
+
+def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Which of `processes` still run when the time is up."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,81 @@
+"""Engine and trainer compute the same, step after step, after large weight changes, in every layout.
+
+Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a push that reuses
+its buffer too early goes wrong without a word.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Job, start_tiny_job
+from tests.tiny_models import save_tiny_model
+
+JOB_S = 240
+MAX_GAP = 1e-3
+
+
+def run(job: Job) -> list[dict]:
+    try:
+        codes = job.wait(JOB_S)
+        assert codes == [0] * len(codes), job.fail(f"launchers exited {codes}")
+        steps = job.metrics()
+    finally:
+        job.end()
+    assert [line["step"] for line in steps] == [1, 2, 3], job.fail("not every step was logged")
+    for line in steps:
+        assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
+        assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
+        assert line["engine/policy_version"] == line["step"] - 1
+        for name in ("rollout/generate_s", "rollout/tokens_per_s_min", "push/gather_s", "push/send_s", "push/bytes"):
+            assert line[name] > 0, job.fail(f"{name} is missing or 0 in {line}")
+    return steps
+
+
+def samples(job: Job, rank: int) -> list[dict]:
+    lines = (job.output_dir / "ranks" / f"samples-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_tiny_model(request.param, tmp_path / request.param)
+
+
+@pytest.mark.parametrize("model", ["gemma2-tied"], indirect=True)
+def test_tied_head_without_a_module(model: Path, tmp_path: Path) -> None:
+    run(start_tiny_job(model, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("model", ["qwen2-tied"], indirect=True)
+def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
+    run(start_tiny_job(model, tmp_path / "out", config={"vllm_tensor_parallel_size": 2}))
+
+
+@pytest.mark.parametrize("model", ["phi3-fused"], indirect=True)
+def test_fused_projections_with_two_engines_on_a_node(model: Path, tmp_path: Path) -> None:
+    job = start_tiny_job(model, tmp_path / "out", config={"vllm_engines_per_node": 2})
+    run(job)
+    requests = [json.loads(line) for line in (job.output_dir / "ranks" / "requests-0.jsonl").read_text().splitlines()]
+    assert requests == [[2, 2]] * 3  # 2 ranks x 8 completions are 4 groups of 4: both engines get two each time
+    for rank in (0, 1):  # in order: TRL scores a completion against the prompt of its row
+        for step in samples(job, rank):
+            assert len(step["prompts"]) == len(step["completions"]) == 8
+            assert step["prompts"][:4] == [step["prompts"][0]] * 4
+
+
+@pytest.mark.parametrize("model", ["llama-untied"], indirect=True)
+def test_two_nodes_with_a_group_straddling_both(model: Path, tmp_path: Path) -> None:
+    job = start_tiny_job(
+        model, tmp_path / "out", nodes=2, ranks_per_node=1, config={"per_device_train_batch_size": 6}
+    )
+    steps = run(job)
+    for line, first, second in zip(steps, samples(job, 0), samples(job, 1), strict=True):
+        assert first["prompts"][4:] == second["prompts"][:2]  # groups of 4: the second one lies on both nodes
+        straddling = [tuple(c) for c in first["completions"][4:] + second["completions"][:2]]
+        assert len(set(straddling)) == 4, f"two samples of one group are the same: {straddling}"
+        completions = first["completions"] + second["completions"]
+        rewards = [c.count("1") - 0.1 * len(c) for c in completions]
+        assert line["reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)
+    assert {path.name for path in (tmp_path / "out" / "logs").iterdir()} == {"engine-node0-0.log", "engine-node1-0.log"}

@@ -1,0 +1,67 @@
+"""Models of a few hundred thousand parameters, one for each way in which checkpoints and engines differ."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 512  # more than one vLLM padding unit of 64, and more than the characters
+CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+# family -> (transformers model type, what is special about it)
+FAMILIES = {
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama-untied": ("llama", {"tie_word_embeddings": False}),
+    "gemma2-tied": ("gemma2", {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32}),
+    "phi3-fused": ("phi3", {"tie_word_embeddings": False}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {char: index + 2 for index, char in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_config(family: str):
+    model_type, special = FAMILIES[family]
+    return CONFIG_MAPPING[model_type](**{**_COMMON, **special})
+
+
+def save_tiny_model(family: str, folder: Path) -> Path:
+    """A random model with its tokenizer, as a plain Hugging Face folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

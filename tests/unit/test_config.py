@@ -1,0 +1,63 @@
+"""`GRPOConfig`: what local mode takes, refuses and resolves."""
+
+from typing import Any
+
+import pytest
+import trl
+
+from grpo import GRPOConfig
+from grpo.config import OWN_ENGINE_KEYS
+
+CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
+
+
+def test_defaults_are_local() -> None:
+    config = GRPOConfig(**CPU)
+    assert config.local_mode
+    assert config.vllm_gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize("other", [{"use_vllm": False}, {"vllm_mode": "colocate"}, {"vllm_mode": "server"}])
+def test_other_modes_keep_trl_defaults(other: dict[str, Any]) -> None:
+    config = GRPOConfig(**CPU, **other)
+    theirs = trl.GRPOConfig(**CPU)
+    assert not config.local_mode
+    for name in trl.GRPOConfig.__dataclass_fields__:
+        if name not in ("use_vllm", "vllm_mode", "logging_dir"):
+            assert getattr(config, name) == getattr(theirs, name), name
+
+
+REFUSED = {
+    "mode": ({"vllm_mode": "remote"}, r"vllm_mode is 'remote'.*'local', 'server' and 'colocate'"),
+    "server field": ({"vllm_server_port": 9000}, r"vllm_server_port: local mode has no server"),
+    "sleep": ({"vllm_enable_sleep_mode": True}, r"vllm_enable_sleep_mode: .*never sleeps"),
+    "continuous batching": (
+        {"use_transformers_continuous_batching": True},
+        r"use_transformers_continuous_batching and use_vllm are both on",
+    ),
+    "backend": ({"vllm_sync_backend": "mpi"}, r"vllm_sync_backend is 'mpi'"),
+    "bucket": ({"vllm_sync_bucket_mb": 0}, r"vllm_sync_bucket_mb is 0; it must be above 0"),
+    "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),
+    "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
+    "memory": ({"vllm_gpu_memory_utilization": 1.5}, r"vllm_gpu_memory_utilization is 1.5"),
+    "generation kwargs": ({"generation_kwargs": {"n": 4}}, r"generation_kwargs holds 'n'"),
+    "vespo": ({"loss_type": "vespo"}, r"loss_type 'vespo' needs vllm_importance_sampling_mode"),
+    "our field elsewhere": ({"use_vllm": False, "vllm_sync_bucket_mb": 3}, r"vllm_sync_bucket_mb .*local mode only"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_value_and_the_way_out(case: str) -> None:
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**CPU, **settings)
+
+
+@pytest.mark.parametrize("key", sorted(OWN_ENGINE_KEYS))
+def test_engine_kwargs_that_another_setting_decides_are_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError, match=f"vllm_engine_kwargs holds '{key}'"):
+        GRPOConfig(**CPU, vllm_engine_kwargs={key: 1})
+
+
+def test_engine_kwargs_come_as_json_on_the_command_line() -> None:
+    assert GRPOConfig(**CPU, vllm_engine_kwargs='{"max_num_seqs": 32}').vllm_engine_kwargs == {"max_num_seqs": 32}

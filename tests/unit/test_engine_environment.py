@@ -1,0 +1,54 @@
+"""What an engine host inherits, and what it must not see."""
+
+from grpo.engine.client import engine_environment
+
+LAUNCHED = {
+    "PATH": "/bin",
+    "HF_HOME": "/data",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "3",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "3",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "TORCH_FR_DUMP_TEMP_FILE": "/tmp/x",
+    "OMP_NUM_THREADS": "1",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
+
+
+def environment(extra: dict[str, str] | None = None, *, devices: tuple[str, ...] = (), size: int = 1, engines: int = 1):
+    return engine_environment(
+        {**LAUNCHED, **(extra or {})}, devices=devices, tensor_parallel_size=size, engines_per_node=engines
+    )
+
+
+def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
+    env = environment(devices=("6", "GPU-abc"))
+    gone = LAUNCHED.keys() - env.keys()
+    assert gone == LAUNCHED.keys() - {"PATH", "HF_HOME", "NCCL_SOCKET_IFNAME"}
+    assert env["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
+    assert env["NCCL_SOCKET_IFNAME"] == "eth0"  # trainer and engine must agree on NCCL's settings
+    assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_our_plugin_is_among_the_allowed_ones() -> None:
+    assert "VLLM_PLUGINS" not in environment()
+    assert environment({"VLLM_PLUGINS": "theirs"})["VLLM_PLUGINS"] == "theirs,grpo"
+    assert environment({"VLLM_PLUGINS": "grpo"})["VLLM_PLUGINS"] == "grpo"
+    assert environment({"VLLM_PLUGINS": ""})["VLLM_PLUGINS"] == "grpo"
+
+
+def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment(engines=2)["OMP_NUM_THREADS"] == "2"
+    assert environment(size=2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
+    assert environment({"VLLM_CPU_OMP_THREADS_BIND": "all"})["VLLM_CPU_OMP_THREADS_BIND"] == "all"

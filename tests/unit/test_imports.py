@@ -1,0 +1,29 @@
+"""The package is lazy, and the engine's side stays free of the trainer's."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def loaded(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["grpo.config", "grpo.topology", "grpo.dispatch"])
+def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
+    assert not {"vllm", "deepspeed"} & loaded(f"import {module}")
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    assert not {"torch", "trl", "vllm", "deepspeed", "transformers"} & loaded("import grpo")
+
+
+def test_the_engine_host_loads_nothing_of_the_trainer() -> None:
+    modules = loaded("import grpo.engine.host, grpo.engine.client, grpo.engine.plugin")
+    assert not {"torch", "trl", "deepspeed", "vllm", "grpo.trainer"} & modules
+    workers = loaded("import grpo.weights.worker")
+    assert "vllm" in workers
+    assert not {"trl", "deepspeed", "grpo.trainer"} & workers

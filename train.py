@@ -1,0 +1,9 @@
+"""Trains a model with GRPO: `accelerate launch --config_file configs/1node.yaml train.py --config FILE`.
+
+With no model named it runs the demo task, the first thing to run on a new machine or cluster.
+"""
+
+from grpo.script import main
+
+if __name__ == "__main__":
+    main()
