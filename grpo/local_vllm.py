@@ -235,7 +235,12 @@ class LocalVLLM:
     def _prove(self, failure: FailureRecord | None) -> tuple[LogprobGap | None, FailureRecord | None]:
         """Score the probe on both sides. Collective over the job: the trainer's forward gathers under ZeRO-3."""
         assert self._trained_model is not None
-        expected = trainer_logprobs(self._trained_model, self._probe, self._autocast())
+        expected = trainer_logprobs(
+            self._trained_model,
+            self._probe,
+            self._autocast(),
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+        )
         if self._clients is None or failure is not None:
             return None, failure
         limit = self.args.vllm_max_logprob_gap or MEAN_GAP_LIMITS[self._model.dtype]

@@ -7,11 +7,13 @@ import difflib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
@@ -93,6 +95,8 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` says (default: the command line). Called by every rank."""
+    # DeepSpeed calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     if arguments.is_demo:
         run_demo(arguments)
@@ -107,6 +111,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """
     argv = _split_config_flag(argv)
     parser = TrlParser((GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
+    # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its config on, and transformers does not look: every
+    # rank would take itself for the only one.
+    parser.set_defaults_with_config(use_cpu=not torch.cuda.is_available())
     # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
     peek = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
     if peek.model_name_or_path is None:

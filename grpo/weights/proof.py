@@ -5,12 +5,13 @@ raw, so a fixed probe of random tokens is scored by one forward on each side.
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
+from trl.trainer.utils import add_fused_lm_head
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -35,9 +36,33 @@ def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[i
     return np.random.default_rng(0).choice(ordinary, size=(PROBE_PROMPTS, length)).tolist()
 
 
+@contextlib.contextmanager
+def _scoring_at_temperature_1(model: nn.Module, cast_lm_head_to_fp32: bool) -> Iterator[None]:
+    """TRL's scoring forward, which the trainer has bound with its sampling temperature, bound with 1."""
+    bound = model.__dict__.get("forward")
+    add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=cast_lm_head_to_fp32)
+    try:
+        yield
+    finally:
+        if bound is None:
+            del model.forward
+        else:
+            model.forward = bound
+
+
 @torch.no_grad()
-def trainer_logprobs(model: nn.Module, prompts: list[list[int]], autocast: contextlib.AbstractContextManager) -> np.ndarray:
+def trainer_logprobs(
+    model: nn.Module,
+    prompts: list[list[int]],
+    autocast: contextlib.AbstractContextManager,
+    *,
+    cast_lm_head_to_fp32: bool = False,
+) -> np.ndarray:
     """Log-probability of each probe token but the first, by the trainer. [P, L-1] float32.
+
+    Takes the way that training takes: backbone, then the head's weight gathered by itself. A forward through the head's
+    module would be recorded by ZeRO-3, which then prefetches the head in training, where TRL gathers it: "Cannot
+    partition a param in flight" (DeepSpeed 0.19, TRL 1.16, untied heads).
 
     Collective under ZeRO-3, whose forward gathers: every rank calls it.
     """
@@ -45,10 +70,11 @@ def trainer_logprobs(model: nn.Module, prompts: list[list[int]], autocast: conte
     model.eval()  # no dropout
     try:
         token_ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        with autocast:
-            logits = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False).logits
-        logprobs = logits[:, :-1].float().log_softmax(dim=-1)
-        return logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1).cpu().numpy()
+        with _scoring_at_temperature_1(model, cast_lm_head_to_fp32), autocast:
+            scored = model(
+                input_ids=token_ids, attention_mask=torch.ones_like(token_ids), labels=token_ids, fused_lm_head=True
+            )
+        return scored.log_probs.float().cpu().numpy()
     finally:
         model.train(was_training)
 

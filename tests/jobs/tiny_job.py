@@ -25,16 +25,16 @@ def mark(phase: str) -> None:
     (out / f"at-{phase}").touch()
 
 
-def reward(prompts, completions, **kwargs):
+def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
-        row = {"step": trainer.state.global_step, "prompts": prompts, "completions": completions}
+        row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
         lines.write(json.dumps(row) + "\n")
     if hold == "reward-error" and rank == 1:
         raise ZeroDivisionError("a reward of the user's went wrong")
     if hold == "train" and trainer.state.global_step >= 1:
         mark("train")
         time.sleep(600)
-    return [completion.count("1") - 0.1 * len(completion) for completion in completions]
+    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def hold_phases() -> None:

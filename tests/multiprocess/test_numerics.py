@@ -61,7 +61,7 @@ def test_fused_projections_with_two_engines_on_a_node(model: Path, tmp_path: Pat
     assert requests == [[2, 2]] * 3  # 2 ranks x 8 completions are 4 groups of 4: both engines get two each time
     for rank in (0, 1):  # in order: TRL scores a completion against the prompt of its row
         for step in samples(job, rank):
-            assert len(step["prompts"]) == len(step["completions"]) == 8
+            assert len(step["prompts"]) == len(step["completion_ids"]) == 8
             assert step["prompts"][:4] == [step["prompts"][0]] * 4
 
 
@@ -73,9 +73,8 @@ def test_two_nodes_with_a_group_straddling_both(model: Path, tmp_path: Path) -> 
     steps = run(job)
     for line, first, second in zip(steps, samples(job, 0), samples(job, 1), strict=True):
         assert first["prompts"][4:] == second["prompts"][:2]  # groups of 4: the second one lies on both nodes
-        straddling = [tuple(c) for c in first["completions"][4:] + second["completions"][:2]]
+        straddling = [tuple(ids) for ids in first["completion_ids"][4:] + second["completion_ids"][:2]]
         assert len(set(straddling)) == 4, f"two samples of one group are the same: {straddling}"
-        completions = first["completions"] + second["completions"]
-        rewards = [c.count("1") - 0.1 * len(c) for c in completions]
+        rewards = [sum(ids) % 7 for ids in first["completion_ids"] + second["completion_ids"]]
         assert line["reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)
     assert {path.name for path in (tmp_path / "out" / "logs").iterdir()} == {"engine-node0-0.log", "engine-node1-0.log"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from grpo import demo
 
@@ -50,8 +50,6 @@ def test_rows_are_prompt_answer_eos_padding():
 def test_answer_logprobs_are_those_of_a_plain_forward():
     tokenizer = demo.build_demo_tokenizer()
     rows = demo._encode(tokenizer, [(12, 34)])
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**demo.RECIPE["model"]))
     total, lengths = demo._answer_logprobs(model, rows, tokenizer.pad_token_id)
@@ -121,7 +119,7 @@ def test_the_slower_of_two_builders_throws_its_own_away(tmp_path: Path, monkeypa
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(private: Path, recipe: dict) -> None:
+    def fail(*_) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(demo, "_build", fail)
