@@ -38,6 +38,7 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "learning_rate": 4.0e-4,
     "lr_scheduler_type": "cosine_with_min_lr",
     "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_steps": 10,
     "beta": 0.0,
     "temperature": 1.0,
     "max_completion_length": 4,

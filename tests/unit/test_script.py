@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 
 import grpo.script
@@ -66,6 +67,7 @@ def test_no_model_is_the_demo():
             assert arguments.training.report_to == []
         else:
             assert getattr(arguments.training, name) == value, name
+    assert arguments.training.use_cpu is not torch.cuda.is_available(), "accelerate's use_cpu does not reach the ranks"
     assert arguments.training.generation_batch_size == 256
     assert (arguments.training.use_vllm, arguments.training.vllm_mode) == (True, "local")
 
