@@ -7,7 +7,6 @@ accelerate launch --config_file configs/cpu.yaml examples/gsm8k.py --model MODEL
 import argparse
 import re
 
-import torch
 from datasets import load_dataset
 
 from grpo import GRPOConfig, GRPOTrainer
@@ -62,7 +61,6 @@ trainer = GRPOTrainer(
         max_steps=args.max_steps,
         learning_rate=1e-6,
         bf16=args.bf16,
-        use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         report_to="none",
     ),

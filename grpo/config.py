@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 import trl
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
@@ -56,7 +57,7 @@ class GRPOConfig(trl.GRPOConfig):
             "and 'colocate' are TRL's own modes."
         },
     )
-    vllm_gpu_memory_utilization: float | None = field(  # type: ignore[assignment]
+    vllm_gpu_memory_utilization: float | None = field(
         default=None,
         metadata={
             "help": "Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its "
@@ -77,9 +78,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
     vllm_sync_backend: str = field(
         default="auto",
-        metadata={
-            "help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs, shm without."
-        },
+        metadata={"help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."},
     )
     vllm_sync_bucket_mb: int = field(
         default=512,
@@ -120,6 +119,10 @@ class GRPOConfig(trl.GRPOConfig):
         if self.vllm_gpu_memory_utilization is None:
             default = _trl_default("vllm_gpu_memory_utilization")
             self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
+        if self.local_mode and not torch.accelerator.is_available():
+            # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
+            # transformers then takes each rank for the only one.
+            self.use_cpu = True
         super().__post_init__()
         own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
         if self.local_mode:
@@ -137,8 +140,8 @@ class GRPOConfig(trl.GRPOConfig):
         changed = [name for name in _SERVER_FIELDS if getattr(self, name) != _trl_default(name)]
         if changed:
             raise ValueError(
-                f"{', '.join(changed)}: local mode has no server, every node hosts its own engines; remove them, or set "
-                "vllm_mode to 'server'"
+                f"{', '.join(changed)}: local mode has no server, every node hosts its own engines; remove them, or "
+                "set vllm_mode to 'server'"
             )
         if self.vllm_enable_sleep_mode:
             raise ValueError(
@@ -146,7 +149,8 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.use_transformers_continuous_batching:
             raise ValueError(
-                "use_transformers_continuous_batching and use_vllm are both on, but only one can generate: set one to False"
+                "use_transformers_continuous_batching and use_vllm are both on, but only one can generate: set "
+                "one of them to False"
             )
         if self.fsdp:
             raise ValueError(
@@ -154,9 +158,7 @@ class GRPOConfig(trl.GRPOConfig):
                 "FSDP is not supported"
             )
         if self.vllm_sync_backend not in ("auto", "nccl", "shm"):
-            raise ValueError(
-                f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'"
-            )
+            raise ValueError(f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'")
         for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")

@@ -66,10 +66,9 @@ def describe_model(
 
 def compute_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtype:
     """The dtype in which the trainer computes, which is the engine's: never vLLM's `auto`."""
-    if args.bf16:
-        return torch.bfloat16
-    if args.fp16:
-        return torch.float16
+    # bf16 and fp16, or what the launcher's `mixed_precision` says where both are off
+    if args.mixed_precision in ("bf16", "fp16"):
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
     if not isinstance(model, str):
         return model.dtype
     asked = (args.model_init_kwargs or {}).get("dtype", "float32")  # TRL's default
@@ -86,14 +85,14 @@ def check_text_only(processing_class: Any, *datasets: Any) -> None:
     """
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}: local mode takes text alone; pass its tokenizer, or "
-            "set vllm_mode to 'server' or 'colocate'"
+            f"processing_class is a {type(processing_class).__name__}: local mode takes text alone; pass its "
+            "tokenizer, or set vllm_mode to 'server' or 'colocate'"
         )
     for dataset in datasets:
         for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
             found = {"image", "images"} & set(getattr(part, "column_names", None) or [])
             if found:
                 raise ValueError(
-                    f"the data set has the column {sorted(found)[0]!r}: local mode takes text alone; remove the column, or "
-                    "set vllm_mode to 'server' or 'colocate'"
+                    f"the data set has the column {sorted(found)[0]!r}: local mode takes text alone; remove the "
+                    "column, or set vllm_mode to 'server' or 'colocate'"
                 )

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partialmethod
 from types import TracebackType
 from typing import Any
 
@@ -56,7 +57,7 @@ class FailureRecord:
         return FailureRecord(**json.loads(text))
 
 
-class JobFailed(RuntimeError):  # noqa: N818  a statement about the job, not about this rank
+class JobFailed(RuntimeError):
     """The job failed on some rank; `record` says where and why."""
 
     def __init__(self, record: FailureRecord) -> None:
@@ -155,15 +156,14 @@ class FailureWatch:
 
     def check(self) -> None:
         """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
-        if self.record is not None:
-            raise JobFailed(self.record)
+        record = self.record
+        if record is not None:
+            raise JobFailed(record)
 
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
         """A record about this rank."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        return FailureRecord(
-            node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase, cause=text
-        )
+        return FailureRecord(node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase, cause=text)
 
     def report(self, record: FailureRecord) -> None:
         """Make `record` the job's, unless one is there already. From any thread."""
@@ -201,9 +201,7 @@ class FailureWatch:
         signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the wake-up socket says it all
         os.register_at_fork(after_in_child=_restore_sigterm)
 
-    def _report_unhandled(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _report_unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._excepthook(kind, error, trace)
         if self.record is None and not issubclass(kind, KeyboardInterrupt):
             self.report(self.make_record(error))
@@ -264,18 +262,13 @@ class FailureWatch:
 
     def _raise_in_main_thread(self) -> None:
         """Raise `JobFailed` where the main thread is, once; it arrives when that thread runs Python code again."""
-        if self._raised_in_main or self._guarded == 0 or self._raising:
+        if self.record is None or self._raised_in_main or self._guarded == 0 or self._raising:
             return
         self._raised_in_main = True
-        record = self.record
-        assert record is not None
-
-        class _JobFailedElsewhere(JobFailed):
-            def __init__(self) -> None:  # the interpreter makes the instance, without arguments
-                super().__init__(record)
-
+        # The interpreter makes the instance, without arguments.
+        elsewhere = type("JobFailed", (JobFailed,), {"__init__": partialmethod(JobFailed.__init__, self.record)})
         main_id = ctypes.c_ulong(threading.main_thread().ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(main_id, ctypes.py_object(_JobFailedElsewhere))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main_id, ctypes.py_object(elsewhere))
 
     def _end_if_stuck(self) -> None:
         now = time.monotonic()
@@ -298,7 +291,9 @@ def _is_collective_error(error: BaseException) -> bool:
         if isinstance(seen, dist.DistError):
             return True
         text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "peer", "timed out")):
+        if isinstance(seen, RuntimeError) and any(
+            word in text for word in ("gloo", "nccl", "connection", "peer", "timed out")
+        ):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -314,6 +309,4 @@ def _restore_sigterm() -> None:
 def watch_for(topology: Any, local_pids: Mapping[int, int]) -> FailureWatch:
     """The watch of this rank; without a process group one that only keeps the record."""
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and topology.world_size > 1 else None
-    return FailureWatch(
-        store, node=topology.node, rank=topology.rank, host=topology.host, local_pids=local_pids
-    )
+    return FailureWatch(store, node=topology.node, rank=topology.rank, host=topology.host, local_pids=local_pids)

@@ -25,7 +25,9 @@ MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait
 _agreements = itertools.count()
 
 
-def agree_on_topology(plan: Callable[[], NodeTopology], rank: int, world_size: int, *, timeout_s: float) -> tuple[NodeTopology, list[int]]:
+def agree_on_topology(
+    plan: Callable[[], NodeTopology], rank: int, world_size: int, *, timeout_s: float
+) -> tuple[NodeTopology, list[int]]:
     """Read this rank's topology and check it against every other rank's, before anything slow happens.
 
     Collective over the job, through the store: a rank whose own arithmetic fails tells the others instead of leaving

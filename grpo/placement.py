@@ -34,8 +34,8 @@ def ddp_memory_message(num_parameters: int, device_bytes: int) -> str | None:
     if needed <= device_bytes:
         return None
     return (
-        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments on "
-        f"every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate launch "
+        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments "
+        f"on every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate launch "
         "--config_file configs/1node.yaml, or give torchrun's script --deepspeed configs/zero3.json"
     )
 

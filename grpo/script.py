@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
@@ -112,9 +112,6 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """
     argv = _split_config_flag(argv)
     parser = TrlParser((GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
-    # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its config on, and transformers does not look: every
-    # rank would take itself for the only one.
-    parser.set_defaults_with_config(use_cpu=not torch.cuda.is_available())
     # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
     peek = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
     if peek.model_name_or_path is None:
@@ -184,9 +181,23 @@ def run_demo(arguments: Arguments) -> "GRPOTrainer":
         train_dataset=demo_dataset("train"),
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
     )
+    # Its own bar instead of the default one, which prints fifty metrics at every log; they are in metrics.jsonl.
+    trainer.remove_callback(ProgressCallback)
+    if not training.disable_tqdm:
+        trainer.add_callback(RewardProgress)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.accelerator.print(demo_summary(trainer.state.log_history))
     return trainer
+
+
+class RewardProgress(ProgressCallback):
+    """A progress bar that shows the reward beside the steps."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None and logs and "reward" in logs:
+            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}")
 
 
 def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":

@@ -166,7 +166,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         mine = self._local.last_generation
         figures = torch.tensor([[mine.generate_s, mine.tokens_per_s]], device=self.accelerator.device)
         # Every rank of a node has its node's figures, and all nodes have equally many ranks.
-        for name, values in zip(("generate_s", "tokens_per_s"), self.accelerator.gather(figures).T.tolist(), strict=True):
+        for name, values in zip(
+            ("generate_s", "tokens_per_s"), self.accelerator.gather(figures).T.tolist(), strict=True
+        ):
             metrics[f"rollout/{name}"].append(sum(values) / len(values))
             metrics[f"rollout/{name}_min"].append(min(values))
             metrics[f"rollout/{name}_max"].append(max(values))
@@ -193,7 +195,8 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     for name in ("tools", "environment_factory", "rollout_func"):
         if arguments[name]:
             raise ValueError(
-                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; {elsewhere}"
+                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; "
+                f"{elsewhere}"
             )
     model = arguments["model"]
     if arguments["peft_config"] is not None or hasattr(model, "peft_config"):

@@ -111,7 +111,9 @@ def start(
     return Job(launchers, log, output_dir)
 
 
-def accelerate_command(script: list[str], *, ranks_per_node: int = 2, nodes: int = 1, port: int) -> Callable[[int], list[str]]:
+def accelerate_command(
+    script: list[str], *, ranks_per_node: int = 2, nodes: int = 1, port: int
+) -> Callable[[int], list[str]]:
     """`accelerate launch --config_file configs/cpu.yaml …` for one of `nodes` nodes on this machine."""
 
     def command(node: int) -> list[str]:
@@ -126,7 +128,13 @@ def accelerate_command(script: list[str], *, ranks_per_node: int = 2, nodes: int
 
 
 def start_tiny_job(
-    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", nodes: int = 1, ranks_per_node: int = 2
+    model: Path,
+    output_dir: Path,
+    *,
+    config: dict | None = None,
+    hold: str = "",
+    nodes: int = 1,
+    ranks_per_node: int = 2,
 ) -> Job:
     """`tests/jobs/tiny_job.py` on real ranks with real engines."""
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512  # more than one vLLM padding unit of 64, and more than the characters
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"

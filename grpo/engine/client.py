@@ -4,11 +4,11 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -21,6 +21,8 @@ from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sa
 from grpo.engine.plugin import HOST_MARK
 
 LOG_TAIL_LINES = 20
+LOG_BYTES = 256 * 1024  # how far back to look for them
+_ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 # What a launcher sets for its ranks. An engine that saw it would join the trainer's rendezvous:
 # TORCHELASTIC_USE_AGENT_STORE, for one, makes every rank a client of the agent's store, and vLLM's own group hangs.
@@ -30,7 +32,7 @@ _LAUNCHER_PREFIXES = ("ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 
 
 class EngineError(RuntimeError):
-    """An engine failed: it did not start, died, refused, or let a deadline pass. The text holds its log's last lines."""
+    """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with lines of its log."""
 
 
 def engine_environment(
@@ -65,6 +67,7 @@ def engine_environment(
         # The ranks wait while the engine generates: let it use their cores, bound to none.
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         env["OMP_NUM_THREADS"] = str(max(1, len(cores) // engines_per_node))
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores from the ranks that train
     return env
 
 
@@ -127,11 +130,17 @@ class EngineClient:
         return self._process.pid
 
     def log_tail(self) -> str:
-        """The last lines that this engine wrote."""
+        """The first error in what this engine wrote, if there is one, and the last lines.
+
+        An error in one of vLLM's inner processes comes first in the log; what the outer ones make of it ("See root
+        cause above") fills the end.
+        """
         with self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - 64 * 1024))
+            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        first = next((index for index, line in enumerate(lines) if _ERROR_LINE.search(line)), len(lines))
+        tail = lines[-LOG_TAIL_LINES:]
+        return "\n".join(tail if first >= len(lines) - LOG_TAIL_LINES else [lines[first], "...", *tail])
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -195,10 +204,8 @@ class EngineClient:
         self._closing = True
         with contextlib.suppress(OSError):
             self._send(Shutdown())
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
         end_session(self.pid)
         self._process.wait()
         self._connection.close()
@@ -256,5 +263,3 @@ class EngineClient:
         self._sampled.put(death)
         if self._on_death is not None:
             self._on_death(death)
-
-

@@ -92,9 +92,8 @@ class Host:
                 raise TypeError(f"engine host got {type(message).__name__}, which is no message of the protocol")
 
     async def _sample(self, request: Sample) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         import numpy as np
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             params = sampling_params({**self._sampling, **request.overrides}, n=request.n, seed=request.seed)
@@ -228,7 +227,7 @@ def main() -> None:
         backend = spec.engine_args["weight_transfer_config"]
         spec.engine_args["weight_transfer_config"] = WeightTransferConfig(backend=backend)
         asyncio.run(run(connection, spec, started))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()
         connection.send(Died(cause=f"{type(error).__name__}: {error}"))

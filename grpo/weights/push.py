@@ -99,9 +99,7 @@ class Pusher:
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._tensor_parallel_size = tensor_parallel_size
-        self._engines = NodeEngines(
-            clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s
-        )
+        self._engines = NodeEngines(clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
         self._sender: TrainerWeightTransferEngine | None = None
 
     def connect(self) -> None:

@@ -4,10 +4,9 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from typing_extensions import Self
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,

@@ -36,7 +36,9 @@ def _padding_numel(layer: torch.nn.Module) -> int:
         return 0
     shard = layer.shard_indices
     rows = layer.num_embeddings_per_partition - (shard.org_vocab_end_index - shard.org_vocab_start_index)
-    return rows * sum(parameter.numel() // parameter.shape[0] for parameter in layer._parameters.values() if parameter is not None)
+    return rows * sum(
+        parameter.numel() // parameter.shape[0] for parameter in layer._parameters.values() if parameter is not None
+    )
 
 
 def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set[str]) -> list[str]:
@@ -61,7 +63,7 @@ def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str])
         received: names, as in the checkpoint, of all that was sent.
     """
     mapping = getattr(model, "packed_modules_mapping", None) or {}
-    done = set()
+    done: set[int] = set()
     for layer in model.modules():
         if not get_layerwise_info(layer).can_load():
             done.update(p.data_ptr() for p in layer._parameters.values() if p is not None and not p.is_meta)
@@ -80,22 +82,30 @@ def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str])
                 continue
         missing = _missing_parts(name, mapping, received)
         lines.append(
-            f"{name}: {info.load_numel} of {expected} elements arrived" + (f", none from {', '.join(missing)}" if missing else "")
+            f"{name}: {info.load_numel} of {expected} elements arrived"
+            + (f", none from {', '.join(missing)}" if missing else "")
         )
     return lines
 
 
-def refresh_packed_head(model: torch.nn.Module) -> None:
-    """Pack a tied head again for the CPU kernels.
+def refresh_packed_weights(model: torch.nn.Module) -> None:
+    """Mend the two places where vLLM's CPU backend (0.31) leaves a reload half done, silently.
 
-    vLLM's CPU backend packs linear weights when it loads them. A tied head receives nothing in a reload, so its packed
-    copy stays the old one, silently: log-probabilities are off by 0.4 to 1.7 (vLLM 0.31, Qwen2 and Qwen3).
+    It packs weights for its kernels when it loads them. A tied head receives nothing in a reload, so its packed copy
+    stays the old one: log-probabilities are off by 0.4 to 1.7 (Qwen2, Qwen3). And experts are packed on the first load
+    alone: a reload writes plain values where the kernel reads packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
     """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+            for weight in (layer.w13_weight, layer.w2_weight):
+                weight.data.copy_(cpu_prepack_moe_weight(weight.data, experts.isa))
 
 
 class CountedReload(WeightTransferEngine):
@@ -118,7 +128,7 @@ class CountedReload(WeightTransferEngine):
             raise IncompletePushError(f"the push is incomplete in {len(lines)} layers: {shown}")
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            refresh_packed_head(self.model)
+            refresh_packed_weights(self.model)
 
     def note_received(self, names: list[str]) -> None:
         """Record what one update brings; a name that comes twice would make the count believe in a full layer."""

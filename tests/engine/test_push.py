@@ -152,9 +152,7 @@ def test_wrong_values_are_refused(
     assert local.last_sync.gap.max < 1e-3
 
 
-def test_a_missing_parameter_is_named(
-    local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_parameter_is_named(local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last: the engine cannot take another push after one that it refused."""
     pusher = local._pusher
     assert pusher is not None
@@ -162,12 +160,16 @@ def test_a_missing_parameter_is_named(
     left_out = "model.layers.1.self_attn.v_proj.weight"
     original = GatheredSource._to_wire
     monkeypatch.setattr(
-        GatheredSource, "_to_wire", lambda self, tensors: [pair for pair in original(self, tensors) if pair[0] != left_out]
+        GatheredSource,
+        "_to_wire",
+        lambda self, tensors: [pair for pair in original(self, tensors) if pair[0] != left_out],
     )
     pusher.source._metadata = None
     from grpo.weights.shm import make_chunks
 
     sender._chunks = make_chunks(pusher.source.metadata(), 2**20)
     progress.step = 30
-    with pytest.raises(JobFailed, match=r"layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements arrived, none from .*v_proj"):
+    with pytest.raises(
+        JobFailed, match=r"layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements arrived, none from .*v_proj"
+    ):
         local.sync_weights()

@@ -67,9 +67,7 @@ def test_fused_projections_with_two_engines_on_a_node(model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("model", ["llama-untied"], indirect=True)
 def test_two_nodes_with_a_group_straddling_both(model: Path, tmp_path: Path) -> None:
-    job = start_tiny_job(
-        model, tmp_path / "out", nodes=2, ranks_per_node=1, config={"per_device_train_batch_size": 6}
-    )
+    job = start_tiny_job(model, tmp_path / "out", nodes=2, ranks_per_node=1, config={"per_device_train_batch_size": 6})
     steps = run(job)
     for line, first, second in zip(steps, samples(job, 0), samples(job, 1), strict=True):
         assert first["prompts"][4:] == second["prompts"][:2]  # groups of 4: the second one lies on both nodes
