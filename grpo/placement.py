@@ -28,6 +28,20 @@ def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
     return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
+def join_deepspeed(args: GRPOConfig) -> None:
+    """Let DeepSpeed know of the process group, where transformers has made one without it.
+
+    With `--deepspeed FILE` and no GPU it does (5.17), and DeepSpeed then takes a rank that loads a ZeRO-3 model for the
+    only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+    """
+    if not args.deepspeed or not dist.is_initialized():
+        return
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
 def ddp_memory_message(num_parameters: int, device_bytes: int) -> str | None:
     """What to say when a model is trained by plain DDP and cannot fit; None when it may."""
     needed = num_parameters * DDP_BYTES_PER_PARAMETER

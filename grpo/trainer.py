@@ -21,7 +21,7 @@ from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM
 from grpo.metrics import MetricsFile
 from grpo.node_groups import NodeGroups, agree_on_topology
-from grpo.placement import attention_heads, ddp_memory_warning
+from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
 from grpo.topology import read_topology
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
@@ -113,6 +113,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._private_folder = private_folder  # removed with this object
             self._local = LocalVLLM(args, engine_model, self.topology, groups, self._watch, self._progress)
             _close_at_exit(self._local)
+            join_deepspeed(args)
             # TRL would build its own generator here; it takes ours in the same place afterwards.
             args.use_vllm = False
             try:

@@ -58,10 +58,18 @@ def tiny_config(family: str):
     return CONFIG_MAPPING[model_type](**{**_COMMON, **special})
 
 
-def save_tiny_model(family: str, folder: Path) -> Path:
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}= {% endif %}"
+)
+
+
+def save_tiny_model(family: str, folder: Path, *, chat: bool = False) -> Path:
     """A random model with its tokenizer, as a plain Hugging Face folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder

@@ -32,7 +32,7 @@ _LAUNCHER_PREFIXES = ("ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 
 
 class EngineError(RuntimeError):
-    """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with lines of its log."""
+    """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with its log."""
 
 
 def engine_environment(

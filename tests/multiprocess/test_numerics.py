@@ -53,6 +53,11 @@ def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
     run(start_tiny_job(model, tmp_path / "out", config={"vllm_tensor_parallel_size": 2}))
 
 
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_experts_that_are_fused_in_memory_and_split_in_checkpoints(model: Path, tmp_path: Path) -> None:
+    run(start_tiny_job(model, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("model", ["phi3-fused"], indirect=True)
 def test_fused_projections_with_two_engines_on_a_node(model: Path, tmp_path: Path) -> None:
     job = start_tiny_job(model, tmp_path / "out", config={"vllm_engines_per_node": 2})

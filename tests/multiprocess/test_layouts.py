@@ -1,0 +1,160 @@
+"""The ways to start: torchrun with DeepSpeed's JSON, ZeRO-2, DDP, one process; and the script of the README."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT, TINY_JOB, Job, accelerate_command, free_port, start, start_tiny_job
+from tests.tiny_models import save_tiny_model
+
+JOB_S = 240
+
+
+def torchrun_command(script: list[str], *, ranks: int = 2) -> list[str]:
+    return [
+        str(BIN / "torchrun"),
+        f"--nproc_per_node={ranks}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+        *script,
+    ]
+
+
+def finish(job: Job) -> list[dict]:
+    try:
+        codes = job.wait(JOB_S)
+        assert codes == [0] * len(codes), job.fail(f"launchers exited {codes}")
+        return job.metrics()
+    finally:
+        job.end()
+
+
+def settings_file(model: Path, out: Path, config: dict) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "settings.json"
+    file.write_text(json.dumps({"model": str(model), "config": {"output_dir": str(out), **config}}))
+    return file
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_torchrun_without_zero3(layout: str, tiny_model: Path, tmp_path: Path) -> None:
+    config: dict = {}
+    if layout == "zero2":
+        config["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "zero_optimization": {"stage": 2},
+        }
+    file = settings_file(tiny_model, tmp_path / "out", config)
+    steps = finish(start(lambda _: torchrun_command([str(TINY_JOB), str(file)]), tmp_path / "out"))
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["sampling/sampling_logp_difference/max"] for line in steps) < 1e-3
+    assert max(line["push/logprob_gap_max"] for line in steps) < 1e-3
+
+
+def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
+    """The second command of the README, cut to a few steps; the warm-up of the model is cut by nothing."""
+    flags = ["--deepspeed", str(ROOT / "configs" / "zero3.json"), "--output_dir", str(tmp_path / "out")]
+    flags += ["--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "steps", "--eval_steps", "4"]
+    flags += ["--num_generations_eval", "4", "--per_device_eval_batch_size", "256"]
+    flags += ["--vllm_engine_kwargs", '{"enforce_eager": true}']
+    job = start(lambda _: torchrun_command([str(ROOT / "train.py"), *flags]), tmp_path / "out")
+    steps = finish(job)
+    assert [line["step"] for line in steps] == [2, 4]
+    assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the warmed model is off")
+    evaluated = [line for line in map(json.loads, (tmp_path / "out/metrics.jsonl").open()) if "eval_reward" in line]
+    assert len(evaluated) == 1
+    assert evaluated[0]["eval_rollout/generate_s"] > 0
+    summary = [line for line in job.output().splitlines() if line.startswith("demo: reward")]
+    assert len(summary) == 1
+    assert "4 steps in" in summary[0]
+
+
+def test_the_example_script_on_local_data(tmp_path: Path) -> None:
+    """A user's own script, reward and data mapping; conversations through a chat template; the model is saved."""
+    model = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True)
+    data = tmp_path / "data.jsonl"
+    rows = [{"question": f"{n} and {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    script = [str(ROOT / "examples/gsm8k.py"), *flags, "--max_completion_length", "8", "--no-bf16"]
+    job = start(accelerate_command(script, port=free_port()), tmp_path / "out")
+    assert len(finish(job)) == 1
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_path: Path) -> None:
+    """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same."""
+    greedy = {"temperature": 1.0, "top_k": 1, "max_steps": 2, "vllm_engine_kwargs": None}
+    metrics = {}
+    for name, mode in {"ours": {}, "trl": {"use_vllm": False, "vllm_sync_bucket_mb": 512}}.items():
+        out = tmp_path / name
+        config = {**greedy, **mode, "vllm_importance_sampling_correction": False}
+        file = settings_file(tiny_model, out, config)
+        job = start(lambda _, file=file: [sys.executable, str(TINY_JOB), str(file)], out)
+        metrics[name] = finish(job)
+    for ours, trl in zip(metrics["ours"], metrics["trl"], strict=True):
+        for key in ("reward", "completions/mean_length", "learning_rate", "num_tokens"):
+            assert ours[key] == pytest.approx(trl[key], abs=1e-6), key
+    assert "push/total_s" in metrics["ours"][0]
+    assert "push/total_s" not in metrics["trl"][0]
+
+
+# -- mistakes that end within seconds, on every rank -----------------------------------------------------------------
+
+MISTAKES = {
+    "tensor-parallel-and-heads": ({"vllm_tensor_parallel_size": 3}, r"3"),
+    "reserved-without-gpus": ({"vllm_reserved_gpus": 1}, r"vllm_reserved_gpus"),
+    "nccl-without-gpus": ({"vllm_sync_backend": "nccl"}, r"vllm_sync_backend is 'nccl', but this node has no GPUs"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_placement_mistakes_are_told_on_every_rank(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    config, message = MISTAKES[case]
+    job = start_tiny_job(tiny_model, tmp_path / "out", config=config)
+    try:
+        codes = job.wait(90)
+    finally:
+        job.end()
+    assert codes != [0]
+    output = job.output()
+    assert message in output, job.fail("no such message")
+    assert not (tmp_path / "out" / "logs").exists()  # before any engine
+
+
+def test_accelerates_silent_floor_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """accelerate starts 3 // 2 = 1 rank on each of 2 nodes and says nothing."""
+    file = settings_file(tiny_model, tmp_path / "out", {})
+    port = free_port()
+
+    def command(node: int) -> list[str]:
+        return [*accelerate_command([str(TINY_JOB), str(file)], nodes=2, port=port)(node)]
+
+    def three(node: int) -> list[str]:
+        words = command(node)
+        words[words.index("--num_processes") + 1] = "3"
+        return words
+
+    job = start(three, tmp_path / "out", nodes=2)
+    try:
+        codes = job.wait(90)
+    finally:
+        job.end()
+    assert 0 not in codes
+    assert "num_processes" in job.output()
+    assert "2 or 4" in job.output(), job.fail("the two nearest values are not there")
+
+
+def test_help_shows_our_options() -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    for option in ("--vllm_reserved_gpus", "--vllm_sync_backend", "--vllm_max_logprob_gap", "--reward_funcs"):
+        assert option in result.stdout
