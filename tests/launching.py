@@ -153,8 +153,10 @@ def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def traces() -> set[str]:
+    """What a job could leave outside its output folder: shared memory, sockets and folders under /tmp."""
+    ours = {p for p in Path("/tmp").iterdir() if p.name.startswith(("grpo-", "vllm")) or p.is_socket()}
+    return {str(path) for path in [*ours, *Path("/dev/shm").iterdir()]}
 
 
 def kill(pid: int) -> None:

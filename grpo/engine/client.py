@@ -5,9 +5,11 @@ import itertools
 import os
 import queue
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.engine.lifetime import end_session
-from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Shutdown
+from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
 from grpo.engine.plugin import HOST_MARK
 
 LOG_TAIL_LINES = 20
@@ -48,7 +50,6 @@ def engine_environment(
         for name, value in inherited.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
-    env[HOST_MARK] = "1"
     env["PYTHONUNBUFFERED"] = "1"
     # A forked process would inherit the flag by which vLLM remembers that its plugins have run, and skip ours.
     env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -104,6 +105,10 @@ class EngineClient:
         self._said: str | None = None  # the host's own last words
         self._closing = False
 
+        # vLLM's processes meet at sockets in a folder that is /tmp unless told otherwise, where a killed one leaves
+        # them behind. Under /tmp, too: the path of a socket has 107 bytes at most, and output_dir may be long.
+        self._private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
+        private = {HOST_MARK: str(self._private_folder), "VLLM_RPC_BASE_PATH": str(self._private_folder)}
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log, theirs:
@@ -113,7 +118,7 @@ class EngineClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, **private},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -199,27 +204,20 @@ class EngineClient:
         """An error about this engine, with the last lines of its log."""
         return EngineError(f"{self.name} {what}; the last lines of {self.log_path}:\n{self.log_tail()}")
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._send(Shutdown())
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
         end_session(self.pid)
         self._process.wait()
         self._connection.close()
+        shutil.rmtree(self._private_folder, ignore_errors=True)
 
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            # It is dead or dying: the exit thread says so to everyone who waits, with the reason.
-            if self._closing:
-                raise
+        # When it is dead or dying the exit thread says so to everyone who waits, with the reason.
+        with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
 
     def _receive(self) -> None:
         while True:
@@ -249,6 +247,7 @@ class EngineClient:
         if self._closing:
             return
         end_session(self.pid)
+        shutil.rmtree(self._private_folder, ignore_errors=True)
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         death = self.error(f"{how}" + (f": {self._said}" if self._said else ""))

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.engine.lifetime import end_session_with
@@ -24,8 +25,8 @@ from grpo.engine.messages import (
     Reply,
     Sample,
     Sampled,
-    Shutdown,
 )
+from grpo.engine.plugin import HOST_MARK
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,7 +35,7 @@ HEALTH_POLL_S = 0.5
 
 
 class Host:
-    """Serves the messages of one connection until `Shutdown` or the engine's death."""
+    """Serves the messages of one connection until the engine dies, or this process is ended."""
 
     def __init__(self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any]) -> None:
         self._connection = connection
@@ -43,7 +44,6 @@ class Host:
         self._sampling = sampling
         self._tasks: dict[int, asyncio.Task[None]] = {}  # request id -> the task that samples it
         self._background: set[asyncio.Task[None]] = set()
-        self._stop = asyncio.Event()
 
     def send(self, message: object) -> None:
         with self._send_lock:
@@ -57,20 +57,13 @@ class Host:
                 try:
                     message = self._connection.recv()
                 except (EOFError, OSError):
-                    message = Shutdown()  # the local main closed its end
+                    return  # the local main is going, and takes us with it
                 loop.call_soon_threadsafe(self._dispatch, message)
-                if isinstance(message, Shutdown):
-                    return
 
         threading.Thread(target=read, name="grpo-host-reader", daemon=True).start()
-        while not self._stop.is_set():
-            # vLLM's engine process may die while nobody asks anything of it.
-            if self._engine.errored:
-                raise RuntimeError(f"vLLM's engine process died: {self._engine.dead_error!r}")
-            try:
-                await asyncio.wait_for(self._stop.wait(), HEALTH_POLL_S)
-            except TimeoutError:
-                continue
+        while not self._engine.errored:  # vLLM's engine process may die while nobody asks anything of it
+            await asyncio.sleep(HEALTH_POLL_S)
+        raise RuntimeError(f"vLLM's engine process died: {self._engine.dead_error!r}")
 
     def _dispatch(self, message: object) -> None:
         match message:
@@ -86,8 +79,6 @@ class Host:
                 call = asyncio.create_task(self._call(message))
                 self._background.add(call)
                 call.add_done_callback(self._background.discard)
-            case Shutdown():
-                self._stop.set()
             case _:
                 raise TypeError(f"engine host got {type(message).__name__}, which is no message of the protocol")
 
@@ -206,18 +197,15 @@ async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.engine_args))
-    try:
-        host = Host(connection, engine, spec.sampling)
-        host.send(Ready(max_model_len=engine.model_config.max_model_len, startup_s=time.monotonic() - started))
-        await host.serve()
-    finally:
-        engine.shutdown()
+    host = Host(connection, engine, spec.sampling)
+    host.send(Ready(max_model_len=engine.model_config.max_model_len, startup_s=time.monotonic() - started))
+    await host.serve()
 
 
 def main() -> None:
     started = time.monotonic()
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    end_session_with(parent_pid)
+    end_session_with(parent_pid, private_folder=Path(os.environ[HOST_MARK]))
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     spec = connection.recv()
@@ -231,8 +219,7 @@ def main() -> None:
         traceback.print_exc()
         sys.stderr.flush()
         connection.send(Died(cause=f"{type(error).__name__}: {error}"))
-        os._exit(1)
-    os._exit(0)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
+        os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
 
 
 if __name__ == "__main__":

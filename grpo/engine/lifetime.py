@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -68,11 +69,12 @@ def _wait_for_death(pid: int) -> None:
     os.close(pidfd)
 
 
-def end_session_with(parent_pid: int) -> None:
-    """In an engine host, before anything slow: end this session as soon as `parent_pid` is gone."""
+def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
+    """In an engine host, before anything slow: end this session, and remove its folder, once `parent_pid` is gone."""
 
     def watch() -> None:
         _wait_for_death(parent_pid)
+        shutil.rmtree(private_folder, ignore_errors=True)  # first: this process ends itself when its engine dies
         end_session(os.getsid(0))
         os.kill(os.getpid(), signal.SIGKILL)
 

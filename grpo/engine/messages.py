@@ -1,7 +1,8 @@
 """What crosses the socket between a local main and its engine host.
 
 Pickled by `multiprocessing.connection.Connection` over a socketpair that only the two processes hold. The local main
-sends `EngineSpec` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order.
+sends `EngineSpec` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order. There is
+no farewell: an engine holds nothing worth saving, and ends by SIGKILL (`grpo.engine.lifetime`).
 """
 
 from dataclasses import dataclass, field
@@ -90,8 +91,3 @@ class Reply:
     value: Any
     error: str | None
     """The exception's text when the call failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shutdown:
-    """End the engine and the host."""

@@ -15,7 +15,7 @@ from grpo.local_vllm import LocalVLLM
 from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology
 from grpo.weights.source import GatheredSource
-from tests.launching import shared_memory
+from tests.launching import traces
 
 
 class Progress:
@@ -62,10 +62,10 @@ def local(
         progress,
     )
     local.attach(model, contextlib.nullcontext)
-    before = shared_memory()
+    before = traces()
     yield local
     local.close()
-    assert shared_memory() <= before
+    assert traces() <= before
 
 
 def disturb(model: torch.nn.Module, seed: int) -> None:

@@ -1,0 +1,97 @@
+"""The failure record and the watch of a single process; the watch between ranks is in tests/multiprocess."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from grpo.failures import FailureRecord, FailureWatch, JobFailed
+
+RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
+
+
+def alone() -> FailureWatch:
+    return FailureWatch(None, node=0, rank=0, host="a", local_pids={})
+
+
+def test_the_record_survives_the_store_and_reads_well() -> None:
+    assert FailureRecord.loads(RECORD.dumps()) == RECORD
+    assert str(JobFailed(RECORD)).startswith("the job failed on node 1 (b), rank 5, phase 'push': EngineError: gone")
+
+
+def test_alone_errors_raise_as_they_are() -> None:
+    watch = alone()
+    with pytest.raises(ZeroDivisionError), watch.guard():
+        raise ZeroDivisionError
+    watch.check()
+
+
+def test_phases_nest_and_stay_at_the_failure() -> None:
+    watch = alone()
+    with watch.during("train"):
+        with watch.during("push"):
+            assert watch.phase == "push"
+        assert watch.phase == "train"
+    with pytest.raises(ZeroDivisionError), watch.during("train"), watch.during("generate"):
+        raise ZeroDivisionError
+    assert watch.make_record("x").phase == "generate"
+
+
+def test_the_first_record_stays() -> None:
+    watch = alone()
+    watch.report(RECORD)
+    watch.report(watch.make_record("later"))
+    with pytest.raises(JobFailed, match="rank 5"):
+        watch.check()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def pair(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
+    """Two ranks' watches in one process; they cannot end it."""
+    ended: list[int] = []
+    monkeypatch.setattr(FailureWatch, "_end", lambda self, code: (ended.append(code), self.stop()))
+    monkeypatch.setattr(FailureWatch, "_take_sigterm", lambda self: None)
+    before = signal.getsignal(signal.SIGTERM)
+    watches = [FailureWatch(store, node=0, rank=rank, host="a", local_pids={}) for rank in (0, 1)]
+    yield watches
+    for watch in watches:
+        watch.stop()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[FailureWatch]) -> None:
+    with pytest.raises(ZeroDivisionError), pair[1].guard(), pair[1].during("train"):
+        raise ZeroDivisionError("reward")
+    deadline = time.monotonic() + 10
+    while pair[0].record is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(JobFailed, match=r"rank 1, phase 'train': ZeroDivisionError: reward"):
+        pair[0].check()
+    # what the other rank meets as a consequence is told as that
+    with pytest.raises(JobFailed, match="rank 1") as caught, pair[0].guard():
+        raise RuntimeError("gloo: connection closed by peer")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def busy(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch]) -> None:
+    def fail_soon() -> None:
+        time.sleep(0.3)
+        pair[1].report(RECORD)
+
+    threading.Thread(target=fail_soon).start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), pair[0].guard():
+        busy(10)

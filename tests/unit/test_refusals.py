@@ -1,0 +1,111 @@
+"""What local mode refuses before anything is started, the engines' dtype, and the warning of plain DDP."""
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, ProcessorMixin
+
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.engine_model import compute_dtype
+from grpo.placement import attention_heads, ddp_memory_message
+from tests.tiny_models import tiny_config
+
+DATA = Dataset.from_dict({"prompt": ["1+1="]})
+
+
+def config(**settings: Any) -> GRPOConfig:
+    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", **settings})
+
+
+def tool(a: int) -> int:
+    """A tool.
+
+    Args:
+        a: a number
+    """
+    return a
+
+
+class Processor(ProcessorMixin):
+    attributes = ()
+
+    def __init__(self) -> None:
+        pass
+
+
+REFUSED = {
+    "tools": ({"tools": [tool]}, r"tools: ranks would call the engine a different number of times.*vllm_mode"),
+    "environments": ({"environment_factory": object}, r"environment_factory: ranks would call"),
+    "rollouts": ({"rollout_func": print}, r"rollout_func: ranks would call"),
+    "lora": ({"peft_config": object()}, r"peft_config: .*cannot push LoRA adapters"),
+    "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
+    "processor": ({"processing_class": Processor()}, r"processing_class is a Processor: local mode takes text alone"),
+    "images": (
+        {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
+        r"data set has the column 'image': local mode takes text alone",
+    ),
+    "images in evaluation": (
+        {"eval_dataset": {"one": Dataset.from_dict({"prompt": ["a"], "images": [1]})}},
+        r"data set has the column 'images'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_features_of_other_modes_are_refused_by_name(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(
+            **{"model": "no-such-model", "reward_funcs": print, "args": config(), "train_dataset": DATA, **arguments}
+        )
+
+
+def test_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP.*DeepSpeed, DDP or one process"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_trls_own_config_is_named() -> None:
+    theirs = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="import GRPOConfig from grpo"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
+        ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),  # what the checkpoint says
+    ],
+)
+def test_the_engine_computes_in_the_trainers_dtype(settings: dict[str, Any], dtype: torch.dtype, tiny_model) -> None:
+    assert compute_dtype(str(tiny_model), config(**settings)) == dtype
+
+
+def test_the_launchers_mixed_precision_counts(monkeypatch: pytest.MonkeyPatch, tiny_model) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert compute_dtype(str(tiny_model), config()) == torch.bfloat16
+
+
+def test_a_model_object_says_its_dtype_and_heads() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.bfloat16)
+    assert compute_dtype(model, config()) == torch.bfloat16
+    assert attention_heads(model, config(vllm_tensor_parallel_size=2)) == (4, 2)
+    assert attention_heads(model, config()) == (None, None)
+
+
+def test_ddp_warns_of_a_model_that_cannot_fit() -> None:
+    gib = 2**30
+    assert ddp_memory_message(5 * 10**9, 80 * gib) is None  # 74.5 GiB
+    message = ddp_memory_message(7 * 10**9, 80 * gib)
+    assert message is not None
+    assert "7.0 B parameters take 104 GiB" in message
+    assert "--deepspeed configs/zero3.json" in message
