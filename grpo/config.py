@@ -19,6 +19,8 @@ _SERVER_FIELDS = (
 OWN_ENGINE_KEYS = {
     "model": "model_name_or_path",
     "tokenizer": "processing_class",
+    "tokenizer_revision": "model_init_kwargs",
+    "skip_tokenizer_init": "nothing: structured output needs the tokenizer",
     "revision": "model_init_kwargs",
     "trust_remote_code": "trust_remote_code",
     "dtype": "bf16 / fp16 / model_init_kwargs['dtype']: the engine computes in the trainer's dtype",
@@ -157,6 +159,8 @@ class GRPOConfig(trl.GRPOConfig):
                 f"fsdp is {self.fsdp!r}: local mode trains with DeepSpeed (configs/1node.yaml), DDP or one process; "
                 "FSDP is not supported"
             )
+        if not self.ds3_gather_for_generation:
+            raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
         if self.vllm_sync_backend not in ("auto", "nccl", "shm"):
             raise ValueError(f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'")
         for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):

@@ -1,8 +1,9 @@
-"""Which model the engines build, before the trainer has loaded it: path, tokenizer, dtype."""
+"""Which model the engines build, before the trainer has loaded it, and with which settings."""
 
 import os
 import shutil
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo.config import GRPOConfig
-from grpo.local_vllm import EngineModel
 from grpo.placement import model_config
 from grpo.topology import NodeTopology
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """Which model the engines build, and in what dtype; their weights come with the first push."""
+
+    path: str
+    """A folder or a hub id with a configuration."""
+    tokenizer: str
+    revision: str | None
+    dtype: torch.dtype
+    special_ids: tuple[int, ...] = ()
+    """Token ids that the probe leaves out."""
+
+
 class PrivateFolder:
-    """A folder for this user's eyes alone; gone with the object, emptied by the next run if this one is killed."""
+    """A folder for this user's eyes alone; gone with the object, emptied by the next run where this one is killed."""
 
     def __init__(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -50,18 +63,38 @@ def describe_model(
         revision = None
     folder = None
     if topology.is_local_main and (not isinstance(model, str) or processing_class is not None):
-        folder = PrivateFolder(Path(args.output_dir) / "engine" / f"node{topology.node}-{os.getpid()}")
+        folder = PrivateFolder(Path(args.output_dir) / "engine" / f"node{topology.node}")
         if not isinstance(model, str):
             config = type(model.config).from_dict(model.config.to_dict())
-            config.architectures = [type(model).__name__]
+            config.architectures = config.architectures or [_architecture(model)]
             config.save_pretrained(folder.path)
             if model.generation_config is not None:
-                model.generation_config.save_pretrained(folder.path)
+                # Not save_pretrained, which refuses settings that contradict each other but matter to nobody here.
+                model.generation_config.to_json_file(folder.path / "generation_config.json")
             path = str(folder.path)
         if processing_class is not None:
             processing_class.save_pretrained(folder.path)
             tokenizer = str(folder.path)
     return EngineModel(path=path, tokenizer=tokenizer, revision=revision, dtype=dtype, special_ids=special_ids), folder
+
+
+def _architecture(model: PreTrainedModel) -> str:
+    """The transformers class that a user's own class may be derived from: what vLLM knows."""
+    return next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models."))
+
+
+def check_init_kwargs(args: GRPOConfig) -> None:
+    """Refuse ways of loading a model that the engines could not follow.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for key in ("subfolder", "config", "cache_dir", "gguf_file", "code_revision", "token"):
+        if (args.model_init_kwargs or {}).get(key) is not None:
+            raise ValueError(
+                f"model_init_kwargs holds {key!r}, which would not reach the engines: they load configuration and "
+                "tokenizer themselves; give a local folder, or set HF_HOME and HF_TOKEN"
+            )
 
 
 def compute_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtype:
@@ -96,3 +129,59 @@ def check_text_only(processing_class: Any, *datasets: Any) -> None:
                     f"the data set has the column {sorted(found)[0]!r}: local mode takes text alone; remove the "
                     "column, or set vllm_mode to 'server' or 'colocate'"
                 )
+
+
+def choose_backend(asked: str, *, has_gpus: bool) -> str:
+    """`nccl` or `shm`, for `vllm_sync_backend`.
+
+    Raises:
+        ValueError: NCCL without GPUs.
+    """
+    if asked == "nccl" and not has_gpus:
+        raise ValueError("vllm_sync_backend is 'nccl', but this node has no GPUs: set it to 'shm' or 'auto'")
+    if asked == "auto":
+        return "nccl" if has_gpus else "shm"
+    return asked
+
+
+def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs` for this job."""
+    settings: dict[str, Any] = {
+        "model": model.path,
+        "tokenizer": model.tokenizer,
+        "revision": model.revision,
+        "trust_remote_code": args.trust_remote_code,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tensor_parallel_size": topology.tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "model_impl": args.vllm_model_impl,
+        "load_format": "dummy",  # the first push brings every weight, or fails
+        "weight_transfer_config": f"grpo_{backend}",
+        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
+        "seed": args.seed,
+        "disable_log_stats": True,
+    }
+    if args.vllm_max_model_length is not None:
+        settings["max_model_len"] = args.vllm_max_model_length
+    if topology.tensor_parallel_size > 1:
+        settings["distributed_executor_backend"] = "mp"
+    if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        settings["kv_cache_memory_bytes"] = 2**30  # vLLM would take its share of the host's memory
+    assert not isinstance(args.vllm_engine_kwargs, str)
+    return settings | (args.vllm_engine_kwargs or {})
+
+
+def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
+    """Arguments of `SamplingParams` common to all requests, as TRL sets them; `generation_kwargs` come last."""
+    settings: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": 0.0 if args.min_p is None else args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "max_tokens": args.max_completion_length,
+    }
+    settings |= {key: value for key, value in (args.generation_kwargs or {}).items() if key != "seed"}
+    if args.vllm_structured_outputs_regex is not None:
+        settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return settings

@@ -6,10 +6,11 @@ ranks on its own node, and for SIGTERM (a launcher that ends its ranks because o
 given a moment to raise by itself; a rank that is still stuck writes the record to stderr and ends.
 """
 
-import atexit
 import contextlib
 import ctypes
+import itertools
 import json
+import multiprocessing.util
 import os
 import selectors
 import signal
@@ -25,8 +26,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-_RECORD_KEY = "grpo/failure"
-_LEFT_KEY = "grpo/left/{rank}"
+_RECORD_KEY = "failure"
+_LEFT_KEY = "left/{rank}"
+
+_watches = itertools.count()
 
 POLL_S = 0.5
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
@@ -71,10 +74,18 @@ class FailureWatch:
     Args:
         store: the job's store, None for one process without a process group, where errors simply raise.
         local_pids: pid of each rank on this node, this one's included, by global rank.
+        prefix: of the keys in the store; the same on all ranks.
     """
 
     def __init__(
-        self, store: dist.Store | None, *, node: int, rank: int, host: str, local_pids: Mapping[int, int]
+        self,
+        store: dist.Store | None,
+        *,
+        node: int,
+        rank: int,
+        host: str,
+        local_pids: Mapping[int, int],
+        prefix: str = "grpo/watch",
     ) -> None:
         self.node, self.rank, self.host = node, rank, host
         self.phase = "start"
@@ -90,8 +101,11 @@ class FailureWatch:
         self._thread: threading.Thread | None = None
         if store is None:
             return
-        self._store = store.clone()  # a connection of its own: the main thread's may be blocked in a wait
-        self._main_store = store.clone()
+        # Connections of our own: the job's may be blocked in a wait.
+        self._store = dist.PrefixStore(prefix, store.clone())
+        self._main_store = dist.PrefixStore(prefix, store.clone())
+        self._pid = os.getpid()
+        self._handler: Any = None
         self._local_pids = dict(local_pids)
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -104,7 +118,8 @@ class FailureWatch:
         self._take_sigterm()
         self._excepthook = sys.excepthook
         sys.excepthook = self._report_unhandled
-        atexit.register(self._leave)
+        # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
+        multiprocessing.util.Finalize(None, self._leave, exitpriority=10)
         self._thread = threading.Thread(target=self._watch, name="grpo-failure-watch", daemon=True)
         self._thread.start()
 
@@ -141,6 +156,9 @@ class FailureWatch:
 
     def _raise_for_job(self, error: BaseException) -> None:
         self._raising = True
+        if isinstance(error, SystemExit) and not error.code:
+            self._raising = False
+            return  # a script that says it is done
         if self._alone or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
@@ -180,11 +198,18 @@ class FailureWatch:
                 self.record = record
 
     def stop(self) -> None:
-        """End the watch: this rank is done."""
+        """End the watch: this rank is done. SIGTERM ends the process again."""
         self._stopped.set()
-        if self._thread is not None:
-            with contextlib.suppress(OSError):
-                self._waker.send(b"\0")
+        if self._thread is None:
+            return
+        sys.excepthook = self._excepthook
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
 
     # -- signals and exit -----------------------------------------------------------------------------------------
 
@@ -198,7 +223,8 @@ class FailureWatch:
         if previous != -1:
             signal.set_wakeup_fd(previous)
             return
-        signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the wake-up socket says it all
+        self._handler = lambda *_: None  # the byte in the wake-up socket says it all
+        signal.signal(signal.SIGTERM, self._handler)
         os.register_at_fork(after_in_child=_restore_sigterm)
 
     def _report_unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -208,6 +234,8 @@ class FailureWatch:
 
     def _leave(self) -> None:
         """At exit: tell the node's other ranks that this one has not been killed."""
+        if os.getpid() != self._pid or self._stopped.is_set():
+            return  # a forked child's exit is not ours
         if self.record is None:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._main_store.set(_LEFT_KEY.format(rank=self.rank), "1")
@@ -219,7 +247,8 @@ class FailureWatch:
         while not self._stopped.is_set():
             for key, _ in self._selector.select(POLL_S):
                 if key.data == "signal":
-                    if signal.SIGTERM in self._wake.recv(64):
+                    # A handler that somebody installed after ours decides for itself.
+                    if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) is self._handler:
                         self._end_by_sigterm()
                 else:
                     self._selector.unregister(key.fileobj)
@@ -235,6 +264,8 @@ class FailureWatch:
             if self._store.check([_RECORD_KEY]):
                 self.record = FailureRecord.loads(self._store.get(_RECORD_KEY))
         except (dist.DistError, RuntimeError) as error:
+            if self._guarded == 0:
+                self._stopped.set()  # after training: the process that held the store has simply ended first
             if not self._stopped.is_set():
                 cause = f"the job's store is gone, and with it the launcher that held it ({error})"
                 self.record = self.make_record(cause.splitlines()[0])
@@ -309,4 +340,11 @@ def _restore_sigterm() -> None:
 def watch_for(topology: Any, local_pids: Mapping[int, int]) -> FailureWatch:
     """The watch of this rank; without a process group one that only keeps the record."""
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and topology.world_size > 1 else None
-    return FailureWatch(store, node=topology.node, rank=topology.rank, host=topology.host, local_pids=local_pids)
+    return FailureWatch(
+        store,
+        node=topology.node,
+        rank=topology.rank,
+        host=topology.host,
+        local_pids=local_pids,
+        prefix=f"grpo/watch/{next(_watches)}",
+    )

@@ -2,21 +2,22 @@
 
 import contextlib
 import os
+import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from grpo.config import GRPOConfig
 from grpo.dispatch import (
     Completions,
     PackedRows,
+    Request,
     assign,
     check_prompt_lengths,
     collapse,
@@ -29,6 +30,7 @@ from grpo.dispatch import (
 )
 from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec, Sample, Sampled
+from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
 from grpo.failures import FailureRecord, FailureWatch, JobFailed
 from grpo.node_groups import NodeGroups
 from grpo.topology import NodeTopology
@@ -37,19 +39,6 @@ from grpo.weights.push import Pusher, PushReport
 from grpo.weights.source import GatheredSource
 
 POLL_S = 0.5  # how often a wait for completions looks for a failure elsewhere
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineModel:
-    """Which model the engines build, and in what dtype; their weights come with the first push."""
-
-    path: str
-    """A folder or a hub id with a configuration."""
-    tokenizer: str
-    revision: str | None
-    dtype: torch.dtype
-    special_ids: tuple[int, ...] = ()
-    """Token ids that the probe leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +72,7 @@ class SyncReport:
 class LocalVLLM:
     """This node's engines, as the trainer sees them.
 
-    `sync_weights` is collective over the job, `generate` over the node. Engines start in the constructor and are
+    `sync_weights` and `generate` are collective over the job. Engines start in the constructor and are
     waited for in the first `sync_weights`, so that their start-up overlaps the loading of the trainer's model.
 
     Args:
@@ -102,7 +91,8 @@ class LocalVLLM:
         self.args = args
         self.topology = topology
         self.backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
-        self.last_generation: GenerationReport | None = None
+        self.last_generation: list[GenerationReport] = []
+        """Of each node."""
         self.last_sync: SyncReport | None = None
         self.engine_startup_s: float | None = None
         self._model = model
@@ -119,6 +109,8 @@ class LocalVLLM:
         self._next_request = 0
         self._started = time.monotonic()
         self._clients: list[EngineClient] | None = self._start_engines() if topology.is_local_main else None
+        # At the interpreter's exit, or when nobody holds this object: a notebook's next trainer needs the GPUs.
+        self._ender = weakref.finalize(self, _close_all, self._clients or [])
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -129,8 +121,10 @@ class LocalVLLM:
         )
         node = self.topology.node
 
+        watch = self._watch  # and not this object, which the engines' threads would keep alive
+
         def on_death(error: EngineError) -> None:
-            self._watch.report(self._watch.make_record(error))
+            watch.report(watch.make_record(error))
 
         return [
             EngineClient(
@@ -165,7 +159,7 @@ class LocalVLLM:
             try:
                 for client in self._clients or []:
                     left_s = self.args.vllm_start_timeout - (time.monotonic() - self._started)
-                    ready = self._patiently(client.wait_ready, max(left_s, 0.1))
+                    ready = client.wait_ready(max(left_s, 0.1), self._watch.check)
                     startup_s = max(startup_s, ready.startup_s)
                     self._max_model_len = ready.max_model_len
             except EngineError as error:
@@ -174,7 +168,7 @@ class LocalVLLM:
         self.engine_startup_s = max(seconds for seconds, _ in starts)
         self._probe = probe_prompts(
             self._trained_model.get_input_embeddings().num_embeddings,
-            max(length for _, length in starts),
+            min(length for _, length in starts if length),  # local mains know, the other ranks say 0
             self._model.special_ids,
         )
         bucket_bytes = self.args.vllm_sync_bucket_mb * 2**20
@@ -188,27 +182,19 @@ class LocalVLLM:
         )
         with self._watch.during("push group"):
             failure = None
+            timeout_s = self.args.vllm_sync_timeout
+            stuck = self._watch.make_record(f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)")
+            timer = threading.Timer(timeout_s, self._watch.report, [stuck])  # NCCL's own wait has no deadline
+            timer.daemon = True
+            timer.start()
             try:
                 pusher.connect()
-            except EngineError as error:
+            except (EngineError, OSError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
+            finally:
+                timer.cancel()
             self._groups.exchange(self._watch, failure)
         return pusher
-
-    def _patiently(self, wait: Callable[[float], Any], timeout_s: float) -> Any:
-        """`wait(timeout_s)` in a way that the job's failure elsewhere interrupts."""
-        from concurrent.futures import ThreadPoolExecutor
-        from concurrent.futures import TimeoutError as FutureTimeout
-
-        pool = ThreadPoolExecutor(max_workers=1)
-        try:
-            future = pool.submit(wait, timeout_s)
-            while True:
-                self._watch.check()
-                with contextlib.suppress(FutureTimeout):
-                    return future.result(POLL_S)
-        finally:
-            pool.shutdown(wait=False)
 
     # -- push -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +215,11 @@ class LocalVLLM:
             gap = None
             if is_due(self._pushes):
                 gap, failure = self._prove(failure)
-            answers = self._groups.exchange(self._watch, failure, (report, gap))
+            try:
+                answers = self._groups.exchange(self._watch, failure, (report, gap))
+            except JobFailed:
+                self.close()  # the engines are of no use any more; and whatever waits for them ends
+                raise
         self.last_sync = _summarise(answers, step)
 
     def _prove(self, failure: FailureRecord | None) -> tuple[LogprobGap | None, FailureRecord | None]:
@@ -270,7 +260,7 @@ class LocalVLLM:
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Sample one completion for each prompt of this rank. Collective over the node.
+        """Sample one completion for each prompt of this rank. Collective over the job; data stays in the node.
 
         Args:
             prompts: token ids, with the copies of a prompt next to each other over the node's ranks.
@@ -295,18 +285,21 @@ class LocalVLLM:
                     completions = self._sample(parts)
                 except (EngineError, ValueError) as error:
                     failure, cause = self._watch.make_record(error), error
+            report = None
+            if completions is not None:
+                report = GenerationReport(generate_s=time.perf_counter() - begun, num_tokens=len(completions.token_ids))
+            # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of the training's
+            # NCCL group, whose watchdog would shoot it. And the status goes before the data.
             try:
-                self._groups.share_failure(failure)
+                reports = self._groups.exchange(self._watch, failure, report)
             except JobFailed as failed:
                 raise failed from cause
+            self.last_generation = [report for report in reports if report is not None]
             arrays = None
             if completions is not None:
                 arrays = [completions.token_ids, completions.lengths, completions.engine_logprobs]
             token_ids, lengths, logprobs = self._groups.broadcast_arrays(arrays, [np.int32, np.int32, np.float32])
             of_node = Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
-            self.last_generation = GenerationReport(
-                generate_s=time.perf_counter() - begun, num_tokens=len(of_node.token_ids)
-            )
             completion_ids, logprob_rows = to_lists(slice_completions(of_node, first_row, first_row + len(prompts)))
         return prompts, completion_ids, [[[value] for value in row] for row in logprob_rows], None
 
@@ -327,6 +320,26 @@ class LocalVLLM:
         shares = assign([request_cost_tokens(r, max_tokens) for r in requests], len(self._clients))
         first_id = self._next_request
         self._next_request += len(requests)
+        try:
+            answers = self._ask(requests, shares, first_id)
+        except BaseException:  # an interrupted notebook cell, too
+            for client in self._clients:
+                client.abort(range(first_id, self._next_request))
+            raise
+        in_order = [answers[first_id + index] for index in range(len(requests))]
+        if not in_order:
+            return Completions(
+                token_ids=np.empty(0, np.int32), lengths=np.empty(0, np.int32), engine_logprobs=np.empty(0, np.float32)
+            )
+        return Completions(
+            token_ids=np.concatenate([a.token_ids for a in in_order]),
+            lengths=np.concatenate([a.lengths for a in in_order]),
+            engine_logprobs=np.concatenate([a.engine_logprobs for a in in_order]),
+        )
+
+    def _ask(self, requests: list[Request], shares: list[list[int]], first_id: int) -> dict[int, Sampled]:
+        """Send each engine its share, by index into `requests`; all answers, by request id."""
+        assert self._clients is not None
         for client, share in zip(self._clients, shares, strict=True):
             client.submit(
                 [
@@ -339,19 +352,9 @@ class LocalVLLM:
                     for index in share
                 ]
             )
-        answers = self._collect({id(c): len(s) for c, s in zip(self._clients, shares, strict=True)})
-        in_order = [answers[first_id + index] for index in range(len(requests))]
-        if not in_order:
-            return Completions(
-                token_ids=np.empty(0, np.int32), lengths=np.empty(0, np.int32), engine_logprobs=np.empty(0, np.float32)
-            )
-        return Completions(
-            token_ids=np.concatenate([a.token_ids for a in in_order]),
-            lengths=np.concatenate([a.lengths for a in in_order]),
-            engine_logprobs=np.concatenate([a.engine_logprobs for a in in_order]),
-        )
+        return self._collect({id(c): len(s) for c, s in zip(self._clients, shares, strict=True)}, first_id)
 
-    def _collect(self, outstanding: dict[int, int]) -> dict[int, Sampled]:
+    def _collect(self, outstanding: dict[int, int], first_id: int) -> dict[int, Sampled]:
         """Wait for all answers of all engines, watching for failures. By request id."""
         assert self._clients is not None
         deadline = time.monotonic() + self.args.vllm_generate_timeout
@@ -362,6 +365,8 @@ class LocalVLLM:
                 # One engine may be waited for; the others are only asked what they have by now.
                 wait_s = min(POLL_S, deadline - time.monotonic()) if client is busy[0] else 0.0
                 while (answer := client.next_sampled(wait_s)) is not None:
+                    if answer.request_id < first_id:
+                        continue  # of a batch that was interrupted
                     answers[answer.request_id] = answer
                     outstanding[id(client)] -= 1
                     if not outstanding[id(client)]:
@@ -379,68 +384,12 @@ class LocalVLLM:
         if self._pusher is not None:
             self._pusher.close()
             self._pusher = None
-        clients, self._clients = self._clients, [] if self._clients is not None else None
-        for client in clients or []:
-            client.close()
+        self._ender()
 
 
-# -- settings -----------------------------------------------------------------------------------------------------
-
-
-def choose_backend(asked: str, *, has_gpus: bool) -> str:
-    """`nccl` or `shm`, for `vllm_sync_backend`.
-
-    Raises:
-        ValueError: NCCL without GPUs.
-    """
-    if asked == "nccl" and not has_gpus:
-        raise ValueError("vllm_sync_backend is 'nccl', but this node has no GPUs: set it to 'shm' or 'auto'")
-    if asked == "auto":
-        return "nccl" if has_gpus else "shm"
-    return asked
-
-
-def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs` for this job."""
-    settings: dict[str, Any] = {
-        "model": model.path,
-        "tokenizer": model.tokenizer,
-        "revision": model.revision,
-        "trust_remote_code": args.trust_remote_code,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "tensor_parallel_size": topology.tensor_parallel_size,
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "model_impl": args.vllm_model_impl,
-        "load_format": "dummy",  # the first push brings every weight, or fails
-        "weight_transfer_config": f"grpo_{backend}",
-        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
-        "seed": args.seed,
-        "disable_log_stats": True,
-    }
-    if args.vllm_max_model_length is not None:
-        settings["max_model_len"] = args.vllm_max_model_length
-    if topology.tensor_parallel_size > 1:
-        settings["distributed_executor_backend"] = "mp"
-    if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        settings["kv_cache_memory_bytes"] = 2**30  # vLLM would take its share of the host's memory
-    assert not isinstance(args.vllm_engine_kwargs, str)
-    return settings | (args.vllm_engine_kwargs or {})
-
-
-def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
-    """Arguments of `SamplingParams` common to all requests, as TRL sets them; `generation_kwargs` come last."""
-    settings: dict[str, Any] = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": 0.0 if args.min_p is None else args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "max_tokens": args.max_completion_length,
-    }
-    settings |= {key: value for key, value in (args.generation_kwargs or {}).items() if key != "seed"}
-    if args.vllm_structured_outputs_regex is not None:
-        settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    return settings
+def _close_all(clients: list[EngineClient]) -> None:
+    for client in clients:
+        client.close()
 
 
 def _summarise(answers: list[tuple[PushReport, LogprobGap | None]], step: int) -> SyncReport:

@@ -99,6 +99,7 @@ class NodeGroups:
         self.topology = topology
         self._alone = not dist.is_initialized() or topology.world_size == 1
         self._phases = 0
+        self._prefix = f"grpo/phases/{next(_agreements)}"
         if self._alone:
             return
         timeout = timedelta(seconds=max_wait_s + MARGIN_S)
@@ -138,8 +139,9 @@ class NodeGroups:
             if failure is not None:
                 raise JobFailed(failure)
             return [value]
-        key = f"grpo/phase/{self._phases}/"
+        key = f"{self._prefix}/{self._phases}/"
         self._store.set(f"{key}{self.topology.rank}", "1")
+        self._store.delete_key(f"{self._prefix}/{self._phases - 2}/{self.topology.rank}")  # all have left that phase
         if failure is not None:
             watch.report(failure)  # ranks that are stuck elsewhere hear of it too
         try:
@@ -185,24 +187,6 @@ class NodeGroups:
             array = part.numpy()
             parts.append(PackedRows(lengths=array[:num_rows], token_ids=array[num_rows : num_rows + num_tokens]))
         return parts, first_row
-
-    def share_failure(self, failure: FailureRecord | None) -> None:
-        """The local main's failure, or None, to its node; raises there if there is one. Over the node.
-
-        The status word goes before the data, so that an error reaches every rank instead of leaving it waiting.
-        """
-        if self._alone:
-            if failure is not None:
-                raise JobFailed(failure)
-            return
-        word = torch.tensor([0 if failure is None else 1], dtype=torch.uint8)
-        dist.broadcast(word, src=self._leader, group=self._node)
-        if not word.item():
-            return
-        holder = [failure]
-        dist.broadcast_object_list(holder, src=self._leader, group=self._node)
-        assert holder[0] is not None
-        raise JobFailed(holder[0])
 
     def broadcast_arrays(self, arrays: list[np.ndarray] | None, dtypes: list[Any]) -> list[np.ndarray]:
         """One-dimensional arrays of the local main, on every rank of the node. Over the node."""

@@ -1,7 +1,7 @@
 """Who this process is, which devices its node has, and which of them are reserved for engines.
 
-The one place that reads torchrun's variables, CUDA_VISIBLE_DEVICES and the command line of `accelerate launch`. The
-plan itself (`plan_node`, `check_nodes`) is a pure function of what was read.
+The one place that reads torchrun's variables and CUDA_VISIBLE_DEVICES. The plan itself (`plan_node`, `check_nodes`) is
+a pure function of what was read.
 """
 
 import os
@@ -11,8 +11,15 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from grpo.launch_request import (
+    accelerate_request,
+    check_accelerate_request,
+    either,
+    multiples_around,
+    parent_argv,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +207,8 @@ def _check_tensor_parallel(size: int, num_attention_heads: int | None, num_key_v
         raise ValueError(
             f"vllm_tensor_parallel_size {size} does not fit the model: it must divide the {heads} attention heads, and "
             f"divide the {key_value_heads} key-value heads or be a multiple of them: set vllm_tensor_parallel_size to "
-            f"{_or([size for size in range(1, heads + 1) if fits(size)])}"
+            f"{either([size for size in range(1, heads + 1) if fits(size)])}"
         )
-
-
-def _or(values: Sequence[int]) -> str:
-    return " or ".join(str(value) for value in values)
 
 
 def _count_reserved(
@@ -226,7 +229,7 @@ def _count_reserved(
     if reserved_gpus is not None and reserved_gpus % size:
         raise ValueError(
             f"vllm_reserved_gpus {reserved_gpus} is no multiple of vllm_tensor_parallel_size {size}, the GPUs of one "
-            f"engine: set vllm_reserved_gpus to {_or(_multiples_around(reserved_gpus, size))}"
+            f"engine: set vllm_reserved_gpus to {either(multiples_around(reserved_gpus, size))}"
         )
     if num_gpus == 1:
         raise ValueError(
@@ -244,11 +247,11 @@ def _count_reserved(
         raise ValueError(_too_many_ranks(launch, num_gpus, reserved_gpus, size, host))
     num_reserved = num_gpus - ranks if reserved_gpus is None else reserved_gpus
     if num_reserved % size:
-        counts = [num_gpus - reserved for reserved in _multiples_around(num_reserved, size) if reserved < num_gpus]
+        counts = [num_gpus - reserved for reserved in multiples_around(num_reserved, size) if reserved < num_gpus]
         raise ValueError(
             f"{ranks} training processes leave {num_reserved} of the {num_gpus} GPUs of {host}, no multiple of "
             f"vllm_tensor_parallel_size {size}: set vllm_reserved_gpus to {num_reserved // size * size}, or start "
-            f"{_or(counts)} processes per node"
+            f"{either(counts)} processes per node"
         )
     if engines_per_node is not None and engines_per_node != num_reserved // size:
         raise ValueError(
@@ -263,10 +266,6 @@ def _count_reserved(
             stacklevel=3,
         )
     return num_reserved
-
-
-def _multiples_around(value: int, step: int) -> list[int]:
-    return [multiple for multiple in (value // step * step, value // step * step + step) if multiple > 0]
 
 
 def _too_many_ranks(launch: Launch, num_gpus: int, reserved_gpus: int | None, size: int, host: str) -> str:
@@ -325,6 +324,12 @@ def check_nodes(topologies: Sequence[NodeTopology]) -> None:
             f"num_machines is {num_nodes} with {local_world_size} training processes each, but these local ranks "
             f"came: {_per_node(nodes, 'local_rank')}: give every machine its own --machine_rank (torchrun: --node_rank)"
         )
+    for topology in topologies:
+        if topology.rank != topology.node * local_world_size + topology.local_rank:
+            raise ValueError(
+                f"rank {topology.rank} is local rank {topology.local_rank} of node {topology.node}, but ranks must be "
+                f"numbered node by node, {local_world_size} on each: start the job with accelerate or torchrun"
+            )
     same_on_all_ranks("vllm_tensor_parallel_size", "tensor_parallel_size", "set the same value everywhere")
     same_on_each_node(
         "the list of visible GPUs",
@@ -349,77 +354,6 @@ def _per_node(nodes: Mapping[int, Sequence[NodeTopology]], field: str) -> str:
 
     return ", ".join(
         f"node {node} (host {joined(ranks, 'host')}): {joined(ranks, field)}" for node, ranks in sorted(nodes.items())
-    )
-
-
-def parent_argv() -> list[str]:
-    """The command line of the process that started this one; [] when it cannot be read."""
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return raw.decode(errors="replace").split("\0")[:-1]
-
-
-def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
-    """(num_processes, num_machines) that an `accelerate launch` command line asked for; None for what it left open.
-
-    As accelerate does: the command line goes before the config file, and without --config_file the default one is read
-    unless --cpu is given. (None, None) when `argv` is another command.
-    """
-    arguments = _accelerate_arguments(argv)
-    if arguments is None:
-        return None, None
-    from accelerate.commands.config import default_config_file, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils import ComputeEnvironment
-
-    try:
-        args = launch_command_parser().parse_args(arguments)
-    except SystemExit:  # argparse's way to refuse; accelerate has already taken this line, so it was no such line
-        return None, None
-    num_processes, num_machines = args.num_processes, args.num_machines
-    if args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu):
-        try:
-            config = load_config_from_file(args.config_file)
-        except OSError:  # a relative path, and the script has changed its directory: nothing can be said
-            return num_processes, num_machines
-        if config.compute_environment == ComputeEnvironment.LOCAL_MACHINE:
-            num_processes = config.num_processes if num_processes is None else num_processes
-            num_machines = config.num_machines if num_machines is None else num_machines
-    return num_processes, num_machines
-
-
-def _accelerate_arguments(argv: Sequence[str]) -> list[str] | None:
-    """What follows `accelerate launch` in the command line of a process, with or without the interpreter before it."""
-    words = list(argv)
-    if words and Path(words[0]).name.startswith("python"):
-        del words[0]
-        while words and words[0].startswith("-") and words[0] != "-m":
-            del words[: 2 if words[0] in ("-X", "-W") else 1]
-    match words:
-        case ["-m", "accelerate.commands.launch", *arguments]:
-            return arguments
-        case ["-m", "accelerate.commands.accelerate_cli", "launch", *arguments]:
-            return arguments
-        case [program, "launch", *arguments] if Path(program).name == "accelerate":
-            return arguments
-        case [program, *arguments] if Path(program).name == "accelerate-launch":
-            return arguments
-    return None
-
-
-def check_accelerate_request(num_processes: int | None, num_machines: int | None, launch: Launch) -> None:
-    """Raises ValueError when accelerate started fewer processes than it was asked for.
-
-    It starts `num_processes // num_machines` on every node and says nothing about the rest.
-    """
-    if num_processes is None or num_machines is None or num_machines < 1 or num_processes % num_machines == 0:
-        return
-    raise ValueError(
-        f"num_processes {num_processes} is no multiple of num_machines {num_machines}: accelerate started "
-        f"{launch.local_world_size} processes on each machine, {launch.world_size} in all: write num_processes: "
-        f"{_or(_multiples_around(num_processes, num_machines))} in the accelerate config or on the command line"
     )
 
 

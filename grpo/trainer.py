@@ -5,20 +5,17 @@ completions per prompt, score them, train on their advantages, push the new weig
 samples come from and how the weights get there.
 """
 
-import atexit
 import contextlib
-import weakref
 from typing import Any
 
-import torch
 import trl
 from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel
 
 from grpo.config import GRPOConfig
-from grpo.engine_model import check_text_only, describe_model
+from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
 from grpo.failures import watch_for
-from grpo.local_vllm import LocalVLLM
+from grpo.local_vllm import LocalVLLM, SyncReport
 from grpo.metrics import MetricsFile
 from grpo.node_groups import NodeGroups, agree_on_topology
 from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
@@ -73,6 +70,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
+        self._logged_sync: dict[str, SyncReport] = {}
         if not args.local_mode:
             super().__init__(**inherited)
             return
@@ -112,19 +110,21 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
             self._private_folder = private_folder  # removed with this object
             self._local = LocalVLLM(args, engine_model, self.topology, groups, self._watch, self._progress)
-            _close_at_exit(self._local)
             join_deepspeed(args)
             # TRL would build its own generator here; it takes ours in the same place afterwards.
             args.use_vllm = False
             try:
                 super().__init__(**inherited)
+                if self._is_vlm:
+                    raise ValueError(
+                        f"{self.model.config.model_type} takes images: local mode trains text models; pass the text "
+                        "model, or set vllm_mode to 'server' or 'colocate'"
+                    )
+            except BaseException:
+                self._local.close()
+                raise
             finally:
                 args.use_vllm = True
-            if self._is_vlm:
-                raise ValueError(
-                    f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, "
-                    "or set vllm_mode to 'server' or 'colocate'"
-                )
             self.use_vllm = True
             self.vllm_generation = self._local
             self._last_loaded_step = -1
@@ -152,30 +152,30 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._watch.guard(), self._watch.during(phase):
             yield
 
+    def close(self) -> None:
+        """End this node's engines now; otherwise they end with this object, or with the process."""
+        if self._local is not None:
+            self._local.close()
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        synced_before = self._local.last_sync if self._local else None
         result = super()._generate_single_turn(*args, **kwargs)
         if self._local is not None:
-            self._log_generation(pushed=self._local.last_sync is not synced_before)
+            self._log_generation(self._local)
         return result
 
-    def _log_generation(self, *, pushed: bool) -> None:
-        """Metrics of one generation batch and of the push before it; the generation's over nodes, as mean, min, max."""
-        assert self._local is not None
-        assert self._local.last_generation is not None
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        mine = self._local.last_generation
-        figures = torch.tensor([[mine.generate_s, mine.tokens_per_s]], device=self.accelerator.device)
-        # Every rank of a node has its node's figures, and all nodes have equally many ranks.
-        for name, values in zip(
-            ("generate_s", "tokens_per_s"), self.accelerator.gather(figures).T.tolist(), strict=True
-        ):
+    def _log_generation(self, local: LocalVLLM) -> None:
+        """Metrics of one generation batch, over nodes, and of the last push if they have not been logged yet."""
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        for name in ("generate_s", "tokens_per_s"):
+            values = [getattr(report, name) for report in local.last_generation]
             metrics[f"rollout/{name}"].append(sum(values) / len(values))
             metrics[f"rollout/{name}_min"].append(min(values))
             metrics[f"rollout/{name}_max"].append(max(values))
-        sync = self._local.last_sync
-        if sync is None or not pushed:
+        sync = local.last_sync
+        if sync is None or self._logged_sync.get(mode) is sync:
             return
+        self._logged_sync[mode] = sync
         metrics["push/total_s"].append(sync.total_s)
         metrics["push/gather_s"].append(sync.gather_s)
         metrics["push/send_s"].append(sync.send_s)
@@ -209,15 +209,5 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
             "accelerate launch --config_file configs/1node.yaml"
         )
+    check_init_kwargs(arguments["args"])
     check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
-
-
-def _close_at_exit(local: LocalVLLM) -> None:
-    reference = weakref.ref(local)
-
-    def close() -> None:
-        if (still_there := reference()) is not None:
-            still_there.close()
-
-    atexit.register(close)
-    weakref.finalize(local, atexit.unregister, close)

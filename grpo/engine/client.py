@@ -1,16 +1,18 @@
 """The local main's side of an engine: starts the host, talks to it, notices its death."""
 
 import contextlib
+import getpass
 import itertools
 import os
 import queue
 import re
-import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,10 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from grpo.engine.lifetime import end_session
+from grpo.engine.lifetime import end_session, remove_traces
 from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
 from grpo.engine.plugin import HOST_MARK
 
+POLL_S = 0.5
+SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -54,10 +58,12 @@ def engine_environment(
     # A forked process would inherit the flag by which vLLM remembers that its plugins have run, and skip ours.
     env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Compiled kernels outlive an engine; its folder for temporary files, where they would go, does not.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     if "VLLM_PLUGINS" in env and "grpo" not in env["VLLM_PLUGINS"].split(","):
         env["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], "grpo"]))
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         return env
     cores = sorted(os.sched_getaffinity(0))
     if tensor_parallel_size > 1:
@@ -75,8 +81,8 @@ def engine_environment(
 class EngineClient:
     """One engine of this node.
 
-    Not collective: only the local main has one. Start it from the main thread. Methods that wait take a deadline and
-    raise `EngineError`, at once when the engine dies.
+    Not collective: only the local main has one. Methods that wait take a deadline and raise `EngineError`, at once when
+    the engine dies.
 
     Args:
         name: e.g. `engine 0 of node 1`, for messages.
@@ -105,11 +111,12 @@ class EngineClient:
         self._said: str | None = None  # the host's own last words
         self._closing = False
 
-        # vLLM's processes meet at sockets in a folder that is /tmp unless told otherwise, where a killed one leaves
-        # them behind. Under /tmp, too: the path of a socket has 107 bytes at most, and output_dir may be long.
+        # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
+        # there. Not under output_dir: the path of a socket has 107 bytes at most.
         self._private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
-        private = {HOST_MARK: str(self._private_folder), "VLLM_RPC_BASE_PATH": str(self._private_folder)}
+        private = {HOST_MARK: str(self._private_folder), "TMPDIR": str(self._private_folder)}
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log, theirs:
             self._log_start = log.tell()
@@ -126,7 +133,8 @@ class EngineClient:
         self._send_lock = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name=f"grpo-{name}-receiver", daemon=True)
         self._receiver.start()
-        threading.Thread(target=self._await_exit, name=f"grpo-{name}-exit", daemon=True).start()
+        self._exit = threading.Thread(target=self._await_exit, name=f"grpo-{name}-exit", daemon=True)
+        self._exit.start()
         self._send(spec)
 
     @property
@@ -149,16 +157,23 @@ class EngineClient:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def wait_ready(self, timeout_s: float) -> Ready:
+    def wait_ready(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> Ready:
         """Wait until the engine takes work.
+
+        Args:
+            check: called again and again meanwhile; what it raises ends the wait.
 
         Raises:
             EngineError: it ended first, or the deadline passed.
         """
-        try:
-            return self._ready.result(timeout_s)
-        except FutureTimeout:
-            raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout)") from None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            check()
+            try:
+                return self._ready.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            except FutureTimeout:
+                if time.monotonic() > deadline:
+                    raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout)") from None
 
     def submit(self, requests: Sequence[Sample]) -> None:
         """Send requests; each is answered through `next_sampled`."""
@@ -208,22 +223,28 @@ class EngineClient:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
         end_session(self.pid)
-        self._process.wait()
+        self._exit.join()
         self._connection.close()
-        shutil.rmtree(self._private_folder, ignore_errors=True)
 
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
         # When it is dead or dying the exit thread says so to everyone who waits, with the reason.
         with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(message)
+            try:
+                self._connection.send(message)
+            except BlockingIOError:
+                raise self.error(f"has not read from its socket for {SEND_TIMEOUT_S} s") from None
 
     def _receive(self) -> None:
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError, TypeError):  # TypeError: closed under our feet by `close`
+                return
+            except Exception as error:  # noqa: BLE001  whatever unpickling raises: without this thread nobody is answered
+                self._said = f"what it sent cannot be read: {type(error).__name__}: {error}"
+                end_session(self.pid)
                 return
             match message:
                 case Ready():
@@ -244,12 +265,12 @@ class EngineClient:
 
     def _await_exit(self) -> None:
         code = self._process.wait()
-        if self._closing:
-            return
+        closing = self._closing
         end_session(self.pid)
-        shutil.rmtree(self._private_folder, ignore_errors=True)
+        remove_traces(self._private_folder)
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = "was closed" if closing else how
         death = self.error(f"{how}" + (f": {self._said}" if self._said else ""))
         with self._lock:
             self._death = death
@@ -260,5 +281,5 @@ class EngineClient:
         for future in waiting:
             future.set_exception(death)
         self._sampled.put(death)
-        if self._on_death is not None:
+        if self._on_death is not None and not closing:
             self._on_death(death)

@@ -5,6 +5,7 @@ Drives vLLM's asynchronous engine, so that requests carry ids, finish one by one
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -218,7 +219,8 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()
-        connection.send(Died(cause=f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(OSError):
+            connection.send(Died(cause=f"{type(error).__name__}: {error}"))
         os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
 
 

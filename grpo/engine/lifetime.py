@@ -69,12 +69,20 @@ def _wait_for_death(pid: int) -> None:
     os.close(pidfd)
 
 
+def remove_traces(private_folder: Path) -> None:
+    """Remove an engine's private folder, and the shared memory that its CPU workers named after a file in it."""
+    for rendezvous in private_folder.glob("vllm_dist_*"):
+        for segment in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
+            segment.unlink(missing_ok=True)
+    shutil.rmtree(private_folder, ignore_errors=True)
+
+
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
     """In an engine host, before anything slow: end this session, and remove its folder, once `parent_pid` is gone."""
 
     def watch() -> None:
         _wait_for_death(parent_pid)
-        shutil.rmtree(private_folder, ignore_errors=True)  # first: this process ends itself when its engine dies
+        remove_traces(private_folder)  # first: this process ends itself when its engine dies
         end_session(os.getsid(0))
         os.kill(os.getpid(), signal.SIGKILL)
 

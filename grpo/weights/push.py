@@ -1,8 +1,8 @@
 """One push: every rank walks the source, each local main sends to its node's engines."""
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class NodeEngines:
         self._tensor_parallel_size = tensor_parallel_size
         self._timeout_s = timeout_s
         self.next_version = ""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Ends the transport's operations in flight, from any thread."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in self.init_infos(init_info)])
@@ -64,12 +66,16 @@ class NodeEngines:
         self._on_all("finish_weight_update", [{"weight_version": version} for _ in self._clients])
 
     def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
-        with ThreadPoolExecutor(max_workers=len(self._clients)) as pool:
-            futures = [
-                pool.submit(client.call, method, self._timeout_s, **each)
-                for client, each in zip(self._clients, kwargs, strict=True)
-            ]
-            return [future.result() for future in futures]  # each ends within its deadline
+        pool = ThreadPoolExecutor(max_workers=len(self._clients))
+        futures = [
+            pool.submit(client.call, method, self._timeout_s, **each)
+            for client, each in zip(self._clients, kwargs, strict=True)
+        ]
+        pool.shutdown(wait=False)
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)  # each ends within its deadline
+        if waiting or any(future.exception() for future in done):
+            self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
+        return [future.result() for future in [*done, *waiting]]
 
 
 class Pusher:
@@ -113,11 +119,18 @@ class Pusher:
             num_workers = len(self._clients or []) * self._tensor_parallel_size
             self._sender = NodeNCCLSender.trainer_init(
                 NodeNCCLInitInfo(
-                    rank=rank, master_address="127.0.0.1", master_port=get_open_port(), world_size=1 + num_workers
+                    rank=rank,
+                    master_address="127.0.0.1",
+                    master_port=get_open_port(),
+                    world_size=1 + num_workers,
+                    # One buffer, so one stream. A bucket's tensors are made on the stream that is current when the
+                    # bucket begins; with two, vLLM would copy the rest of it on the other, which waits for nothing.
+                    packed_num_buffers=1,
                 ),
                 client=self._engines,
                 source=self.source,
             )
+            self._engines.on_failure = self._sender.abort
         else:
             self._sender = ShmSender.trainer_init(
                 ShmTrainerInitInfo(rank=rank, buffer_bytes=self._bucket_bytes), client=self._engines, source=self.source

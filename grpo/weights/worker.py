@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -140,6 +141,12 @@ class CountedReload(WeightTransferEngine):
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
     """vLLM's own NCCL engine, counted."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        super().init_transfer_engine(init_info)
+        # vLLM goes on without NCCL when it cannot load it; a push would then "receive" uninitialised memory.
+        if getattr(self.model_update_group, "disabled", False):
+            raise RuntimeError("vLLM could not load NCCL in the engine: set vllm_sync_backend to 'shm', or mend NCCL")
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         self.note_received(update_info.names)

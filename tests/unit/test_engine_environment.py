@@ -49,6 +49,8 @@ def test_our_plugin_is_among_the_allowed_ones() -> None:
 def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment()["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment()["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment(engines=2)["OMP_NUM_THREADS"] == "2"
     assert environment(size=2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
     assert environment({"VLLM_CPU_OMP_THREADS_BIND": "all"})["VLLM_CPU_OMP_THREADS_BIND"] == "all"

@@ -28,6 +28,12 @@ class FakeTrainer:
     def train(self, resume_from_checkpoint):
         self.calls.append(("train", resume_from_checkpoint))
 
+    def remove_callback(self, callback):
+        self.calls.append(("remove_callback", callback.__name__))
+
+    def add_callback(self, callback):
+        self.calls.append(("add_callback", callback.__name__))
+
     def save_model(self, folder):
         self.calls.append(("save_model", folder))
 

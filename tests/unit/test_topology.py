@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo.launch_request import accelerate_request, check_accelerate_request, parent_argv
 from grpo.topology import (
     Launch,
-    accelerate_request,
-    check_accelerate_request,
     check_nodes,
     device_tokens,
-    parent_argv,
     plan_node,
     read_launch,
     read_topology,
