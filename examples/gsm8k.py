@@ -43,6 +43,7 @@ parser.add_argument("--output_dir", default="runs/gsm8k")
 parser.add_argument("--max_steps", type=int, default=-1)
 parser.add_argument("--max_completion_length", type=int, default=512)
 parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+parser.add_argument("--deepspeed", help="a DeepSpeed configuration, for torchrun; accelerate brings its own")
 args = parser.parse_args()
 
 if args.data:
@@ -61,6 +62,7 @@ trainer = GRPOTrainer(
         max_steps=args.max_steps,
         learning_rate=1e-6,
         bf16=args.bf16,
+        deepspeed=args.deepspeed,
         logging_steps=1,
         report_to="none",
     ),

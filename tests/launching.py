@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,9 @@ class Job:
     launchers: list[subprocess.Popen]
     log: Path
     output_dir: Path
+    temporary: Path
+    """Its folder for temporary files; short, for sockets live there."""
+    orphans_before: set[str]
     started: float = field(default_factory=time.monotonic)
 
     def output(self) -> str:
@@ -82,12 +87,23 @@ class Job:
                     found[process.pid] = process
         return list(found.values())
 
+    def traces(self, patience_s: float = 3.0) -> set[str]:
+        """What the job left outside its output folder: temporary files of ours and of vLLM, shared memory."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            left = {str(path) for path in self.temporary.iterdir() if not path.name.startswith("torch")}
+            left |= orphaned_shared_memory() - self.orphans_before
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+
     def end(self) -> None:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for launcher in self.launchers:
             launcher.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def start(
@@ -96,6 +112,8 @@ def start(
     """Start `command(node)` for each node, in a folder that is not the project's root."""
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "job.log"
+    temporary = Path(tempfile.mkdtemp(prefix="job-", dir="/tmp"))
+    orphans_before = orphaned_shared_memory()
     with log.open("wb") as sink:
         launchers = [
             subprocess.Popen(
@@ -104,11 +122,11 @@ def start(
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=output_dir,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), **(env or {})},
             )
             for node in range(nodes)
         ]
-    return Job(launchers, log, output_dir)
+    return Job(launchers, log, output_dir, temporary, orphans_before)
 
 
 def accelerate_command(
@@ -127,6 +145,22 @@ def accelerate_command(
     return command
 
 
+def torchrun_command(script: list[str], *, ranks: int = 2) -> list[str]:
+    """One node by torchrun: DDP, or what `--deepspeed` in the script's own arguments says."""
+    flags = [f"--nproc_per_node={ranks}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    return [str(BIN / "torchrun"), *flags, *script]
+
+
+def tiny_job_script(model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "") -> list[str]:
+    """The script and argument that run `tests/jobs/tiny_job.py` with these settings."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    settings = output_dir / "settings.json"
+    settings.write_text(
+        json.dumps({"model": str(model), "hold": hold, "config": {"output_dir": str(output_dir), **(config or {})}})
+    )
+    return [str(TINY_JOB), str(settings)]
+
+
 def start_tiny_job(
     model: Path,
     output_dir: Path,
@@ -136,15 +170,19 @@ def start_tiny_job(
     nodes: int = 1,
     ranks_per_node: int = 2,
 ) -> Job:
-    """`tests/jobs/tiny_job.py` on real ranks with real engines."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    settings = output_dir / "settings.json"
-    settings.write_text(
-        json.dumps({"model": str(model), "hold": hold, "config": {"output_dir": str(output_dir), **(config or {})}})
-    )
-    script = [str(TINY_JOB), str(settings)]
+    """`tests/jobs/tiny_job.py` on real ranks with real engines, by accelerate with configs/cpu.yaml."""
+    script = tiny_job_script(model, output_dir, config=config, hold=hold)
     command = accelerate_command(script, nodes=nodes, ranks_per_node=ranks_per_node, port=free_port())
     return start(command, output_dir, nodes=nodes)
+
+
+def start_tiny_job_by_torchrun(
+    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", zero3: bool = True
+) -> Job:
+    """The same by torchrun, with configs/zero3.json or as plain DDP."""
+    deepspeed = {"deepspeed": str(ROOT / "configs" / "zero3.json")} if zero3 else {}
+    script = tiny_job_script(model, output_dir, config={**deepspeed, **(config or {})}, hold=hold)
+    return start(lambda _: torchrun_command(script), output_dir)
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -153,10 +191,16 @@ def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def traces() -> set[str]:
-    """What a job could leave outside its output folder: shared memory, sockets and folders under /tmp."""
-    ours = {p for p in Path("/tmp").iterdir() if p.name.startswith(("grpo-", "vllm")) or p.is_socket()}
-    return {str(path) for path in [*ours, *Path("/dev/shm").iterdir()]}
+def orphaned_shared_memory() -> set[str]:
+    """Files in /dev/shm that no living process has open or mapped. Jobs of other tests may run beside."""
+    files = {str(path) for path in Path("/dev/shm").iterdir()}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                files -= {word for word in (process / "maps").read_text().split() if word.startswith("/dev/shm/")}
+                for descriptor in (process / "fd").iterdir():
+                    files.discard(os.readlink(descriptor))
+    return files
 
 
 def kill(pid: int) -> None:

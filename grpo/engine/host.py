@@ -219,6 +219,10 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()
+        while os.getppid() != parent_pid:
+            time.sleep(
+                1
+            )  # the local main is gone: the watch ends this session, and needs this process until it is done
         with contextlib.suppress(OSError):
             connection.send(Died(cause=f"{type(error).__name__}: {error}"))
         os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)

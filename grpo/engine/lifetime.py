@@ -39,25 +39,29 @@ def _is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def end_session(session_id: int, *, tracker_grace_s: float = 5.0) -> None:
-    """SIGKILL every process of a session.
+def end_session(session_id: int, *, tracker_grace_s: float = 10.0) -> None:
+    """SIGKILL every process of a session but the caller's own.
 
-    Python's resource trackers go last: they end by themselves once the processes that they track are gone, and unlink
-    the shared memory that those left behind.
+    Python's resource trackers are left to the last: they end by themselves once the processes that they track are gone,
+    and unlink the shared memory and the semaphores that those left behind. One whose processes include the caller goes
+    on until the caller ends.
     """
-    members = session_members(session_id)
-    trackers = [pid for pid in members if _is_resource_tracker(pid)]
-    for pid in members:
-        if pid not in trackers and pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    members = set(session_members(session_id))
+    trackers = {pid for pid in members if _is_resource_tracker(pid)}
+    _kill(members - trackers)
+    if os.getpid() in members:
+        return
     deadline = time.monotonic() + tracker_grace_s
-    while time.monotonic() < deadline and set(session_members(session_id)) - {os.getpid()}:
+    while (left := set(session_members(session_id))) and time.monotonic() < deadline:
+        _kill(left - trackers)  # started while we looked
         time.sleep(0.05)
-    for pid in session_members(session_id):
-        if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    _kill(left)
+
+
+def _kill(pids: set[int]) -> None:
+    for pid in pids - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _wait_for_death(pid: int) -> None:
@@ -82,8 +86,8 @@ def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
 
     def watch() -> None:
         _wait_for_death(parent_pid)
-        remove_traces(private_folder)  # first: this process ends itself when its engine dies
         end_session(os.getsid(0))
+        remove_traces(private_folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()

@@ -15,7 +15,7 @@ from grpo.local_vllm import LocalVLLM
 from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology
 from grpo.weights.source import GatheredSource
-from tests.launching import traces
+from tests.launching import orphaned_shared_memory
 
 
 class Progress:
@@ -62,10 +62,13 @@ def local(
         progress,
     )
     local.attach(model, contextlib.nullcontext)
-    before = traces()
+    before = orphaned_shared_memory()
+    assert local._clients is not None
+    folders = [client._private_folder for client in local._clients]
     yield local
     local.close()
-    assert traces() <= before
+    assert not any(folder.exists() for folder in folders)
+    assert orphaned_shared_memory() <= before
 
 
 def disturb(model: torch.nn.Module, seed: int) -> None:

@@ -43,11 +43,11 @@ def hold_phases() -> None:
 
     collect, update = local_vllm.LocalVLLM._collect, NodeEngines.update_weights
 
-    def marked_collect(self, outstanding):
+    def marked_collect(self, outstanding, first_id):
         mark("generate")
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(list(outstanding.values())) + "\n")
-        return collect(self, outstanding)
+        return collect(self, outstanding, first_id)
 
     def held_update(self, update_info):
         if trainer.state.global_step >= 1:

@@ -239,7 +239,8 @@ def test_the_demo_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = run_demo(parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"]))
     assert trainer.model == str(tmp_path / "model")
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (7588, 512)
-    assert trainer.calls == [("train", None)], "the demo saves nothing"
+    assert ("train", None) in trainer.calls
+    assert "save_model" not in dict(trainer.calls), "the demo saves nothing"
     assert capsys.readouterr().out.splitlines() == [
         "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s, 5 tokens/s"
     ]
