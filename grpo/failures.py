@@ -199,16 +199,19 @@ class FailureWatch:
 
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
-        self._stopped.set()
         if self._thread is None:
             return
+        self._end_watch()
         sys.excepthook = self._excepthook
         if self._handler is not None and signal.getsignal(signal.SIGTERM) is self._handler:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end_watch(self) -> None:
+        self._stopped.set()
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
     # -- signals and exit -----------------------------------------------------------------------------------------
@@ -239,7 +242,8 @@ class FailureWatch:
         if self.record is None:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._main_store.set(_LEFT_KEY.format(rank=self.rank), "1")
-        self.stop()
+        # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
+        self._end_watch()
 
     # -- the watch's thread ---------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Job:
                     found[process.pid] = process
         return list(found.values())
 
-    def traces(self, patience_s: float = 3.0) -> set[str]:
+    def traces(self, patience_s: float = 15.0) -> set[str]:
         """What the job left outside its output folder: temporary files of ours and of vLLM, shared memory."""
         deadline = time.monotonic() + patience_s
         while True:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from grpo.engine.lifetime import end_session, remove_traces
+from grpo.engine.lifetime import end_session
 from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
 from grpo.engine.plugin import HOST_MARK
 
@@ -222,7 +222,7 @@ class EngineClient:
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
-        end_session(self.pid)
+        end_session(self.pid, self._private_folder)
         self._exit.join()
         self._connection.close()
 
@@ -244,7 +244,7 @@ class EngineClient:
                 return
             except Exception as error:  # noqa: BLE001  whatever unpickling raises: without this thread nobody is answered
                 self._said = f"what it sent cannot be read: {type(error).__name__}: {error}"
-                end_session(self.pid)
+                end_session(self.pid, self._private_folder)
                 return
             match message:
                 case Ready():
@@ -266,8 +266,7 @@ class EngineClient:
     def _await_exit(self) -> None:
         code = self._process.wait()
         closing = self._closing
-        end_session(self.pid)
-        remove_traces(self._private_folder)
+        end_session(self.pid, self._private_folder)
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         how = "was closed" if closing else how

@@ -39,8 +39,8 @@ def _is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def end_session(session_id: int, *, tracker_grace_s: float = 10.0) -> None:
-    """SIGKILL every process of a session but the caller's own.
+def end_session(session_id: int, private_folder: Path, *, tracker_grace_s: float = 10.0) -> None:
+    """SIGKILL every process of an engine's session but the caller's own, and remove what they leave behind.
 
     Python's resource trackers are left to the last: they end by themselves once the processes that they track are gone,
     and unlink the shared memory and the semaphores that those left behind. One whose processes include the caller goes
@@ -49,6 +49,7 @@ def end_session(session_id: int, *, tracker_grace_s: float = 10.0) -> None:
     members = set(session_members(session_id))
     trackers = {pid for pid in members if _is_resource_tracker(pid)}
     _kill(members - trackers)
+    remove_traces(private_folder)
     if os.getpid() in members:
         return
     deadline = time.monotonic() + tracker_grace_s
@@ -86,8 +87,7 @@ def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
 
     def watch() -> None:
         _wait_for_death(parent_pid)
-        end_session(os.getsid(0))
-        remove_traces(private_folder)
+        end_session(os.getsid(0), private_folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
