@@ -128,7 +128,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.use_vllm = True
             self.vllm_generation = self._local
             self._last_loaded_step = -1
-            self._local.attach(self.model, self.compute_loss_context_manager)
+            self._local.attach(self.model, self.accelerator.autocast)
             ddp_memory_warning(self)
 
     def _progress(self) -> tuple[int, str]:

@@ -151,13 +151,14 @@ def torchrun_command(script: list[str], *, ranks: int = 2) -> list[str]:
     return [str(BIN / "torchrun"), *flags, *script]
 
 
-def tiny_job_script(model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "") -> list[str]:
+def tiny_job_script(
+    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", as_object: bool = False
+) -> list[str]:
     """The script and argument that run `tests/jobs/tiny_job.py` with these settings."""
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = output_dir / "settings.json"
-    settings.write_text(
-        json.dumps({"model": str(model), "hold": hold, "config": {"output_dir": str(output_dir), **(config or {})}})
-    )
+    config = {"output_dir": str(output_dir), **(config or {})}
+    settings.write_text(json.dumps({"model": str(model), "hold": hold, "as_object": as_object, "config": config}))
     return [str(TINY_JOB), str(settings)]
 
 

@@ -4,13 +4,12 @@ Without enough devices each test says what it needs and passes nothing off as te
 the reason in pytest's summary.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launching import BIN, ROOT, TINY_JOB, free_port, start
+from tests.launching import BIN, ROOT, free_port, start, tiny_job_script
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -23,13 +22,9 @@ def needs(count: int) -> None:
 
 
 def run(model: Path, out: Path, *, ranks: int, config: dict) -> list[dict]:
-    out.mkdir(parents=True)
-    settings = out / "settings.json"
-    settings.write_text(
-        json.dumps({"model": str(model), "config": {"output_dir": str(out), "use_cpu": False, "bf16": True, **config}})
-    )
+    script = tiny_job_script(model, out, config={"use_cpu": False, "bf16": True, **config})
     command = [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "configs" / "1node.yaml")]
-    command += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), str(TINY_JOB), str(settings)]
+    command += ["--num_processes", str(ranks), "--main_process_port", str(free_port()), *script]
     job = start(lambda _: command, out)
     try:
         codes = job.wait(600)

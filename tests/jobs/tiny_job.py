@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import GRPOConfig, GRPOTrainer
 
@@ -98,8 +99,13 @@ if hold == "importing":
     from grpo import local_vllm
 
     local_vllm.EngineClient = Noted
+model, tokenizer = settings["model"], None
+if settings["as_object"]:
+    model = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
 trainer = GRPOTrainer(
-    model=settings["model"],
+    model=model,
+    processing_class=tokenizer,
     reward_funcs=reward,
     args=config,
     train_dataset=Dataset.from_dict({"prompt": numbers}),

@@ -75,18 +75,22 @@ def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
 
 
 def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_path: Path) -> None:
-    """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same."""
+    """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same.
+
+    Ours gets the model as an object, whose engine then builds it from a private folder.
+    """
     greedy = {"temperature": 1.0, "top_k": 1, "max_steps": 2, "vllm_engine_kwargs": None}
     metrics = {}
     for name, mode in {"ours": {}, "trl": {"use_vllm": False, "vllm_sync_bucket_mb": 512}}.items():
         out = tmp_path / name
         config = {**greedy, **mode, "vllm_importance_sampling_correction": False}
-        script = tiny_job_script(tiny_model, out, config=config)
+        script = tiny_job_script(tiny_model, out, config=config, as_object=name == "ours")
         job = start(lambda _, script=script: [sys.executable, *script], out)
         metrics[name] = finish(job)
     for ours, trl in zip(metrics["ours"], metrics["trl"], strict=True):
         for key in ("reward", "completions/mean_length", "learning_rate", "num_tokens"):
             assert ours[key] == pytest.approx(trl[key], abs=1e-6), key
+    assert not (tmp_path / "ours" / "engine" / "node0").exists()
     assert "push/total_s" in metrics["ours"][0]
     assert "push/total_s" not in metrics["trl"][0]
 

@@ -1,6 +1,7 @@
 """Buckets, chunks, the probe, and all of the NCCL path up to the collective, against vLLM's own classes."""
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
+from grpo.engine.client import EngineError
 from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
 from grpo.weights import nccl, push
 from grpo.weights.proof import gap_between, is_due, probe_prompts
@@ -134,6 +136,26 @@ def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> Non
     client.next_version = "17"
     client.finish_weight_update()
     assert all(engine.calls[-1] == ("finish_weight_update", {"weight_version": "17"}) for engine in engines)
+
+
+def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
+    """One engine fails at once; the other sits in a broadcast until the transport is aborted."""
+    aborted = threading.Event()
+
+    class Refusing(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            raise EngineError("does not take it")
+
+    class Waiting(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            assert aborted.wait(30)
+            raise EngineError("was aborted")
+
+    client = NodeEngines([Waiting(), Refusing()], tensor_parallel_size=1, timeout_s=30)  # type: ignore[list-item]
+    client.on_failure = aborted.set
+    with pytest.raises(EngineError, match="does not take it"):
+        client.update_weights({})
+    assert aborted.is_set()
 
 
 def test_both_backends_are_registered_once_under_our_names() -> None:
