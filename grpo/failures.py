@@ -95,6 +95,7 @@ class FailureWatch:
         self._raising = False
         self._raising_since: float | None = None
         self._raised_in_main = False
+        self._sigterm_seen = False
         self._seen_since: float | None = None
         self._stopped = threading.Event()
         self._alone = store is None
@@ -163,7 +164,8 @@ class FailureWatch:
             self._raising_since = time.monotonic()
             return
         # A lost peer shows first as a broken connection. Let the watch say who it was before blaming ourselves.
-        deadline = time.monotonic() + (BLAME_S if _is_collective_error(error) else 0.0)
+        is_echo = _may_be_an_echo(error) or self._sigterm_seen
+        deadline = time.monotonic() + (BLAME_S if is_echo else 0.0)
         while self.record is None and time.monotonic() < deadline:
             time.sleep(0.05)
         self._raising_since = time.monotonic()
@@ -282,6 +284,7 @@ class FailureWatch:
         self.report(FailureRecord(node=self.node, rank=rank, host=self.host, phase=self.phase, cause=cause))
 
     def _end_by_sigterm(self) -> None:
+        self._sigterm_seen = True
         deadline = time.monotonic() + BLAME_S
         while self.record is None and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.1):
@@ -319,16 +322,18 @@ class FailureWatch:
         os._exit(code)
 
 
-def _is_collective_error(error: BaseException) -> bool:
-    """Whether `error` may be the echo of another rank's failure. Gloo raises plain RuntimeErrors."""
+# What plain RuntimeErrors say when a peer is lost, or when the launcher's SIGTERM reached a data-loader worker first.
+_ECHOES = ("gloo", "nccl", "connection", "peer", "timed out", "dataloader worker")
+
+
+def _may_be_an_echo(error: BaseException) -> bool:
+    """Whether `error` may be the consequence of another rank's failure."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError):
             return True
         text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(
-            word in text for word in ("gloo", "nccl", "connection", "peer", "timed out")
-        ):
+        if isinstance(seen, RuntimeError) and any(word in text for word in _ECHOES):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -81,6 +81,20 @@ def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[F
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize(
+    "echo",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Terminated.",
+        "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1",
+    ],
+)
+def test_an_echo_waits_for_the_record_of_its_cause(echo: str, pair: list[FailureWatch]) -> None:
+    timer = threading.Timer(1.0, pair[1].report, [RECORD])
+    timer.start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), pair[0].guard():
+        raise RuntimeError(echo)
+
+
 def busy(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
