@@ -6,6 +6,7 @@ import itertools
 import os
 import queue
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.connection import Connection
@@ -222,8 +223,9 @@ class EngineClient:
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
-        end_session(self.pid, self._private_folder)
-        self._exit.join()
+        with _deaf_to_sigchld():
+            end_session(self.pid, self._private_folder)
+            self._exit.join()
         self._connection.close()
 
     # -- threads --------------------------------------------------------------------------------------------------
@@ -282,3 +284,20 @@ class EngineClient:
         self._sampled.put(death)
         if self._on_death is not None and not closing:
             self._on_death(death)
+
+
+@contextlib.contextmanager
+def _deaf_to_sigchld() -> Iterator[None]:
+    """Keep what handles SIGCHLD from interrupting us.
+
+    torch's handler raises in the main thread at the end of any child, ours too, once one of its data-loader workers was
+    killed (torch 2.13, `_set_SIGCHLD_handler`): an engine would be left half ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)

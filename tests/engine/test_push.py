@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo import GRPOConfig
+from grpo.engine.lifetime import session_members
 from grpo.engine_model import EngineModel
 from grpo.failures import FailureWatch, JobFailed
 from grpo.local_vllm import LocalVLLM
 from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology
 from grpo.weights.source import GatheredSource
-from tests.launching import orphaned_shared_memory
 
 
 class Progress:
@@ -38,12 +38,10 @@ def model(tiny_model: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def local(
-    tiny_model: Path, model: torch.nn.Module, progress: Progress, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalVLLM]:
+@contextlib.contextmanager
+def started(tiny_model: Path, model: torch.nn.Module, progress: Progress, output_dir: Path) -> Iterator[LocalVLLM]:
     args = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("engine")),
+        output_dir=str(output_dir),
         use_cpu=True,
         bf16=False,
         max_completion_length=12,
@@ -62,13 +60,28 @@ def local(
         progress,
     )
     local.attach(model, contextlib.nullcontext)
-    before = orphaned_shared_memory()
     assert local._clients is not None
-    folders = [client._private_folder for client in local._clients]
+    clients = list(local._clients)
     yield local
     local.close()
-    assert not any(folder.exists() for folder in folders)
-    assert orphaned_shared_memory() <= before
+    for client in clients:
+        assert not session_members(client.pid)
+        assert not client._private_folder.exists()
+
+
+@pytest.fixture(scope="module")
+def local(
+    tiny_model: Path, model: torch.nn.Module, progress: Progress, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalVLLM]:
+    with started(tiny_model, model, progress, tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def fresh(tiny_model: Path, model: torch.nn.Module, progress: Progress, tmp_path: Path) -> Iterator[LocalVLLM]:
+    """An engine of its own: one that has refused a push is ended."""
+    with started(tiny_model, model, progress, tmp_path) as engine:
+        yield engine
 
 
 def disturb(model: torch.nn.Module, seed: int) -> None:
@@ -133,9 +146,10 @@ def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
     assert len(completions[0]) <= 2  # cut at the engine's length
 
 
-def test_wrong_values_are_refused(
-    local: LocalVLLM, model: torch.nn.Module, progress: Progress, monkeypatch: pytest.MonkeyPatch
+def test_wrong_values_are_refused_and_the_engine_ended(
+    local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Last of those that share an engine."""
     original = GatheredSource._to_wire
 
     def wrong(self: GatheredSource, tensors: dict[str, torch.Tensor]) -> list:
@@ -144,22 +158,16 @@ def test_wrong_values_are_refused(
             for name, t in original(self, tensors)
         ]
 
+    monkeypatch.setattr(GatheredSource, "_to_wire", wrong)
     progress.step = 20
-    with monkeypatch.context() as patch:
-        patch.setattr(GatheredSource, "_to_wire", wrong)
-        with pytest.raises(JobFailed, match=r"differ by [\d.]+ in the mean .* limit of the mean is 0.001"):
-            local.sync_weights()
-    local.sync_weights()  # the right values mend it
-    assert local.last_sync is not None
-    assert local.last_sync.gap is not None
-    assert local.last_sync.gap.max < 1e-3
+    assert local._clients is not None
+    pid = local._clients[0].pid
+    with pytest.raises(JobFailed, match=r"differ by [\d.]+ in the mean .* limit of the mean is 0.001"):
+        local.sync_weights()
+    assert not session_members(pid)
 
 
-def test_a_missing_parameter_is_named(local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last: the engine cannot take another push after one that it refused."""
-    pusher = local._pusher
-    assert pusher is not None
-    sender = pusher._sender
+def test_a_missing_parameter_is_named(fresh: LocalVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = "model.layers.1.self_attn.v_proj.weight"
     original = GatheredSource._to_wire
     monkeypatch.setattr(
@@ -167,12 +175,7 @@ def test_a_missing_parameter_is_named(local: LocalVLLM, progress: Progress, monk
         "_to_wire",
         lambda self, tensors: [pair for pair in original(self, tensors) if pair[0] != left_out],
     )
-    pusher.source._metadata = None
-    from grpo.weights.shm import make_chunks
-
-    sender._chunks = make_chunks(pusher.source.metadata(), 2**20)
-    progress.step = 30
     with pytest.raises(
         JobFailed, match=r"layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements arrived, none from .*v_proj"
     ):
-        local.sync_weights()
+        fresh.sync_weights()
