@@ -18,6 +18,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+BUILT_EXTENSIONS = ROOT / "build" / "torch_extensions"
 TINY_JOB = ROOT / "tests" / "jobs" / "tiny_job.py"
 
 
@@ -103,6 +104,15 @@ class Job:
                 process.kill()
         for launcher in self.launchers:
             launcher.wait()
+        extensions = self.temporary / "torch_extensions"
+        if (
+            not BUILT_EXTENSIONS.exists()
+            and list(extensions.glob("*/*/*.so"))
+            and not list(extensions.glob("*/*/lock"))
+        ):
+            BUILT_EXTENSIONS.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                extensions.rename(BUILT_EXTENSIONS)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -114,6 +124,11 @@ def start(
     log = output_dir / "job.log"
     temporary = Path(tempfile.mkdtemp(prefix="job-", dir="/tmp"))
     orphans_before = orphaned_shared_memory()
+    # DeepSpeed builds an extension behind a lock file; a rank that a test kills leaves the lock, and later jobs wait
+    # for it without end. So every job has a copy, without locks, of what an earlier one has built.
+    extensions = temporary / "torch_extensions"
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", "*.lock"))
     with log.open("wb") as sink:
         launchers = [
             subprocess.Popen(
@@ -122,7 +137,13 @@ def start(
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=output_dir,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), **(env or {})},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "TMPDIR": str(temporary),
+                    "TORCH_EXTENSIONS_DIR": str(extensions),
+                    **(env or {}),
+                },
             )
             for node in range(nodes)
         ]
