@@ -215,14 +215,21 @@ def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.
 
 def orphaned_shared_memory() -> set[str]:
     """Files in /dev/shm that no living process has open or mapped. Jobs of other tests may run beside."""
-    files = {str(path) for path in Path("/dev/shm").iterdir()}
+    # By inode: who made a semaphore has it mapped under the temporary name that it had before it was linked in place.
+    files = {}
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            files[path.stat().st_ino] = str(path)
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
-                files -= {word for word in (process / "maps").read_text().split() if word.startswith("/dev/shm/")}
+                for mapping in (process / "maps").read_text().splitlines():
+                    if "/dev/shm/" in mapping:
+                        files.pop(int(mapping.split()[4]), None)
                 for descriptor in (process / "fd").iterdir():
-                    files.discard(os.readlink(descriptor))
-    return files
+                    if os.readlink(descriptor).startswith("/dev/shm/"):
+                        files.pop(descriptor.stat().st_ino, None)
+    return set(files.values())
 
 
 def kill(pid: int) -> None:
