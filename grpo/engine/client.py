@@ -56,8 +56,9 @@ def engine_environment(
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     env["PYTHONUNBUFFERED"] = "1"
-    # A forked process would inherit the flag by which vLLM remembers that its plugins have run, and skip ours.
-    env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # vLLM's processes come out of the host by fork, with everything imported: 2 s instead of 13 s on two cores. vLLM
+    # itself turns to spawn where CUDA is already initialised.
+    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Compiled kernels outlive an engine; its folder for temporary files, where they would go, does not.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")

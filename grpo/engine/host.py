@@ -197,7 +197,13 @@ async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.engine_args))
+    args = AsyncEngineArgs(**spec.engine_args)
+    start_method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+    config = args.create_engine_config()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
+    engine = AsyncLLM.from_vllm_config(
+        config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
+    )
     host = Host(connection, engine, spec.sampling)
     host.send(Ready(max_model_len=engine.model_config.max_model_len, startup_s=time.monotonic() - started))
     await host.serve()

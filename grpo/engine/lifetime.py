@@ -96,16 +96,31 @@ def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """In a process that vLLM spawned: end it as soon as its parent is gone. Does nothing in any other process."""
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
-    parent_pid = parent.pid
+    """End this process as soon as the one that started it through `multiprocessing` is gone; so will its own children.
 
+    vLLM forks its processes out of the host, or spawns them: a spawned one calls this itself, through our plugin.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        _end_with(parent.pid)
+    if not _forks_are_watched:
+        _forks_are_watched.append(True)
+        parents: list[int] = []
+        os.register_at_fork(
+            before=lambda: parents.append(os.getpid()),
+            after_in_parent=parents.clear,
+            after_in_child=lambda: _end_with(parents[-1]),
+        )
+
+
+_forks_are_watched: list[bool] = []
+
+
+def _end_with(parent_pid: int) -> None:
     def watch() -> None:
         _wait_for_death(parent_pid)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
-    if os.getppid() != parent_pid:
+    if os.getppid() != parent_pid:  # it died before we looked
         os.kill(os.getpid(), signal.SIGKILL)

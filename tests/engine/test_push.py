@@ -74,6 +74,7 @@ def local(
     tiny_model: Path, model: torch.nn.Module, progress: Progress, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalVLLM]:
     with started(tiny_model, model, progress, tmp_path_factory.mktemp("engine")) as engine:
+        engine.sync_weights()
         yield engine
 
 

@@ -36,7 +36,7 @@ def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
     assert gone == LAUNCHED.keys() - {"PATH", "HF_HOME", "NCCL_SOCKET_IFNAME"}
     assert env["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
     assert env["NCCL_SOCKET_IFNAME"] == "eth0"  # trainer and engine must agree on NCCL's settings
-    assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
 def test_our_plugin_is_among_the_allowed_ones() -> None:
