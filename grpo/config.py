@@ -1,10 +1,14 @@
 """`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
 
+import os
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
 import trl
+
+from grpo.topology import read_launch
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
 _SERVER_FIELDS = (
@@ -125,6 +129,8 @@ class GRPOConfig(trl.GRPOConfig):
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.
             self.use_cpu = True
+        if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
+            self._make_world_group(self.ddp_backend)
         super().__post_init__()
         own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
         if self.local_mode:
@@ -136,6 +142,18 @@ class GRPOConfig(trl.GRPOConfig):
             raise ValueError(
                 f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
                 f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
+            )
+
+    def _make_world_group(self, backend: str) -> None:
+        """Make the job's process group with `ddp_backend`, which transformers drops beside `--deepspeed FILE` (5.17).
+
+        It then takes the group that is there; `accelerate launch` with DeepSpeed in its file needs none of this.
+        """
+        import deepspeed
+
+        if not torch.distributed.is_initialized():
+            deepspeed.init_distributed(
+                dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=self.ddp_timeout)
             )
 
     def _check_local(self) -> None:

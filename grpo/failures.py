@@ -18,13 +18,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partialmethod
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+from grpo.signals import StopSignals
 
 _RECORD_KEY = "failure"
 _LEFT_KEY = "left/{rank}"
@@ -48,6 +50,8 @@ class FailureRecord:
     """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
     cause: str
     """The error's text; an engine's holds the last lines of its log."""
+    can_heal: bool = True
+    """False for a mistake in what the user wrote, which the next start would meet again."""
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
@@ -66,6 +70,18 @@ class JobFailed(RuntimeError):
     def __init__(self, record: FailureRecord) -> None:
         super().__init__(f"the job failed on {record}")
         self.record = record
+
+
+class GenerationDropped(RuntimeError):
+    """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept")
+        self.why = why
+
+
+# Raised while the job starts, these would be raised again by the next start.
+USERS_MISTAKES = (ValueError, TypeError, ImportError, AttributeError, NotImplementedError, FileNotFoundError)
 
 
 class FailureWatch:
@@ -90,6 +106,10 @@ class FailureWatch:
         self.node, self.rank, self.host = node, rank, host
         self.phase = "start"
         self.record: FailureRecord | None = None
+        self.signals = StopSignals()
+        self.on_record: Callable[[FailureRecord], None] = lambda record: None
+        """Called once, from any thread, when this rank knows that the job has failed."""
+        self._told = False
         self._reported = threading.Lock()
         self._guarded = 0
         self._raising = False
@@ -101,12 +121,12 @@ class FailureWatch:
         self._alone = store is None
         self._thread: threading.Thread | None = None
         if store is None:
+            self.signals.take()
             return
         # Connections of our own: the job's may be blocked in a wait.
         self._store = dist.PrefixStore(prefix, store.clone())
         self._main_store = dist.PrefixStore(prefix, store.clone())
         self._pid = os.getpid()
-        self._handler: Any = None
         self._local_pids = dict(local_pids)
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -116,7 +136,7 @@ class FailureWatch:
             if other != rank:
                 with contextlib.suppress(ProcessLookupError):
                     self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, other)
-        self._take_sigterm()
+        self.signals.take(self._waker.fileno())
         self._excepthook = sys.excepthook
         sys.excepthook = self._report_unhandled
         # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
@@ -183,7 +203,15 @@ class FailureWatch:
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
         """A record about this rank."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        return FailureRecord(node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase, cause=text)
+        phase = phase or self.phase
+        return FailureRecord(
+            node=self.node,
+            rank=self.rank,
+            host=self.host,
+            phase=phase,
+            cause=text,
+            can_heal=not (phase == "start" and isinstance(cause, USERS_MISTAKES)),
+        )
 
     def report(self, record: FailureRecord) -> None:
         """Make `record` the job's, unless one is there already. From any thread."""
@@ -192,12 +220,30 @@ class FailureWatch:
                 return
             if self._alone:
                 self.record = record
+                self._tell()
                 return
             try:
                 first = self._main_store.compare_set(_RECORD_KEY, "", record.dumps())
                 self.record = FailureRecord.loads(first)
             except (dist.DistError, RuntimeError):  # the store went with its host: keep what we know
                 self.record = record
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.record is not None and not self._told:
+            self._told = True
+            self.on_record(self.record)
+
+    def stop_was_asked(self, patience_s: float = 0.0) -> bool:
+        """Whether this rank was asked to stop.
+
+        Args:
+            patience_s: how long to wait for a signal that may have reached another process first.
+        """
+        deadline = time.monotonic() + patience_s
+        while self.signals.request is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.signals.request is not None
 
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
@@ -205,9 +251,7 @@ class FailureWatch:
             return
         self._end_watch()
         sys.excepthook = self._excepthook
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.signals.release()
 
     def _end_watch(self) -> None:
         self._stopped.set()
@@ -217,20 +261,6 @@ class FailureWatch:
             self._thread.join(2.0)
 
     # -- signals and exit -----------------------------------------------------------------------------------------
-
-    def _take_sigterm(self) -> None:
-        """Let the watch hear of SIGTERM even while the main thread is stuck in C code."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return  # the script has a handler of its own: it decides
-        previous = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        if previous != -1:
-            signal.set_wakeup_fd(previous)
-            return
-        self._handler = lambda *_: None  # the byte in the wake-up socket says it all
-        signal.signal(signal.SIGTERM, self._handler)
-        os.register_at_fork(after_in_child=_restore_sigterm)
 
     def _report_unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._excepthook(kind, error, trace)
@@ -253,15 +283,14 @@ class FailureWatch:
         while not self._stopped.is_set():
             for key, _ in self._selector.select(POLL_S):
                 if key.data == "signal":
-                    # A handler that somebody installed after ours decides for itself.
-                    if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) is self._handler:
-                        self._end_by_sigterm()
+                    self._hear(self._wake.recv(64))
                 else:
                     self._selector.unregister(key.fileobj)
                     self._look_at_dead_rank(key.data)
             if self.record is None and not self._stopped.is_set():
                 self._look_into_store()
             if self.record is not None:
+                self._tell()
                 self._raise_in_main_thread()
                 self._end_if_stuck()
 
@@ -283,7 +312,15 @@ class FailureWatch:
         cause = f"the process of rank {rank} (pid {self._local_pids[rank]}) died without a word: killed?"
         self.report(FailureRecord(node=self.node, rank=rank, host=self.host, phase=self.phase, cause=cause))
 
-    def _end_by_sigterm(self) -> None:
+    def _hear(self, numbers: bytes) -> None:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if number in numbers and self.signals.holds(number):
+                self.signals.note(number)
+                if number == signal.SIGTERM:
+                    self._take_sigterm()
+
+    def _take_sigterm(self) -> None:
+        """End this process, unless training can answer; a launcher sends SIGTERM because a rank failed, too."""
         self._sigterm_seen = True
         deadline = time.monotonic() + BLAME_S
         while self.record is None and time.monotonic() < deadline:
@@ -293,6 +330,8 @@ class FailureWatch:
                     self._look_at_dead_rank(key.data)
             if self.record is None:
                 self._look_into_store()
+        if self.record is None and self.signals.is_open:
+            return  # a request to stop
         if self.record is None:
             self.report(self.make_record("got SIGTERM: the launcher or the scheduler ends this job"))
         if self._raising_since is None:  # else the traceback is on its way
@@ -337,13 +376,6 @@ def _may_be_an_echo(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def _restore_sigterm() -> None:
-    """In a forked child, a data-loader worker say: SIGTERM ends it, and does not wake the parent's watch."""
-    with contextlib.suppress(ValueError):  # forked from another thread than the main one
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def watch_for(topology: Any, local_pids: Mapping[int, int]) -> FailureWatch:

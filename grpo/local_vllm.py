@@ -31,8 +31,8 @@ from grpo.dispatch import (
 from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec, Sample, Sampled
 from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
-from grpo.failures import FailureRecord, FailureWatch, JobFailed
-from grpo.node_groups import NodeGroups
+from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
+from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
 from grpo.topology import NodeTopology
 from grpo.weights.proof import MEAN_GAP_LIMITS, LogprobGap, gap_between, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
@@ -77,6 +77,7 @@ class LocalVLLM:
 
     Args:
         progress: the current optimizer step, and "train" or "eval".
+        attempt: of the run, for the names of the engines' logs.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class LocalVLLM:
         groups: NodeGroups,
         watch: FailureWatch,
         progress: Callable[[], tuple[int, str]],
+        *,
+        attempt: int = 0,
     ) -> None:
         self.args = args
         self.topology = topology
@@ -99,6 +102,7 @@ class LocalVLLM:
         self._groups = groups
         self._watch = watch
         self._progress = progress
+        self._attempt = attempt
         self._draws: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._pushes = 0
         self._pusher: Pusher | None = None
@@ -124,7 +128,8 @@ class LocalVLLM:
         watch = self._watch  # and not this object, which the engines' threads would keep alive
 
         def on_death(error: EngineError) -> None:
-            watch.report(watch.make_record(error))
+            if not watch.stop_was_asked(SIGNAL_PATIENCE_S):
+                watch.report(watch.make_record(error))
 
         return [
             EngineClient(
@@ -136,7 +141,7 @@ class LocalVLLM:
                     tensor_parallel_size=self.topology.tensor_parallel_size,
                     engines_per_node=self.topology.num_engines,
                 ),
-                log_path=Path(self.args.output_dir) / "logs" / f"engine-node{node}-{index}.log",
+                log_path=Path(self.args.output_dir) / "logs" / f"engine-node{node}-{index}.attempt-{self._attempt}.log",
                 on_death=on_death,
             )
             for index, devices in enumerate(self.topology.engines)
@@ -217,7 +222,7 @@ class LocalVLLM:
                 gap, failure = self._prove(failure)
             try:
                 answers = self._groups.exchange(self._watch, failure, (report, gap))
-            except JobFailed:
+            except (JobFailed, GenerationDropped):
                 self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
         self.last_sync = _summarise(answers, step)

@@ -6,20 +6,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-METRICS_FILE = "metrics.jsonl"
+from grpo.run_folder import METRICS_FILE
 
 
 class MetricsFile(TrainerCallback):
-    """Writes `<output_dir>/metrics.jsonl` on global rank 0; a fresh run begins a fresh file, a resumed one appends."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            path = Path(args.output_dir) / METRICS_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if state.global_step == 0:
-                path.write_text("")
+    """Appends to `<output_dir>/metrics.jsonl` on global rank 0; `RunFolder` has cut it to the steps that count."""
 
     def on_log(
         self,

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from grpo.dispatch import PackedRows
-from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
 from grpo.topology import NodeTopology, check_nodes
 
+SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
 
 
@@ -133,19 +134,23 @@ class NodeGroups:
         Raises:
             JobFailed: with the record of the first rank that failed, on every rank; or naming the ranks that did not
                 answer in time.
+            GenerationDropped: instead, on every rank, when a stop had been asked for.
         """
         self._phases += 1
+        stop = watch.signals.request
+        if failure is not None and watch.stop_was_asked(SIGNAL_PATIENCE_S):
+            stop = watch.signals.request
         if self._alone:
             if failure is not None:
-                raise JobFailed(failure)
+                raise JobFailed(failure) if stop is None else GenerationDropped(stop.why)
             return [value]
         key = f"{self._prefix}/{self._phases}/"
         self._store.set(f"{key}{self.topology.rank}", "1")
         self._store.delete_key(f"{self._prefix}/{self._phases - 2}/{self.topology.rank}")  # all have left that phase
-        if failure is not None:
+        if failure is not None and stop is None:
             watch.report(failure)  # ranks that are stuck elsewhere hear of it too
         try:
-            answers = self.all_gather((failure, value))
+            answers = self.all_gather((failure, stop, value))
         except RuntimeError as error:
             watch.check()
             silent = [rank for rank in range(self.topology.world_size) if not self._store.check([f"{key}{rank}"])]
@@ -155,10 +160,11 @@ class NodeGroups:
             raise JobFailed(
                 watch.make_record(f"no answer from ranks {silent} (nodes {nodes}) at the end of this phase: {error}")
             ) from error
-        for record, _ in answers:
-            if record is not None:
-                raise JobFailed(record)
-        return [answer for _, answer in answers]
+        record = next((record for record, _, _ in answers if record is not None), None)
+        asked = next((stop for _, stop, _ in answers if stop is not None), None)
+        if record is not None:
+            raise JobFailed(record) if asked is None else GenerationDropped(asked.why)
+        return [answer for _, _, answer in answers]
 
     # -- inside a node --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds t
 """
 
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -19,7 +20,9 @@ from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig
 from grpo.demo import demo_dataset, ensure_demo_model
+from grpo.failures import USERS_MISTAKES
 from grpo.rewards import load_reward_funcs
+from grpo.run_folder import record_mistake
 from grpo.topology import read_launch
 
 if TYPE_CHECKING:
@@ -98,11 +101,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` says (default: the command line). Called by every rank."""
     # DeepSpeed calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    if arguments.is_demo:
-        run_demo(arguments)
-    else:
-        run(arguments)
+    argv = sys.argv[1:] if argv is None else argv
+    output_dir = _flag(argv, "output_dir")
+    try:
+        arguments = parse_arguments(argv)
+        output_dir = arguments.training.output_dir
+        if arguments.is_demo:
+            run_demo(arguments)
+        else:
+            run(arguments)
+    except USERS_MISTAKES as error:
+        if output_dir is not None and read_launch(os.environ).rank == 0:
+            record_mistake(Path(output_dir), os.environ, error)  # a scheduler need not start it again
+        raise
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -286,6 +297,12 @@ def demo_summary(log_history: Sequence[Mapping[str, Any]]) -> str:
         f"demo: reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
         f"(means of the first 10 and the last 20 steps), {steps} steps in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
     )
+
+
+def _flag(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name` on a command line that may not parse."""
+    words = [word for arg in argv for word in arg.split("=", 1)]
+    return dict(itertools.pairwise(words)).get(f"--{name}")
 
 
 def _split_config_flag(argv: Sequence[str]) -> list[str]:

@@ -8,10 +8,11 @@ samples come from and how the weights get there.
 import contextlib
 from typing import Any
 
-import trl
+import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerControl
 
+from grpo.communication import WaitClock
 from grpo.config import GRPOConfig
 from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
 from grpo.failures import watch_for
@@ -19,12 +20,13 @@ from grpo.local_vllm import LocalVLLM, SyncReport
 from grpo.metrics import MetricsFile
 from grpo.node_groups import NodeGroups, agree_on_topology
 from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
+from grpo.resumable import ResumableTrainer
 from grpo.topology import read_topology
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(ResumableTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`.
 
     In local mode every rank of the job makes one at the same time, from the main thread. Images, tools, environments,
@@ -70,12 +72,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
+        self._wait_clock: WaitClock | None = None
         self._logged_sync: dict[str, SyncReport] = {}
         if not args.local_mode:
+            join_deepspeed(args)
             super().__init__(**inherited)
             return
-        refuse_unsupported(inherited)
-        self._init_local(inherited)
+        with self.recording_failures(setting_up=True):
+            refuse_unsupported(inherited)
+            self._init_local(inherited)
 
     def _init_local(self, inherited: dict[str, Any]) -> None:
         args: GRPOConfig = inherited["args"]
@@ -103,13 +108,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             {rank: pids[rank] for rank in range(first, first + self.topology.local_world_size)},
         )
         with self._watch.guard(), self._watch.during("start"):
+            self.open_run(args, self._watch.signals)
+            self._watch.on_record = lambda record: self.record_failure(str(record), can_heal=record.can_heal)
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
             groups = NodeGroups(self.topology, max_wait_s=longest_s)
             engine_model, private_folder = describe_model(
                 inherited["model"], args, inherited["processing_class"], self.topology
             )
             self._private_folder = private_folder  # removed with this object
-            self._local = LocalVLLM(args, engine_model, self.topology, groups, self._watch, self._progress)
+            self._local = LocalVLLM(
+                args, engine_model, self.topology, groups, self._watch, self._progress, attempt=self.attempt
+            )
             join_deepspeed(args)
             # TRL would build its own generator here; it takes ours in the same place afterwards.
             args.use_vllm = False
@@ -129,6 +138,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.vllm_generation = self._local
             self._last_loaded_step = -1
             self._local.attach(self.model, self.accelerator.autocast)
+            if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
+                self._wait_clock = WaitClock(lambda: self._watch.phase == "train")
             ddp_memory_warning(self)
 
     def _progress(self) -> tuple[int, str]:
@@ -152,10 +163,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._watch.guard(), self._watch.during(phase):
             yield
 
+    def after_step(self, control: TrainerControl) -> None:
+        if self._wait_clock is not None:
+            self._metrics["train"]["comm/wait_s"].append(self._wait_clock.take_s())
+        super().after_step(control)
+
     def close(self) -> None:
-        """End this node's engines now; otherwise they end with this object, or with the process."""
+        """End this node's engines and leave the output folder; otherwise they go with this object or the process."""
         if self._local is not None:
             self._local.close()
+        super().close()
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._generate_single_turn(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Starting jobs as users start them, and looking for what they leave behind."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -104,16 +105,18 @@ class Job:
                 process.kill()
         for launcher in self.launchers:
             launcher.wait()
-        extensions = self.temporary / "torch_extensions"
-        if (
-            not BUILT_EXTENSIONS.exists()
-            and list(extensions.glob("*/*/*.so"))
-            and not list(extensions.glob("*/*/lock"))
-        ):
-            BUILT_EXTENSIONS.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):
-                extensions.rename(BUILT_EXTENSIONS)
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def build_extension() -> None:
+    """Build once what DeepSpeed builds at a job's start: a test that kills a rank would leave the compiler running."""
+    BUILT_EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    build = "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShmCommBuilder').load()"
+    with (BUILT_EXTENSIONS / ".building").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if not list(BUILT_EXTENSIONS.glob("*/*/*.so")):
+            env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(BUILT_EXTENSIONS)}
+            subprocess.run([sys.executable, "-c", build], env=env, check=True, capture_output=True, timeout=300)
 
 
 def start(
@@ -126,9 +129,9 @@ def start(
     orphans_before = orphaned_shared_memory()
     # DeepSpeed builds an extension behind a lock file; a rank that a test kills leaves the lock, and later jobs wait
     # for it without end. So every job has a copy, without locks, of what an earlier one has built.
+    build_extension()
     extensions = temporary / "torch_extensions"
-    with contextlib.suppress(OSError, shutil.Error):
-        shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", "*.lock"))
+    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     with log.open("wb") as sink:
         launchers = [
             subprocess.Popen(

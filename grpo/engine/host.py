@@ -7,6 +7,7 @@ Drives vLLM's asynchronous engine, so that requests carry ids, finish one by one
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -213,6 +214,7 @@ def main() -> None:
     started = time.monotonic()
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     end_session_with(parent_pid, private_folder=Path(os.environ[HOST_MARK]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to the trainer, sent to all of its processes
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     spec = connection.recv()

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.signals import StopSignals
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
 
@@ -58,7 +59,7 @@ def pair(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fa
     """Two ranks' watches in one process; they cannot end it."""
     ended: list[int] = []
     monkeypatch.setattr(FailureWatch, "_end", lambda self, code: (ended.append(code), self.stop()))
-    monkeypatch.setattr(FailureWatch, "_take_sigterm", lambda self: None)
+    monkeypatch.setattr(StopSignals, "take", lambda self, waker=None: None)
     before = signal.getsignal(signal.SIGTERM)
     watches = [FailureWatch(store, node=0, rank=rank, host="a", local_pids={}) for rank in (0, 1)]
     yield watches

@@ -1,0 +1,187 @@
+"""Which checkpoints are complete: `complete.json` stands in them, written last, and every file has the size it says.
+
+No other file proves it: DeepSpeed writes `latest` before its last barrier, and after `trainer_state.json` the other
+ranks still write (deepspeed 0.19, transformers 5.17).
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+COMPLETE_FILE = "complete.json"
+RECORDED_VERSIONS = ("torch", "transformers", "trl", "deepspeed", "accelerate")
+NAME_PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteRecord:
+    """What `complete.json` holds."""
+
+    step: int
+    """Optimizer steps that are in the checkpoint."""
+    world_size: int
+    """Ranks that wrote it."""
+    policy_version: int
+    """The push that an engine needs to sample from these weights: the same as the step."""
+    files: dict[str, int]
+    """Size in bytes by path inside the checkpoint."""
+    versions: dict[str, str]
+    """Of the packages that wrote it."""
+    sampling: dict[str, int]
+    """The settings that say which prompts come at which step."""
+
+
+def write_complete(folder: Path, *, step: int, world_size: int, sampling: dict[str, int]) -> None:
+    """Declare `folder` complete, atomically. On global rank 0, once every rank has written all of its files."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    record = CompleteRecord(
+        step=step,
+        world_size=world_size,
+        policy_version=step,
+        files=files,
+        versions={name: version(name) for name in RECORDED_VERSIONS},
+        sampling=sampling,
+    )
+    write_atomically(folder / COMPLETE_FILE, json.dumps(asdict(record), indent=1))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part; also after the machine has crashed."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_complete(folder: Path) -> CompleteRecord:
+    """The record of a complete checkpoint.
+
+    Raises:
+        ValueError: says what is missing, and in which checkpoint.
+    """
+    try:
+        fields: dict[str, Any] = json.loads((folder / COMPLETE_FILE).read_text())
+        record = CompleteRecord(**fields)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {COMPLETE_FILE}: its writing did not come to an end") from None
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
+    for name, size in record.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            raise ValueError(f"{folder} lacks {name}") from None
+        if found != size:
+            raise ValueError(f"{folder / name} has {found} bytes, not the {size} that were written")
+    return record
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The folders `checkpoint-<step>`, newest step first, complete or not."""
+    found = [
+        (int(path.name.removeprefix(NAME_PREFIX)), path)
+        for path in output_dir.glob(f"{NAME_PREFIX}*")
+        if path.name.removeprefix(NAME_PREFIX).isdigit() and path.is_dir()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and what is wrong with each newer one."""
+    passed_over = []
+    for folder in checkpoints(output_dir):
+        try:
+            read_complete(folder)
+        except ValueError as problem:
+            passed_over.append(str(problem))
+        else:
+            return folder, passed_over
+    return None, passed_over
+
+
+def choose_checkpoint(wish: str | bool | None, output_dir: Path) -> tuple[Path | None, list[str]]:
+    """What to resume from, and notes for the user.
+
+    Args:
+        wish: None or False: a fresh start. "auto": the newest complete checkpoint, a fresh start if there is none.
+            True: the same, but there has to be one. A path: that one.
+
+    Raises:
+        ValueError: there is none, or the named one is not complete.
+    """
+    if wish is None or wish is False:
+        return None, []
+    if wish is True or wish == "auto":
+        newest, passed_over = newest_complete(output_dir)
+        notes = [f"passed over: {problem}" for problem in passed_over]
+        if newest is None and wish is True:
+            raise ValueError("; ".join([f"there is no complete checkpoint to resume from in {output_dir}", *notes]))
+        return newest, notes
+    folder = Path(wish)
+    if not folder.is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint is {wish!r}, but that is no folder: name a checkpoint, or 'auto' for the newest "
+            "complete one in output_dir"
+        )
+    read_complete(folder)
+    return folder, []
+
+
+def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> None:
+    """Raises ValueError when another number of ranks wrote the checkpoint."""
+    if record.world_size == world_size:
+        return
+    raise ValueError(
+        f"{folder} was written by {record.world_size} training processes, this job has {world_size}: their optimizer "
+        f"states and random numbers belong to {record.world_size} processes. Start {record.world_size} again (another "
+        f"number of reserved GPUs or engines is no matter), or take its weights into a new run, with a new optimizer: "
+        f"grpo export {folder} OUT, then --model_name_or_path OUT and another output_dir"
+    )
+
+
+def rotate(output_dir: Path, *, limit: int | None, keep: Path | None) -> None:
+    """Delete the oldest complete checkpoints beyond `limit`, and incomplete ones older than the newest complete one.
+
+    The newest complete one stays whatever the limit says, and so does `keep` (the best).
+    """
+    if limit is None or limit <= 0:
+        return
+    complete, broken = [], []
+    for folder in checkpoints(output_dir):
+        try:
+            read_complete(folder)
+        except ValueError:
+            broken.append(folder)
+        else:
+            complete.append(folder)
+    if not complete:
+        return
+    newest_step = _step(complete[0])
+    kept = complete[: max(1, limit - (keep is not None and keep in complete[limit:]))]
+    for folder in [*complete[len(kept) :], *(b for b in broken if _step(b) < newest_step)]:
+        if folder != keep:
+            (folder / COMPLETE_FILE).unlink(missing_ok=True)  # what is half deleted is not complete
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix(NAME_PREFIX))
+
+
+def check_free_space(output_dir: Path, needed_bytes: int) -> None:
+    """Raises OSError, before anything is written, when a checkpoint of that size does not fit."""
+    free = shutil.disk_usage(output_dir).free
+    if free < needed_bytes:
+        raise OSError(
+            f"a checkpoint needs about {needed_bytes / 1e9:.1f} GB, but {output_dir} has {free / 1e9:.1f} GB free: "
+            "free space, or lower save_total_limit; nothing was written, the complete checkpoints are as they were"
+        )

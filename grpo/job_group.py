@@ -1,0 +1,50 @@
+"""All ranks over gloo: what rank 0 decides, what any rank wants, and meeting before going on."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+MEETING_TIMEOUT_S = 1800.0
+"""Between the first and the last rank's arrival: the others may be writing a checkpoint to a slow disk."""
+
+
+class JobGroup:
+    """Every rank of the job makes one at the same time; all methods are collective over the job."""
+
+    def __init__(self, *, timeout_s: float = MEETING_TIMEOUT_S) -> None:
+        self._group: Any = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank = dist.get_rank() if self._group is not None else 0
+
+    def largest(self, value: int) -> int:
+        """The largest `value` of any rank."""
+        if self._group is None:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return int(tensor)
+
+    def meet(self) -> None:
+        """Until every rank is here."""
+        self.largest(0)
+
+    def by_rank_zero(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on rank 0; its picklable value, or the error that it raised, on every rank."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = decide()
+            except (OSError, ValueError) as problem:
+                answer[1] = problem
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        value, error = answer
+        if error is not None:
+            raise error
+        return value

@@ -1,0 +1,73 @@
+"""Which prompts are in which generation batch: a function of seed, epoch and position alone."""
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+
+class GenerationSampler(Sampler[int]):
+    """TRL's `RepeatSampler` order, with the permutation of an epoch worked out from seed and epoch.
+
+    TRL's draws one permutation after the other from one generator, so a run that resumes in its second epoch replays
+    the first one's order (1.16). Epoch 0 is the same in both.
+
+    Args:
+        num_prompts: rows of the data set.
+        prompts_per_batch: different prompts of a generation batch, over all ranks.
+        num_generations: how often each stands in the batch, next to itself.
+        repeats: how often a generation batch comes: once for each micro-batch that it is trained on.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        prompts_per_batch: int,
+        num_generations: int,
+        repeats: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self.num_prompts = len(data_source)
+        self.prompts_per_batch = prompts_per_batch
+        self.num_generations = num_generations
+        self.repeats = repeats
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Generation batches of an epoch; rows that do not fill one more are left out, other ones in each epoch."""
+        return self.num_prompts // self.prompts_per_batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def permutation(self, epoch: int) -> list[int]:
+        """The order of the rows in `epoch`."""
+        if not self.shuffle:
+            return list(range(self.num_prompts))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+    def generation_batch(self, epoch: int, index: int) -> list[int]:
+        """Rows of generation batch `index` of `epoch` over all ranks, copies included."""
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"generation batch {index} of {self.num_batches}")
+        return self._rows(self.permutation(epoch), index)
+
+    def _rows(self, permutation: list[int], index: int) -> list[int]:
+        first = index * self.prompts_per_batch
+        return [row for row in permutation[first : first + self.prompts_per_batch] for _ in range(self.num_generations)]
+
+    def __iter__(self) -> Iterator[int]:
+        permutation = self.permutation(self.epoch)
+        for index in range(self.num_batches):
+            rows = self._rows(permutation, index)
+            for _ in range(self.repeats):
+                yield from rows
+
+    def __len__(self) -> int:
+        return self.num_batches * self.prompts_per_batch * self.num_generations * self.repeats

@@ -1,0 +1,97 @@
+"""SIGUSR1 and SIGTERM as requests to stop: the scheduler's way to say that the time is up."""
+
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from types import FrameType
+
+from grpo.run_folder import StopRequest
+
+
+class StopSignals:
+    """Which of the two this process has got.
+
+    SIGUSR1 always asks for a stop. SIGTERM does while training runs (between `open` and `close`), where it can be
+    answered with a checkpoint; at any other time it ends the process as ever.
+
+    Args:
+        sigterm: whether to take SIGTERM at all.
+    """
+
+    def __init__(self, *, sigterm: bool = True) -> None:
+        self.request: StopRequest | None = None
+        self.is_open = False
+        self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
+        self._taken: list[int] = []
+        self._waker: int | None = None
+
+    def take(self, waker: int | None = None) -> None:
+        """Install the handlers, where the script has none of its own. From the main thread; elsewhere nothing happens.
+
+        Args:
+            waker: a non-blocking socket's file descriptor that gets the number of a signal at once, even while the main
+                thread is stuck in C code. Whoever reads it decides what SIGTERM means.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if waker is not None:
+            previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+            if previous != -1:
+                signal.set_wakeup_fd(previous)
+                return
+            self._waker = waker
+        for number in self._numbers:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._handle)
+                self._taken.append(number)
+        me = weakref.ref(self)
+
+        def in_child() -> None:
+            if (signals := me()) is not None:
+                signals._restore_in_child()
+
+        os.register_at_fork(after_in_child=in_child)
+
+    def holds(self, number: int) -> bool:
+        """Whether the handler of signal `number` is ours; one that was installed after ours decides for itself."""
+        return number in self._taken and signal.getsignal(number) == self._handle
+
+    def note(self, number: int) -> None:
+        """Signal `number` has come. From any thread."""
+        if self.request is None and (number == signal.SIGUSR1 or self.is_open):
+            self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
+
+    def open(self) -> None:
+        """From now on SIGTERM asks for a stop."""
+        self.is_open = True
+
+    def close(self) -> None:
+        """From now on SIGTERM ends the process."""
+        self.is_open = False
+
+    def release(self) -> None:
+        """Give the signals back. From the main thread."""
+        if self._waker is not None:
+            signal.set_wakeup_fd(-1)
+            self._waker = None
+        for number in self._taken:
+            if self.holds(number):
+                signal.signal(number, signal.SIG_DFL)
+        self._taken.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and not self.is_open and self._waker is None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.note(number)
+
+    def _restore_in_child(self) -> None:
+        """In a forked child, a data-loader worker say: SIGTERM ends it, and nothing wakes the parent's watch."""
+        with contextlib.suppress(ValueError):  # forked from another thread than the main one
+            if self._waker is not None:
+                signal.set_wakeup_fd(-1)
+            for number in self._taken:
+                # A stop that was asked of all processes is no reason for a worker to die before its trainer.
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)

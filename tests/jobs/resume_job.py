@@ -1,0 +1,76 @@
+"""A training job without an engine that is stopped, killed and resumed: TRL's transformers generation, 2 ranks, ZeRO-3.
+
+`python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`; `stop_at`: the step at which
+rank 0 writes the batch script's stop file; `kill_in_save`: the step in whose save rank 1 is killed. Writes the weights
+that it ends with, and what every reward saw.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+from datasets import Dataset
+
+from grpo import GRPOConfig, GRPOTrainer
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+settings = json.loads(Path(sys.argv[1]).read_text())
+out = Path(settings["config"]["output_dir"])
+rank = int(os.environ["RANK"])
+
+
+def reward(completion_ids, **kwargs):
+    step = trainer.state.global_step
+    if trainer.model.training:
+        with (out / f"seen-{rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps({"step": step, "prompts": kwargs["prompts"], "completions": completion_ids}) + "\n")
+    if step == settings.get("stop_at") and rank == 0:
+        (out / f"stop.{os.environ['GRPO_JOB']}.{os.environ['GRPO_ATTEMPT']}").touch()
+    return [sum(ids) % 7 + random.random() for ids in completion_ids]  # Python's random numbers resume, too
+
+
+class Trainer(GRPOTrainer):
+    def _save_rng_state(self, output_dir):
+        if rank == 1 and self.state.global_step == settings.get("kill_in_save"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_rng_state(output_dir)
+
+
+trainer = Trainer(
+    model=settings["model"],
+    reward_funcs=reward,
+    args=GRPOConfig(
+        **{
+            "use_vllm": False,
+            "use_cpu": True,
+            "bf16": False,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "logging_steps": 1,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "linear",
+            "report_to": "none",
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            **settings["config"],
+        }
+    ),
+    train_dataset=Dataset.from_dict({"prompt": [f"{10 + n}+{20 + n}=" for n in range(settings["num_prompts"])]}),
+)
+trainer.train()
+with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+    digest = hashlib.sha256(
+        b"".join(p.detach().float().contiguous().numpy().tobytes() for p in trainer.model.parameters())
+    ).hexdigest()
+if rank == 0:
+    (out / "weights").write_text(digest)
+trainer.save_model(str(out / "final"))
+torch.distributed.barrier()

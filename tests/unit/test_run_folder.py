@@ -1,0 +1,113 @@
+"""Attempts that share an output folder: who is in it, who wants it to stop, which metrics count."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo.run_folder import RunFolder, read_run_state, record_mistake
+
+JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
+
+
+def test_job_and_attempt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    assert (folder.job, folder.attempt) == ("17", 2)
+    folder.update(state="stopped", step=3)
+    folder.release()
+    # without a scheduler that counts, we count
+    again = RunFolder(tmp_path, {})
+    assert again.attempt == 3
+    assert str(os.getpid()) in again.job
+    assert RunFolder(tmp_path / "fresh", {}).attempt == 0
+    assert RunFolder(tmp_path / "slurm", {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}).attempt == 1
+
+
+def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
+    holder = (
+        "import sys; from pathlib import Path; from grpo.run_folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1]), {'GRPO_JOB': '17'}); print('in', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ValueError, match=rf"in use by job 17 \(pid {other.pid} on .*set another output_dir"):
+            RunFolder(tmp_path, {})
+    finally:
+        other.kill()
+        other.communicate()
+    RunFolder(tmp_path, {}).release()  # its end, however it came, lets the next one in
+
+
+def test_requests_and_who_asked(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    (tmp_path / "stop.17.1").touch()
+    time.sleep(0.02)
+    folder = RunFolder(tmp_path, JOB)
+    notes = folder.drop_old_requests()
+    assert len(notes) == 2
+    assert all("earlier attempt" in note for note in notes)
+    assert folder.stop_request() is None
+    (tmp_path / "stop.17.2").touch()
+    request = folder.stop_request()
+    assert request is not None
+    assert request.requeue
+    (tmp_path / "stop").touch()
+    request = folder.stop_request()
+    assert request is not None
+    assert not request.requeue  # a person's word counts more
+    assert folder.drop_old_requests() == []
+    folder.answer_requests()
+    assert not list(tmp_path.glob("stop*"))
+
+
+def test_the_first_failure_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    folder.update(state="failed", why="the cause", can_heal=False)
+    folder.update(state="failed", why="an echo", can_heal=True)
+    folder.release()
+    record_mistake(tmp_path, JOB, ValueError("later"))
+    state = read_run_state(tmp_path)
+    assert state is not None
+    assert (state.why, state.can_heal, state.job, state.attempt) == ("the cause", False, "17", 2)
+
+
+def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
+    record_mistake(tmp_path / "new", JOB, ImportError("no module named rewards"))
+    state = read_run_state(tmp_path / "new")
+    assert state is not None
+    assert (state.state, state.can_heal) == ("failed", False)
+    assert "ImportError: no module named rewards" in state.why
+    assert read_run_state(tmp_path) is None
+    (tmp_path / "run_state.json").write_text("{")
+    assert read_run_state(tmp_path) is None
+
+
+def test_each_step_stands_once_in_the_metrics(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "reward": step}) + "\n" for step in (1, 2, 3, 4)]
+    metrics.write_text("".join(lines) + '{"step": 5, "rew')
+    RunFolder(tmp_path, {"GRPO_ATTEMPT": "0"}).update(state="failed")
+    folder = RunFolder(tmp_path, {"GRPO_ATTEMPT": "1"})
+    folder.cut_metrics(2)
+    assert metrics.read_text() == "".join(lines[:2])
+    assert (tmp_path / "metrics.attempt-0.jsonl").read_text() == "".join(lines[2:]) + '{"step": 5, "rew'
+    folder.cut_metrics(0)  # a fresh start in a used folder loses nothing either
+    assert metrics.read_text() == ""
+    assert (tmp_path / "metrics.attempt-0.jsonl").read_text().endswith("".join(lines[:2]))
+
+
+def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    first = folder.tracker_run(resumed=False)
+    folder.update()
+    folder.release()
+    assert RunFolder(tmp_path, {}).tracker_run(resumed=True) == first
+    assert RunFolder(tmp_path, {}).tracker_run(resumed=False) != first

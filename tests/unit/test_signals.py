@@ -1,0 +1,66 @@
+"""SIGUSR1 and SIGTERM as requests to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from grpo.signals import StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    taken = StopSignals()
+    taken.take()
+    yield taken
+    taken.release()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_sigusr1_asks_at_any_time(signals: StopSignals) -> None:
+    assert signals.request is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signals.request is not None
+    assert signals.request.why == "got SIGUSR1"
+    assert signals.request.requeue
+
+
+def test_sigterm_asks_while_training(signals: StopSignals) -> None:
+    signals.open()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.request is not None
+    assert signals.request.why == "got SIGTERM"
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_sigterm_ends_the_process_otherwise(where: str) -> None:
+    code = "import os, signal; from grpo.signals import StopSignals\ns = StopSignals(); s.take()\n"
+    code += "s.open(); s.close()\n" if where == "after" else ""
+    code += "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGTERM
+
+
+def test_a_scripts_own_handler_stays(signals: StopSignals) -> None:
+    assert signals.holds(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    assert not signals.holds(signal.SIGTERM)
+    later = StopSignals()
+    later.take()
+    assert not later.holds(signal.SIGTERM)
+    later.release()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_forked_workers_neither_stop_nor_ask(signals: StopSignals) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)  # ignored
+        os.kill(os.getpid(), signal.SIGTERM)  # ends it
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert signals.request is None
