@@ -111,10 +111,10 @@ class Job:
 def build_extension() -> None:
     """Build once what DeepSpeed builds at a job's start: a test that kills a rank would leave the compiler running."""
     BUILT_EXTENSIONS.mkdir(parents=True, exist_ok=True)
-    build = "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShmCommBuilder').load()"
-    with (BUILT_EXTENSIONS / ".building").open("w") as lock:
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    with (BUILT_EXTENSIONS / ".building").open("a+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not list(BUILT_EXTENSIONS.glob("*/*/*.so")):
+        if not list(BUILT_EXTENSIONS.rglob("*.so")):
             env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(BUILT_EXTENSIONS)}
             subprocess.run([sys.executable, "-c", build], env=env, check=True, capture_output=True, timeout=300)
 
