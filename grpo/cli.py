@@ -1,0 +1,30 @@
+"""The command `grpo`: what a person runs before and around a job. `grpo plan --help`, `grpo doctor --help`, …"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
+COMMANDS = {
+    "plan": ("grpo.plan", "what will go where, and does it fit: no GPU needed"),
+    "doctor": ("grpo.doctor", "is this machine, or this cluster, able to run it"),
+    "export": ("grpo.export", "a checkpoint as a plain Hugging Face folder"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 1 for what cannot work, 2 for a command line that cannot be read."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help_line) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line, description=help_line)
+        if argv[:1] == [name]:
+            importlib.import_module(module).add_arguments(command)
+    args = parser.parse_args(argv)
+    return importlib.import_module(COMMANDS[args.command][0]).run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

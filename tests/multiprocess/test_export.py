@@ -1,0 +1,197 @@
+"""`grpo export` of real checkpoints: two ranks train one step, and the export is what they held, bit for bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo import cli
+from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.messages import EngineSpec
+from grpo.export import export
+from tests.launching import ROOT, start, torchrun_command
+from tests.tiny_models import save_tiny_model, tiny_config
+
+JOB_S = 360
+ENGINE_S = 300
+
+CASES = {
+    "tied": {"family": "qwen2-tied", "zero_stage": 3},
+    "untied": {"family": "llama-untied", "zero_stage": 3, "bf16": True, "frozen": "layers.0.mlp"},
+    "experts": {"family": "qwen3-moe", "zero_stage": 3},
+    "experts-gathered": {"family": "qwen3-moe", "zero_stage": 3, "bf16": True, "gather": True},
+    "zero2": {"family": "qwen2-tied", "zero_stage": 2, "bf16": True},
+    "large": {"family": "large", "zero_stage": 3},
+}
+
+
+def save_large_model(folder: Path) -> Path:
+    """55 M parameters, most of them in experts of 17 MB."""
+    config = tiny_config("qwen3-moe")
+    config.hidden_size = config.moe_intermediate_size = 512
+    config.num_hidden_layers = config.num_experts = 8
+    config.layer_types = ["full_attention"] * 8
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(save_tiny_model("qwen3-moe", folder / "tiny")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Holds `<case>/checkpoint-1` and `<case>/held.safetensors`; and `models/<family>`, what training began with."""
+    folder = tmp_path_factory.mktemp("trained")
+    models = {case["family"]: folder / "models" / case["family"] for case in CASES.values()}
+    for family, path in models.items():
+        save_large_model(path) if family == "large" else save_tiny_model(family, path)
+    cases = folder / "cases.json"
+    cases.write_text(
+        json.dumps([{**case, "name": name, "model": str(models[case["family"]])} for name, case in CASES.items()])
+    )
+    script = [str(ROOT / "tests" / "jobs" / "checkpoint_job.py"), str(folder), str(cases)]
+    job = start(lambda _: torchrun_command(script), folder, env={"DS_ACCELERATOR": "cpu"})
+    try:
+        assert job.wait(JOB_S) == [0], job.fail("the job failed")
+    finally:
+        job.end()
+    yield folder
+    shutil.rmtree(folder)  # most of a gigabyte
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers loads them, in the folder's own dtype: experts are fused again."""
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+
+
+def names_on_disk(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def assert_same_bits(got: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == held.keys()
+    for name, tensor in held.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name].detach().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("case", ["tied", "untied", "experts", "experts-gathered", "zero2"])
+def test_the_export_is_what_the_ranks_held(trained: Path, case: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    exported = export(trained / case / "checkpoint-1", out)
+    bf16 = CASES[case].get("bf16", False)
+    assert exported.dtypes == ("bfloat16" if bf16 else "float32",)
+    assert ("ZeRO-3" in exported.origin) == (case in ("tied", "untied", "experts"))
+    held = load_file(trained / case / "held.safetensors")
+    assert_same_bits(parameters(out), held)
+    start_of_training = trained / "models" / CASES[case]["family"]
+    assert names_on_disk(out) == names_on_disk(start_of_training)  # which `save_pretrained` wrote
+    initial = parameters(start_of_training)
+    moved = {name for name in held if not torch.equal(held[name], initial[name].to(held[name].dtype))}
+    frozen = CASES[case].get("frozen")
+    assert moved >= {name for name in held if not frozen or (frozen not in name and "norm" not in name)}
+    assert AutoTokenizer.from_pretrained(out)("12+34=").input_ids == [3, 4, 12, 5, 6, 13]
+    assert (out / "generation_config.json").exists()
+
+
+def test_zero2_without_safetensors(trained: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(trained / "zero2" / "checkpoint-1", tmp_path / "checkpoint-1")
+    (checkpoint / "model.safetensors").unlink()
+    exported = export(checkpoint, tmp_path / "out", allow_incomplete=True)
+    assert exported.origin == "global_step1/mp_rank_00_model_states.pt"
+    assert_same_bits(parameters(tmp_path / "out"), load_file(trained / "zero2" / "held.safetensors"))
+
+
+@pytest.mark.parametrize("case", ["untied", "experts-gathered"])
+def test_a_wider_dtype_comes_from_the_master_weights(trained: Path, case: str, tmp_path: Path) -> None:
+    exported = export(trained / case / "checkpoint-1", tmp_path / "out", dtype=torch.float32)
+    assert "ZeRO-3" in exported.origin
+    held = load_file(trained / case / "held.safetensors")
+    masters = parameters(tmp_path / "out")
+    assert_same_bits({name: tensor.bfloat16() for name, tensor in masters.items()}, held)
+    assert not torch.equal(masters["lm_head.weight"], held["lm_head.weight"].float())
+
+
+def test_a_partition_that_is_missing_or_cut_short(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = shutil.copytree(trained / "tied" / "checkpoint-1", tmp_path / "checkpoint-1")
+    partition = next(checkpoint.glob("global_step1/*rank_1*_optim_states.pt"))
+    os.truncate(partition, partition.stat().st_size // 2)
+    command = ["export", str(checkpoint), str(tmp_path / "out")]
+    assert cli.main(command) == 1
+    assert f"{partition} has " in capsys.readouterr().err
+    assert cli.main([*command, "--allow-incomplete"]) == 1
+    assert f"the weights in {checkpoint} cannot be read" in capsys.readouterr().err
+    partition.unlink()
+    assert cli.main([*command, "--allow-incomplete"]) == 1
+    assert "Expected 2 of '*_optim_states.pt'" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from grpo.export import export
+small, large, out = map(Path, sys.argv[1:])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+export(small, out / "small")  # everything is imported now
+before = peak()
+exported = export(large, out / "large", max_shard_size="16MB")
+print(exported.num_files, exported.num_bytes, peak() - before)
+"""
+
+
+def test_memory_stays_near_one_shard(trained: Path, tmp_path: Path) -> None:
+    """The model has 13 shards, and its partitions with their Adam moments three times its size."""
+    checkpoints = [str(trained / case / "checkpoint-1") for case in ("experts", "large")]
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, *checkpoints, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert measured.returncode == 0, measured.stderr
+    num_files, model_bytes, grown_bytes = map(int, measured.stdout.split()[-3:])
+    assert num_files > 10
+    assert grown_bytes < 0.6 * model_bytes, f"{grown_bytes / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB"
+    assert_same_bits(parameters(tmp_path / "large"), load_file(trained / "large" / "held.safetensors"))
+    shutil.rmtree(tmp_path / "large")
+
+
+def test_vllm_loads_the_export_and_computes_the_same(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(trained / "experts" / "checkpoint-1", out)
+    prompts = [[5, 6, 7, 8, 9, 10], [12, 3, 20]]
+    spec = EngineSpec(
+        engine_args={
+            "model": str(out),
+            "dtype": "float32",
+            "max_model_len": 32,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**28,
+            "weight_transfer_config": "grpo_shm",
+        },
+        sampling={},
+    )
+    environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
+    engine = EngineClient(spec, name="the engine", environment=environment, log_path=tmp_path / "engine.log")
+    try:
+        engine.wait_ready(ENGINE_S)
+        scored = engine.call("prompt_logprobs", 60, prompts=prompts)
+    finally:
+        engine.close()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    for prompt, logprobs in zip(prompts, scored, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, :-1]
+        ours = logits.log_softmax(-1).gather(-1, torch.tensor(prompt[1:])[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(logprobs), ours, rtol=0, atol=1e-4)
