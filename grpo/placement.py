@@ -16,8 +16,13 @@ def attention_heads(model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[i
     """Attention and key-value heads of a model that is not loaded yet; (None, None) where nothing depends on them."""
     if args.vllm_tensor_parallel_size == 1:
         return None, None
-    config = model_config(model, args).get_text_config()
-    return getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    return head_counts(model_config(model, args))
+
+
+def head_counts(config: Any) -> tuple[int | None, int | None]:
+    """Attention and key-value heads of a model's configuration; None for what it does not say."""
+    text = config.get_text_config()
+    return getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
 
 
 def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:

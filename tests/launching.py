@@ -202,12 +202,18 @@ def start_tiny_job(
 
 
 def start_tiny_job_by_torchrun(
-    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", zero3: bool = True
+    model: Path,
+    output_dir: Path,
+    *,
+    config: dict | None = None,
+    hold: str = "",
+    zero3: bool = True,
+    env: dict[str, str] | None = None,
 ) -> Job:
     """The same by torchrun, with configs/zero3.json or as plain DDP."""
     deepspeed = {"deepspeed": str(ROOT / "configs" / "zero3.json")} if zero3 else {}
     script = tiny_job_script(model, output_dir, config={**deepspeed, **(config or {})}, hold=hold)
-    return start(lambda _: torchrun_command(script), output_dir)
+    return start(lambda _: torchrun_command(script), output_dir, env=env)
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:

@@ -42,12 +42,21 @@ def hold_phases() -> None:
     from grpo import local_vllm
     from grpo.weights.push import NodeEngines
 
-    collect, update = local_vllm.LocalVLLM._collect, NodeEngines.update_weights
+    ask, collect, update = local_vllm.LocalVLLM._ask, local_vllm.LocalVLLM._collect, NodeEngines.update_weights
+
+    def noted_ask(self, requests, shares, first_id):
+        asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
+        with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps({"step": trainer.state.global_step, "requests": asked}) + "\n")
+        return ask(self, requests, shares, first_id)
 
     def marked_collect(self, outstanding, first_id):
         mark("generate")
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(list(outstanding.values())) + "\n")
+        if hold == "second-generation" and trainer.state.global_step == 1:
+            mark("second-generation")
+            time.sleep(3)
         return collect(self, outstanding, first_id)
 
     def held_update(self, update_info):
@@ -56,6 +65,7 @@ def hold_phases() -> None:
             time.sleep(4)
         return update(self, update_info)
 
+    local_vllm.LocalVLLM._ask = noted_ask
     local_vllm.LocalVLLM._collect = marked_collect
     if hold == "push":
         NodeEngines.update_weights = held_update

@@ -2,9 +2,20 @@
 
 import json
 import shutil
+import signal
+import sys
 from pathlib import Path
 
-from tests.launching import ROOT, Job, start, torchrun_command
+from grpo.checkpoints import write_complete
+from tests.launching import (
+    ROOT,
+    Job,
+    start,
+    start_tiny_job_by_torchrun,
+    tiny_job_script,
+    torchrun_command,
+    wait_gone,
+)
 
 JOB_S = 240
 RANDOM = ("run/", "profiling/", "step_time", "train_runtime", "train_s", "completions_per")  # not a matter of seeds
@@ -109,3 +120,77 @@ def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path,
     assert [row for row in seen(parts, 1) if row["step"] >= 14][-2:] == [
         row for row in seen(whole, 1) if row["step"] >= 14
     ]
+
+
+def test_another_number_of_ranks_is_refused_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    write_complete(folder, step=3, world_size=2, sampling={})
+    script = tiny_job_script(tiny_model, tmp_path / "out", config={"resume_from_checkpoint": "auto"})
+    job = start(lambda _: [sys.executable, *script], tmp_path / "out", env={"GRPO_JOB": "5", "GRPO_ATTEMPT": "3"})
+    try:
+        assert job.wait(60) == [1], job.fail("was not refused")
+    finally:
+        job.end()
+    assert "checkpoint-3 was written by 2 training processes, this job has 1" in job.output()
+    assert not (tmp_path / "out" / "logs").exists()
+    ended = state(tmp_path / "out")
+    assert (ended["state"], ended["can_heal"], ended["job"], ended["attempt"]) == ("failed", False, "5", 3)
+
+
+def asked(out: Path, step: int) -> list:
+    """Prompts, counts and seeds of the requests that the engine got before optimizer step `step`."""
+    lines = [json.loads(line) for line in (out / "ranks" / "asked-0.jsonl").read_text().splitlines()]
+    return [line["requests"] for line in lines if line["step"] == step]
+
+
+def sampled(out: Path, rank: int, step: int) -> list:
+    lines = [json.loads(line) for line in (out / "ranks" / f"samples-{rank}.jsonl").read_text().splitlines()]
+    return [line["completion_ids"] for line in lines if line["step"] == step]
+
+
+def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(tiny_model: Path, tmp_path: Path) -> None:
+    """SIGTERM to all, as `scancel` sends it, in the second generation; then the same prompts and seeds again."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    config = {"max_steps": 3}
+    uninterrupted = start_tiny_job_by_torchrun(tiny_model, whole, config=config)
+    try:
+        assert uninterrupted.wait(JOB_S) == [0], uninterrupted.fail("did not finish")
+    finally:
+        uninterrupted.end()
+
+    job = start_tiny_job_by_torchrun(
+        tiny_model, parts, config=config, hold="second-generation", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
+    )
+    try:
+        job.wait_for("at-second-generation", JOB_S)
+        everyone = job.processes()
+        for process in everyone:
+            process.send_signal(signal.SIGTERM)
+        job.wait(60)
+        assert not wait_gone(everyone, 10), job.fail("left behind")
+        assert not job.traces(), job.fail("left behind")
+    finally:
+        job.end()
+    stopped = state(parts)
+    assert (stopped["state"], stopped["step"], stopped["requeue"]) == ("stopped", 1, True), job.fail(str(stopped))
+    assert stopped["why"] == "got SIGTERM"
+    assert (parts / "checkpoint-1" / "complete.json").exists()
+    assert "the job failed" not in job.output()
+
+    resumed = start_tiny_job_by_torchrun(tiny_model, parts, config={**config, "resume_from_checkpoint": "auto"})
+    try:
+        assert resumed.wait(JOB_S) == [0], resumed.fail("did not finish")
+    finally:
+        resumed.end()
+    assert state(parts)["attempt"] == 1
+    assert {path.name for path in (parts / "logs").iterdir()} == {f"engine-node0-0.attempt-{k}.log" for k in (0, 1)}
+    dropped, again = asked(parts, 1)
+    assert dropped == again == asked(whole, 1)[0]
+    assert asked(parts, 2) == asked(whole, 2)
+    for rank in (0, 1):
+        assert sampled(parts, rank, 1) == sampled(whole, rank, 1)
+    gaps = [line["sampling/sampling_logp_difference/max"] for line in resumed.metrics() if line["step"] > 1]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-3
+    assert not (parts / "stop").exists()

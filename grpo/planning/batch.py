@@ -1,0 +1,91 @@
+"""The arithmetic of a batch: completions, groups, nodes, optimizer steps and tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo.config import GRPOConfig
+
+ASSUMED_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one generation and one optimizer step consist of."""
+
+    num_generations: int
+    """Completions of one prompt: a group."""
+    micro_batch_completions: int
+    """Completions in one forward and backward of a rank."""
+    completions_per_step: int
+    """Of all ranks, per optimizer step; each counts once for every time that it is trained on."""
+    generation_completions: int
+    """Sampled in one go, over all nodes."""
+    generation_prompts: int
+    steps_per_generation: int
+    """Micro-batches that one generation is cut into, per rank."""
+    optimizer_steps_per_generation: float
+    """Below 1 when a step takes several generations."""
+    node_completions: int
+    """Of one generation, on each node."""
+    groups_per_node: float
+    """Not whole when a group straddles two nodes."""
+    straddles: bool
+    """Whether some group has completions on two nodes."""
+    engine_completions: tuple[int, ...]
+    """The most that an engine of node k samples in one generation."""
+    prompt_tokens: int
+    """The longest prompt, as told or assumed."""
+    sequence_tokens: int
+    """The longest prompt with its completion."""
+    tokens_per_step: int
+    """Upper bound: every trained sequence at its full length."""
+    generated_tokens: int
+    """Upper bound of what one generation samples."""
+
+
+def prompt_tokens_of(args: GRPOConfig, asked: int | None) -> tuple[int, str | None]:
+    """The longest prompt, and what was assumed about it: nothing where it was asked for."""
+    if asked is not None:
+        return asked, None
+    if args.vllm_max_model_length is not None:
+        tokens = max(1, args.vllm_max_model_length - args.max_completion_length)
+        return tokens, f"prompts of {tokens} tokens: vllm_max_model_length - max_completion_length (--prompt-tokens)"
+    return ASSUMED_PROMPT_TOKENS, f"prompts of {ASSUMED_PROMPT_TOKENS} tokens (--prompt-tokens)"
+
+
+def plan_batch(
+    args: GRPOConfig, *, ranks_per_node: int, engines: Sequence[int], prompt_tokens: int, engine_limit: int | None
+) -> Batch:
+    """The batch of a job whose divisibility TRL has checked (`GRPOConfig.__post_init__`).
+
+    Args:
+        engines: engines of each node.
+        engine_limit: the most tokens of a sequence in an engine; None: as many as it has.
+    """
+    num_nodes = len(engines)
+    world_size = ranks_per_node * num_nodes
+    node_completions = args.generation_batch_size // num_nodes
+    sequence_tokens = prompt_tokens + args.max_completion_length
+    if engine_limit is not None:
+        sequence_tokens = min(sequence_tokens, engine_limit)
+    completions_per_step = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
+    return Batch(
+        num_generations=args.num_generations,
+        micro_batch_completions=args.per_device_train_batch_size,
+        completions_per_step=completions_per_step,
+        generation_completions=args.generation_batch_size,
+        generation_prompts=args.generation_batch_size // args.num_generations,
+        steps_per_generation=args.steps_per_generation,
+        optimizer_steps_per_generation=(
+            args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        ),
+        node_completions=node_completions,
+        groups_per_node=node_completions / args.num_generations,
+        # TRL's sampler lays the copies of a prompt out end to end over the ranks, and ranks are numbered node by node.
+        straddles=num_nodes > 1 and node_completions % args.num_generations != 0,
+        engine_completions=tuple(-(-node_completions // count) for count in engines),
+        prompt_tokens=prompt_tokens,
+        sequence_tokens=sequence_tokens,
+        tokens_per_step=completions_per_step * sequence_tokens,
+        generated_tokens=args.generation_batch_size * min(args.max_completion_length, sequence_tokens),
+    )

@@ -1,0 +1,182 @@
+"""What memory depends on in a model, from its configuration alone: parameters are counted on a meta model.
+
+Counted by identity, so that a tied embedding counts once and fused experts count whole. Accelerate's estimator refuses
+local paths, and DeepSpeed's counts a meta model wrong.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One kind of decoder layer. Elements are counted, not bytes."""
+
+    count: int
+    """How many layers of the model are of this kind."""
+    parameters: int
+    norm_elements: int
+    """Per token: what the norms of the residual stream read."""
+    head_norm_elements: int
+    """Per token: what the norms of queries and keys read; 0 where there are none."""
+    mlp_elements: int
+    """Per token: what the MLP, or the experts that a token is routed to, keep for the backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a causal language model."""
+
+    name: str
+    num_parameters: int
+    """Each tensor once."""
+    tensor_sizes: tuple[tuple[int, int], ...]
+    """(elements, how many parameters have so many), ascending."""
+    largest_layer: int
+    """Parameters of the largest part that is gathered as one: a decoder layer, the embedding or the head."""
+    layers: tuple[LayerShape, ...]
+    hidden_size: int
+    vocab_size: int
+    attention_heads: int
+    key_value_heads: int
+    head_dim: int
+    latent_kv_elements: int | None
+    """Multi-head latent attention: elements per token and layer, in place of keys and values; None: keys and values."""
+    kv_windows: tuple[tuple[int | None, int], ...]
+    """(tokens that a layer remembers, layers); None: the whole sequence."""
+    layers_without_kv: int
+    """Layers with a state of fixed size (linear attention), which is not counted."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def largest_tensor(self) -> int:
+        return self.tensor_sizes[-1][0]
+
+    def sharded_elements(self, world_size: int) -> int:
+        """Elements that a rank holds under ZeRO-3: each parameter is cut into equal parts, the last one padded."""
+        return sum(-(-size // world_size) * count for size, count in self.tensor_sizes)
+
+    def elements_up_to(self, threshold: int) -> int:
+        """Elements in all parameters of at most `threshold` elements."""
+        return sum(size * count for size, count in self.tensor_sizes if size <= threshold)
+
+
+def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of the causal language model that `config` describes, in a fraction of a second and without memory.
+
+    Raises ValueError for a model that is none, or has no attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        raise ValueError(f"{name} is a {config.model_type} without attention heads: its memory cannot be estimated")
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    sizes = Counter(parameter.numel() for parameter in model.parameters())  # a tied parameter comes once
+    decoder = decoder_layers(model)
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    in_layers = {id(module) for layer in decoder for module in layer.modules()}
+    outside = [
+        sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        for module in model.modules()
+        if id(module) not in in_layers
+    ]
+    kinds = Counter(_layer_shape(layer, text, heads * head_dim, key_value_heads * head_dim) for layer in decoder)
+    windows, without_kv = _kv_windows(text, len(decoder))
+    latent = getattr(text, "kv_lora_rank", None)
+    return ModelShape(
+        name=name,
+        num_parameters=sum(size * count for size, count in sizes.items()),
+        tensor_sizes=tuple(sorted(sizes.items())),
+        largest_layer=max([*outside, *(parameters for parameters, *_ in kinds)]),
+        layers=tuple(
+            LayerShape(
+                count=count,
+                parameters=parameters,
+                norm_elements=norms,
+                head_norm_elements=head_norms,
+                mlp_elements=mlp,
+            )
+            for (parameters, norms, head_norms, mlp), count in kinds.items()
+        ),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        attention_heads=heads,
+        key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        latent_kv_elements=None if latent is None else latent + getattr(text, "qk_rope_head_dim", 0),
+        kv_windows=windows,
+        layers_without_kv=without_kv,
+    )
+
+
+def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
+    """Parameters of a reward model, which scores a sequence: no language head, one label."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the module list that holds the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
+
+
+def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> tuple[int, int, int, int]:
+    """(parameters, norm_elements, head_norm_elements, mlp_elements) of one layer."""
+    norms = head_norms = 0
+    for name, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" not in type(module).__name__ or weight is None:
+            continue
+        if name.endswith(("q_norm", "k_norm")) and weight.numel() not in (query_size, key_size):
+            head_norms += query_size if name.endswith("q_norm") else key_size  # one norm, applied to every head
+        else:
+            norms += weight.numel()
+    is_sparse = any("Experts" in type(m).__name__ or n.endswith("experts") for n, m in layer.named_modules())
+    return sum(p.numel() for p in layer.parameters()), norms, head_norms, _mlp_elements(text, is_sparse=is_sparse)
+
+
+def _mlp_elements(text: Any, *, is_sparse: bool) -> int:
+    """A gated MLP of width f keeps the gate, its activation, the other half and their product: 4 f per token.
+
+    Experts do so for each token that is routed to them, and keep its input and output as well (the gather before and
+    the weighting after them).
+    """
+    if not is_sparse:
+        return 4 * text.intermediate_size
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", None) or width * (
+        getattr(text, "n_shared_experts", None) or 0
+    )
+    return text.num_experts_per_tok * (4 * width + 2 * text.hidden_size) + 4 * shared
+
+
+def _kv_windows(text: Any, num_layers: int) -> tuple[tuple[tuple[int | None, int], ...], int]:
+    """(tokens remembered, layers) of the layers that have keys and values, and how many layers have none."""
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        slides = window is not None and getattr(text, "use_sliding_window", True)
+        types = ["sliding_attention" if slides else "full_attention"] * num_layers
+    chunk = getattr(text, "attention_chunk_size", None)
+    remembered = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    windows = Counter(remembered[kind] for kind in types if kind in remembered)
+    return tuple(windows.items()), sum(kind not in remembered for kind in types)

@@ -1,0 +1,218 @@
+"""The formulae of `grpo plan`: parameters, ZeRO states, activations, KV cache, push, by hand and against autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from grpo.planning.batch import plan_batch
+from grpo.planning.engine_memory import engine_memory
+from grpo.planning.job import EngineSettings, best_layout
+from grpo.planning.memory_budget import GIB, readable
+from grpo.planning.model_shape import ModelShape, shape_of
+from grpo.planning.push_cost import push_costs
+from grpo.planning.training_memory import activation_lines, logits_line, saved_bytes_per_token
+from grpo.planning.zero_memory import read_sharding, states_of
+from tests.tiny_models import FAMILIES, tiny_config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_by_identity(family: str) -> None:
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config)
+    unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    shape = shape_of(config, family)
+    assert shape.num_parameters == sum(unique.values())
+    assert sum(count for _, count in shape.tensor_sizes) == len(unique)
+    head = config.vocab_size * config.hidden_size
+    listed = sum(value.numel() for value in model.state_dict().values())
+    assert listed - shape.num_parameters == (head if config.tie_word_embeddings else 0)
+    for world_size in (1, 2, 7):
+        held = [-(-size // world_size) for size in unique.values()]
+        assert shape.sharded_elements(world_size) == sum(held)
+    assert shape.num_layers == config.num_hidden_layers
+
+
+def test_fused_experts_count_whole() -> None:
+    shape = shape_of(tiny_config("qwen3-moe"), "moe")
+    assert shape.largest_tensor == 512 * 128  # the embedding, as large as all experts' gate and up: 4 x 2 x 64 x 128
+    (layer,) = shape.layers
+    assert layer.parameters > 4 * 3 * 64 * 128
+    assert layer.mlp_elements == 2 * (4 * 64 + 2 * 128)  # two experts per token
+
+
+def saved_by_autograd(config: PretrainedConfig, dtype: torch.dtype, sequences: int, tokens: int) -> int:
+    """Bytes that the decoder keeps for the backward, each storage once; parameters are not counted."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    mask = torch.ones(sequences, tokens, dtype=torch.long)
+    mask[0, :5] = 0  # padding, as in a real batch: without it transformers leaves the mask out
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=mask, attention_mask=mask, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
+    sequences, tokens = 2, 128
+    few, many = tiny_config(family), tiny_config(family)
+    many.num_hidden_layers = 2 * few.num_hidden_layers
+    if getattr(many, "layer_types", None):
+        many.layer_types = few.layer_types * 2
+    difference = saved_by_autograd(many, dtype, sequences, tokens) - saved_by_autograd(few, dtype, sequences, tokens)
+    (layer,) = (shape := shape_of(few, family)).layers
+    estimate = layer.count * saved_bytes_per_token(
+        shape, layer, dtype_bytes=dtype.itemsize, sequence_tokens=tokens, flash_attention=False
+    )
+    assert estimate * sequences * tokens == pytest.approx(difference, rel=0.12)
+
+
+def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
+    shape = shape_of(tiny_config("llama-untied"), "llama")
+    (layer,) = shape.layers
+    one = saved_bytes_per_token(shape, layer, dtype_bytes=2, sequence_tokens=100, flash_attention=True)
+    # two norms of 128, queries and result of 128, keys and values of 64, four heads, an MLP of 256
+    assert one == 8 * 2 * 128 + 2 * (2 * 128 + 2 * 64) + 4 * 4 + 2 * 4 * 256
+    lines = activation_lines(
+        shape, dtype_bytes=2, sequences=3, sequence_tokens=100, checkpointing=True, flash_attention=True
+    )
+    by_key = {line.key: line for line in lines}
+    assert by_key["activations_checkpointed"].num_bytes == 300 * (2 * 128 * 2 + one)
+    assert by_key["activations"].num_bytes == 300 * 2 * one
+    assert [line.counted for line in lines] == [True, False]
+
+
+def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
+    shape = shape_of(tiny_config("llama-untied"), "llama")
+    line = logits_line(shape, dtype_bytes=2, sequences=8, completion_tokens=1024)
+    assert line.num_bytes == 4096 * 32768 * 2 + 8192 * 128 * 8 + 512 * 128 * 6
+
+
+@pytest.mark.parametrize(
+    ("zero", "dtype_bytes", "per_parameter"),
+    [
+        ({"stage": 3}, 2, 16 / 4),
+        ({"stage": 3}, 4, 20 / 4),
+        ({"stage": 2}, 2, 2 + 14 / 4),
+        ({"stage": 1}, 2, 4 + 12 / 4),
+        ({"stage": 0}, 2, 16),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, 2 / 4),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 2, 0),
+    ],
+)
+def test_states_of_each_stage(zero: dict[str, Any], dtype_bytes: int, per_parameter: float) -> None:
+    shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
+    sharding = read_sharding(zero, hidden_size=128)
+    states = states_of(shape, sharding, world_size=4, dtype_bytes=dtype_bytes)
+    assert states.device_bytes == pytest.approx(per_parameter * shape.num_parameters, rel=1e-3)
+
+
+def test_auto_is_filled_from_the_hidden_size() -> None:
+    zero = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": 1e9,
+    }
+    sharding = read_sharding(zero | {"sub_group_size": 1e9, "offload_optimizer": {"device": "auto"}}, hidden_size=128)
+    assert (sharding.reduce_bucket_size, sharding.param_persistence_threshold) == (128**2, 1280)
+    assert (sharding.sub_group_size, sharding.offload_optimizer) == (10**9, "none")
+
+
+def sequences_of(shape: ModelShape, size: int, tokens: int, **kwargs: Any) -> int:
+    return engine_memory(
+        shape,
+        tensor_parallel_size=size,
+        dtype_bytes=2,
+        sequence_tokens=tokens,
+        utilization=0.9,
+        capacity_bytes=80 * GIB,
+        engine_kwargs={"kv_cache_memory_bytes": 2**20, **kwargs},
+    ).sequences_at_once
+
+
+def test_kv_cache_of_blocks_heads_and_windows() -> None:
+    llama = shape_of(tiny_config("llama-untied"), "llama")  # 2 layers, 2 key-value heads of 32
+    assert sequences_of(llama, 1, 100) == 2**20 // (112 * 2 * 2 * 2 * 32 * 2)  # 100 tokens take 7 blocks of 16
+    assert sequences_of(llama, 2, 100) == 2**20 // (112 * 2 * 2 * 1 * 32 * 2)
+    assert sequences_of(llama, 4, 100) == sequences_of(llama, 2, 100)  # heads are copied, not cut
+    assert sequences_of(llama, 1, 100, kv_cache_dtype="fp8") == 2**20 // (112 * 2 * 2 * 2 * 32)
+    config = tiny_config("gemma2-tied")  # one layer slides over 32 tokens, one remembers all
+    config.sliding_window = 32
+    assert sequences_of(shape_of(config, "gemma2"), 1, 96) == 2**20 // ((32 + 96) * 2 * 2 * 32 * 2)
+
+
+def test_only_the_gather_crosses_the_network() -> None:
+    one, two, four = push_costs(
+        10**9,
+        ranks_per_node=4,
+        zero3=True,
+        trainer_dtype_bytes=4,
+        engine_dtype_bytes=2,
+        network_gbps=100,
+        nvlink_gbps=1000,
+        node_counts=(1, 2, 4),
+    )
+    assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 2 * 10**9, 3 * 10**9]
+    assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
+    assert one.gather_s == pytest.approx(3e9 * 8 / 1000e9)  # three quarters of 4 GB inside the node
+    assert four.gather_s == pytest.approx(3e9 * 8 / 100e9)
+    assert one.push_s == four.push_s == pytest.approx(2e9 * 8 / 1000e9)
+
+
+def test_best_layout_keeps_to_the_tensor_parallel_size() -> None:
+    settings = EngineSettings(
+        reserved_gpus=None,
+        tensor_parallel_size=2,
+        engines_per_node=None,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+    )
+    best = best_layout((8, 8, 7, 8), settings)
+    assert best is not None
+    # no number of ranks leaves an even number of 8 and of 7 GPUs, so 2 are reserved on each and one stays idle
+    assert (best.ranks_per_node, best.vllm_reserved_gpus, best.reserved, best.idle) == (
+        5,
+        2,
+        (2, 2, 2, 2),
+        (1, 1, 0, 1),
+    )
+    assert best_layout((2, 2), settings) is None
+
+
+def test_batch_of_several_steps_per_generation() -> None:
+    class Settings:
+        num_generations, per_device_train_batch_size, gradient_accumulation_steps = 4, 6, 2
+        generation_batch_size, steps_per_generation, num_iterations = 2 * 6 * 4, 4, 3
+        max_completion_length = 100
+
+    batch = plan_batch(
+        Settings,  # type: ignore[arg-type]
+        ranks_per_node=1,
+        engines=[2, 1],
+        prompt_tokens=50,
+        engine_limit=120,
+    )
+    assert (batch.completions_per_step, batch.generation_completions, batch.generation_prompts) == (24, 48, 12)
+    assert batch.optimizer_steps_per_generation == 6  # 4 micro-batches, 2 of them a step, each trained on 3 times
+    assert (batch.node_completions, batch.groups_per_node, batch.straddles) == (24, 6, False)
+    assert batch.engine_completions == (12, 24)
+    assert (batch.sequence_tokens, batch.tokens_per_step, batch.generated_tokens) == (120, 24 * 120, 48 * 100)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(512, "512 B"), (671_088, "655 KiB"), (1.5 * GIB, "1.50 GiB"), (18.44 * GIB, "18.4 GiB"), (131 * GIB, "131 GiB")],
+)
+def test_sizes_have_three_digits(num_bytes: float, text: str) -> None:
+    assert readable(num_bytes) == text
