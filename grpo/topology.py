@@ -10,7 +10,7 @@ import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grpo.launch_request import (
@@ -20,6 +20,7 @@ from grpo.launch_request import (
     multiples_around,
     parent_argv,
 )
+from grpo.same_everywhere import check_same, read_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class NodeTopology(Launch):
     """The devices of each engine of this node, `tensor_parallel_size` of them; on CPU an empty tuple per engine."""
     tensor_parallel_size: int
     """Devices per engine; on CPU, worker processes per engine."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Versions and variables that must be the same everywhere, by name."""
 
     @property
     def is_local_main(self) -> bool:
@@ -330,6 +333,8 @@ def check_nodes(topologies: Sequence[NodeTopology]) -> None:
                 f"rank {topology.rank} is local rank {topology.local_rank} of node {topology.node}, but ranks must be "
                 f"numbered node by node, {local_world_size} on each: start the job with accelerate or torchrun"
             )
+    places = [f"node {topology.node} (host {topology.host})" for topology in topologies]
+    check_same([dict(topology.settings) for topology in topologies], places)
     same_on_all_ranks("vllm_tensor_parallel_size", "tensor_parallel_size", "set the same value everywhere")
     same_on_each_node(
         "the list of visible GPUs",
@@ -379,7 +384,7 @@ def read_topology(
         import torch
 
         devices = device_tokens(env, torch.cuda.device_count())
-    return plan_node(
+    topology = plan_node(
         launch,
         devices,
         reserved_gpus=reserved_gpus,
@@ -388,3 +393,4 @@ def read_topology(
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
     )
+    return replace(topology, settings=read_settings(env))

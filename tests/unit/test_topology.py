@@ -5,11 +5,13 @@ import pickle
 import sys
 import warnings
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from grpo.launch_request import accelerate_request, check_accelerate_request, parent_argv
+from grpo.same_everywhere import read_settings
 from grpo.topology import (
     Launch,
     check_nodes,
@@ -432,3 +434,22 @@ def test_read_topology_looks_at_accelerate(monkeypatch):
     with pytest.raises(ValueError, match="28 or 32"):
         read_topology(use_cpu=True, env=torchrun_env(0, 28, 7), **SETTINGS)
     assert read_topology(use_cpu=True, env={}, **SETTINGS).num_engines == 1
+
+
+def test_nodes_with_other_versions_or_variables_are_named():
+    settings = (("NCCL_P2P_DISABLE", "1"), ("torch", "2.13.0"))
+    topologies = change(job((8, 8), ranks=2), range(4), settings=settings)
+    check_nodes(topologies)
+    message = r"torch: 2\.13\.0 on node 0 \(host h0\); 2\.12\.1 on node 1 \(host h1\)"
+    with pytest.raises(ValueError, match=message):
+        check_nodes(change(topologies, range(2, 4), settings=(*settings[:1], ("torch", "2.12.1"))))
+    with pytest.raises(ValueError, match=r"NCCL_NET: none on node 0 .*; IB on node 1"):
+        check_nodes(change(topologies, range(2, 4), settings=(*settings, ("NCCL_NET", "IB"))))
+
+
+def test_settings_that_are_a_nodes_own_matter_are_not_compared():
+    own = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_FILE": "x", "GLOO_SOCKET_IFNAME": "eth1", "A": "b"}
+    settings = dict(read_settings({**own, "NCCL_NET": "IB"}))
+    assert settings["NCCL_NET"] == "IB"
+    assert settings["torch"] == version("torch")
+    assert not own.keys() & settings.keys()

@@ -1,0 +1,161 @@
+"""What earlier jobs left on a node: shared memory, engines' folders, and a build lock that stops every later job.
+
+Reported with the command that removes it; nothing is removed here. Of other users' processes not everything can be
+seen, so only files of this user are judged.
+"""
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from grpo.doctor.records import Finding, Status
+
+MIB, GIB = 1 << 20, 1 << 30
+# vLLM's CPU workers, Python's shared memory (vLLM's message queues), semaphores, NCCL between GPUs of a node
+_SEGMENTS = ("vllm_dist_*", "psm_*", "sem.mp-*", "nccl-*")
+_YOUNG_S = 60.0  # its owner may not have opened it yet
+_LONGEST_BUILD_S = 900.0  # nvcc takes minutes for DeepSpeed's larger extensions
+_SHOWN = 4  # paths per finding
+
+
+def _own_processes() -> Iterator[Path]:
+    return (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
+
+
+def _shown(paths: list[Path]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(str(path) for path in paths[:_SHOWN]) + more
+
+
+def _remove(paths: list[Path], command: str = "rm") -> str:
+    return f"{command} {shlex.join(str(path) for path in paths)}"
+
+
+# -- shared memory ------------------------------------------------------------------------------------------------
+
+
+def orphaned_segments(folder: Path = Path("/dev/shm")) -> list[Path]:
+    """Segments of the kinds that our processes make, of this user, that no process visible here has mapped or open."""
+    orphans: dict[int, Path] = {}
+    for pattern in _SEGMENTS:
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if path.stat().st_uid == os.getuid() and _age_s(path) > _YOUNG_S:
+                    orphans[path.stat().st_ino] = path
+    for process in _own_processes() if orphans else ():
+        with contextlib.suppress(OSError):  # ended, or another user's
+            # By inode: a semaphore's maker has it mapped under the name that it had before it was linked in place.
+            for mapping in (process / "maps").read_text().splitlines():
+                if f"{folder}/" in mapping:
+                    orphans.pop(int(mapping.split()[4]), None)
+            for descriptor in (process / "fd").iterdir():
+                orphans.pop(descriptor.stat().st_ino, None)
+    return sorted(orphans.values())
+
+
+def check_shared_memory(*, has_gpus: bool, folder: Path = Path("/dev/shm")) -> list[Finding]:
+    """Room in /dev/shm, where NCCL's and vLLM's processes of a node talk, and what ended jobs left in it."""
+    stat = os.statvfs(folder)
+    free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    findings = []
+    if free < GIB:
+        findings.append(
+            Finding(
+                check="/dev/shm",
+                status=Status.FAIL if has_gpus and free < 128 * MIB else Status.WARN,
+                message=f"{free / MIB:.0f} of {size / MIB:.0f} MiB free",
+                fix="start the container with --ipc=host or --shm-size=16g (Kubernetes: an emptyDir with medium: "
+                "Memory at /dev/shm)",
+            )
+        )
+    if orphans := orphaned_segments(folder):
+        held = sum(path.stat().st_size for path in orphans if path.exists())
+        findings.append(
+            Finding(
+                check="/dev/shm",
+                status=Status.WARN,
+                message=f"{len(orphans)} segments ({held / MIB:.0f} MiB) that no process here holds: {_shown(orphans)}",
+                fix=f"if no other container uses this /dev/shm: {_remove(orphans)}",
+            )
+        )
+    if not findings:
+        message = f"{free / GIB:.1f} of {size / GIB:.1f} GiB free, nothing left in it"
+        findings.append(Finding(check="/dev/shm", status=Status.PASS, message=message))
+    return findings
+
+
+# -- engines' folders ---------------------------------------------------------------------------------------------
+
+
+def abandoned_engine_folders(folder: Path) -> list[Path]:
+    """This user's `grpo-engine-*` in `folder` that no living process has in its environment."""
+    candidates = []
+    for path in folder.glob("grpo-engine-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid() and _age_s(path) > _YOUNG_S:
+                candidates.append(path)
+    for process in _own_processes() if candidates else ():
+        with contextlib.suppress(OSError):  # ended, or another user's
+            # An engine and all that it starts have the folder as TMPDIR and as GRPO_ENGINE_FOLDER.
+            environment = (process / "environ").read_bytes()
+            candidates = [path for path in candidates if os.fsencode(path) not in environment]
+    return sorted(candidates)
+
+
+def check_engine_folders(folder: Path) -> Finding:
+    abandoned = abandoned_engine_folders(folder)
+    if not abandoned:
+        return Finding(check="engine folders", status=Status.PASS, message=f"none abandoned in {folder}")
+    return Finding(
+        check="engine folders",
+        status=Status.WARN,
+        message=f"{len(abandoned)} whose engine is gone: {_shown(abandoned)}",
+        fix=_remove(abandoned, "rm -r"),
+    )
+
+
+# -- build locks --------------------------------------------------------------------------------------------------
+
+
+def extension_locks(env: Mapping[str, str], home: Path) -> list[Path]:
+    """Lock files of torch's extension builds: <root>/<extension>/lock, below the default root per Python and CUDA."""
+    root = Path(env.get("TORCH_EXTENSIONS_DIR") or home / ".cache" / "torch_extensions")
+    return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
+
+
+def _is_open_here(path: Path) -> bool:
+    inode, device = path.stat().st_ino, path.stat().st_dev
+    for process in _own_processes():
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                found = descriptor.stat()
+                if (found.st_ino, found.st_dev) == (inode, device):
+                    return True
+    return False
+
+
+def check_extension_locks(env: Mapping[str, str], home: Path) -> list[Finding]:
+    """A build that was killed leaves its lock, and every later job waits for it without end (torch's FileBaton)."""
+    findings = []
+    for lock in extension_locks(env, home):
+        try:
+            building, age_s = _is_open_here(lock), _age_s(lock)
+        except FileNotFoundError:
+            continue  # released while we looked
+        if building:
+            status, message, fix = Status.PASS, f"{lock}: a build is running", ""
+        elif age_s > _LONGEST_BUILD_S:
+            status, message = Status.FAIL, f"{lock} is {age_s / 60:.0f} minutes old and no process here builds"
+            fix = f"{_remove([lock])}, or every job that needs this extension waits without end"
+        else:
+            status, message = Status.WARN, f"{lock} is {age_s:.0f} s old and no process here builds"
+            fix = f"unless another node that shares this folder is building: {_remove([lock])}"
+        findings.append(Finding(check="build locks", status=status, message=message, fix=fix))
+    return findings or [Finding(check="build locks", status=Status.PASS, message="none")]

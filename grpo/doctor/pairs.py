@@ -1,0 +1,58 @@
+"""Finding the slow node: rounds of disjoint pairs of nodes, and what their figures say. Pure functions."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SLOW = 0.7  # of the reference; figures of healthy links vary by a tenth or two
+MAX_ROUNDS = 7  # enough partners to tell a slow node from a slow partner, on any number of nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSpeed:
+    """What two nodes exchanged while other pairs did the same."""
+
+    nodes: tuple[int, int]
+    gb_per_s: float
+    """In each direction, all ranks of a node together; 1 GB is 1e9 bytes."""
+
+
+def pair_rounds(num_nodes: int, max_rounds: int = MAX_ROUNDS) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs in which no pair comes twice (the circle method of a tournament).
+
+    With an odd number one node rests in each round. All rounds together hold every pair, unless `max_rounds` ends them.
+    """
+    players: list[int | None] = list(range(num_nodes))
+    if num_nodes % 2:
+        players.append(None)
+    rounds = []
+    for _ in range(min(len(players) - 1, max_rounds)):
+        half = len(players) // 2
+        facing = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def find_slow(speeds: Sequence[PairSpeed]) -> tuple[dict[int, float], list[PairSpeed]]:
+    """The slow nodes with their best figure, and the slow pairs that no slow node explains.
+
+    A node is as fast as its best pair: a healthy node has at least one healthy partner. The reference is the median of
+    the nodes' figures, the upper one of two. With two nodes there is one figure and nothing to compare it with.
+    """
+    best: dict[int, float] = {}
+    for speed in speeds:
+        for node in speed.nodes:
+            best[node] = max(best.get(node, 0.0), speed.gb_per_s)
+    slow = below_reference(best)
+    reference = statistics.median_high(best.values()) if best else 0.0
+    pairs = [s for s in speeds if s.gb_per_s < SLOW * reference and not slow.keys() & set(s.nodes)]
+    return slow, pairs
+
+
+def below_reference(figures: Mapping[int, float]) -> dict[int, float]:
+    """Those below `SLOW` of the median, the upper one of two."""
+    if not figures:
+        return {}
+    reference = statistics.median_high(figures.values())
+    return {node: figure for node, figure in figures.items() if figure < SLOW * reference}

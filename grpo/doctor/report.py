@@ -1,0 +1,142 @@
+"""One node examines itself. Every check has a deadline: a hanging file system or driver becomes a finding."""
+
+import platform
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.doctor import gpus, installation, leftovers, network, storage
+from grpo.doctor.deadline import within
+from grpo.doctor.records import Finding, NodeReport, Status
+
+CHECK_S = 20.0  # for one check; nvidia-smi takes up to 10 s on a node without its persistence daemon
+_CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there
+
+Part = tuple[Sequence[Finding], Mapping[str, Any]]
+"""What one check finds, and the fields of the report that it fills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the person asked to be checked; None: not asked for."""
+
+    gpus_per_node: int | None
+    output_dir: Path | None
+    model: str | None
+    """A folder, or a name on the hub."""
+    dataset: str | None
+    """A path, or a name on the hub."""
+
+
+def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[str]) -> NodeReport:
+    """This node's report, without what needs the store. Takes seconds, and never longer than its checks' deadlines.
+
+    Args:
+        peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
+    """
+    home = Path.home()
+    variables = {name: value for name, value in sorted(env.items()) if name.startswith(("NCCL_", "GLOO_"))}
+    fields: dict[str, Any] = {}
+    checks: dict[str, Callable[[], Part]] = {
+        "versions": _installation,
+        "gpus": lambda: _gpus(asked.gpus_per_node, env.get("CUDA_VISIBLE_DEVICES")),
+        "network": lambda: _network(variables, peers),
+        "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
+        "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
+        "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
+        "open files": lambda: ([storage.check_open_files()], {}),
+    }
+    if (output_dir := asked.output_dir) is not None:
+        checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
+    if (model := asked.model) is not None:
+        checks["model"] = lambda: ([storage.check_model_cache(model, env, home)], {})
+    if (dataset := asked.dataset) is not None:
+        checks["dataset"] = lambda: ([storage.check_dataset_cache(dataset, env, home)], {})
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        found, filled = _with_deadline(name, check)
+        findings += found
+        fields.update(filled)
+    return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), variables=variables, **fields)
+
+
+def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
+    try:
+        return within(CHECK_S, check)
+    except TimeoutError as error:
+        fix = "look for a mount or a driver that hangs: df, nvidia-smi, dmesg"
+        return [Finding(check=name, status=Status.FAIL, message=str(error), fix=fix)], {}
+    except (OSError, ValueError, subprocess.SubprocessError, metadata.PackageNotFoundError) as error:
+        message = f"could not be checked: {type(error).__name__}: {error}"
+        return [Finding(check=name, status=Status.WARN, message=message, fix="mend that, and run again")], {}
+
+
+def _installation() -> Part:
+    always, engines = installation.tested_requirements()
+    python, folder = platform.python_version(), Path(__file__).parent.parent
+    findings = installation.check_versions(
+        always,
+        engines,
+        python=python,
+        requires_python=metadata.metadata("grpo")["Requires-Python"] or "",
+        installed=installation.installed_version,
+    )
+    return findings, {
+        "versions": {"python": python, **installation.versions_to_compare([*always, *engines])},
+        "commit": installation.commit_of(folder),
+        "code_digest": installation.code_digest(folder),
+    }
+
+
+def _gpus(asked: int | None, visible_devices: str | None) -> Part:
+    seen = torch.cuda.device_count()
+    found, processes = gpus.query_gpus()
+    visible = gpus.visible_gpus(found, visible_devices)
+    count = gpus.check_gpu_count(
+        seen=seen,
+        asked=asked,
+        gpus=visible,
+        torch_version=torch.__version__,
+        cuda_build=torch.version.cuda is not None,
+    )
+    findings = [count, *gpus.check_gpu_memory(visible, processes)]
+    return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
+
+
+def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:
+    up = network.read_interfaces()
+    routes = (network.route_to(peer, up) for peer in peers)
+    interface, source = next((route for route in routes if any(route)), ("", ""))
+    ports = network.read_fabric()
+    findings = [
+        *network.check_interface_names(variables, [interface.name for interface in up], interface),
+        network.check_fabric(ports, variables),
+    ]
+    return findings, {
+        "network": network.network_identity(),
+        "own_address": network.address_of(socket.gethostname()),
+        "route_interface": interface,
+        "route_source": source,
+        "infiniband": tuple(sorted({port.device for port in ports if port.state == "ACTIVE"})),
+    }
+
+
+def find_shared_file(path: Path, text: str) -> bool:
+    """Whether the file that the head wrote shows up here, within the time that a network file system may take."""
+    deadline = time.monotonic() + _CACHING_S
+    while True:
+        try:
+            found = within(_CACHING_S, lambda: storage.sees_file(path, text))
+        except TimeoutError:
+            return False
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)

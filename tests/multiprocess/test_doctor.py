@@ -1,0 +1,173 @@
+"""Doctors as people start them: one process per node, here all on one machine, each with a name of its own."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, free_port
+
+DEADLINE_S = 60
+DOCTOR = [sys.executable, "-m", "grpo.cli", "doctor"]
+
+
+class Started:
+    """One started process, its output in a file."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        self.started = time.monotonic()
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "NCCL_", "GLOO_"))}
+        home = log.parent / "home"  # no build lock or cache of whoever runs the tests
+        home.mkdir(exist_ok=True)
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=log.parent,
+                start_new_session=True,
+                env={**clean, "HOME": str(home), "COLUMNS": "200", **env},
+            )
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, output, and seconds that it took."""
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            raise AssertionError(f"still runs after {DEADLINE_S} s:\n{self.log.read_text()}") from None
+        return code, self.log.read_text(), time.monotonic() - self.started
+
+
+def doctor(name: str, folder: Path, port: int, *options: str, env: dict[str, str] | None = None) -> Started:
+    command = [*DOCTOR, "--nodes", "a,b", "--node-name", name, "--head", "127.0.0.1", "--port", str(port), *options]
+    return Started(command, folder / f"{name}-{port}.log", env or {})
+
+
+def test_two_doctors_agree(tmp_path: Path) -> None:
+    port, output = free_port(), tmp_path / "runs" / "not-there-yet"
+    options = ("--output-dir", str(output), "--json")
+    ends = [started.end() for started in [doctor(name, tmp_path, port, *options) for name in "ba"]]
+    (code_b, output_b, _), (code_a, output_a, _) = ends
+    assert (code_a, code_b) == (0, 0), output_a + output_b
+    verdict = json.loads(output_a)
+    status = {finding["check"]: finding["status"] for finding in verdict["findings"]}
+    assert verdict["nodes"] == ["a", "b"]
+    for check in ("join", "versions", "same versions", "same code", "own address", "clock", "shared output"):
+        assert status[check] == "PASS", output_a
+    assert [report["node"] for report in verdict["reports"]] == ["a", "b"]
+    assert re.search(rf"on b: {verdict['status']}; the table is in the output of a", output_b)
+    assert not list(tmp_path.glob(".grpo-doctor-*"))
+
+
+def test_whoever_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    """Without the other node, without the head, and with something silent in the head's place."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    without_b = doctor("a", tmp_path, free_port(), "--join-timeout", "5")
+    without_a = doctor("b", tmp_path, free_port(), "--join-timeout", "5")
+    no_doctor = doctor("b", tmp_path, silent.getsockname()[1], "--join-timeout", "5")
+
+    code, output, seconds = without_b.end()
+    assert code == 1, output
+    assert "b did not come within 5 s" in output
+    assert seconds < 25
+
+    code, output, seconds = without_a.end()
+    assert code == 1, output
+    assert re.search(r"the head a \(127\.0\.0\.1:\d+\) did not come within 5 s: Connection refused", output), output
+    assert seconds < 25
+
+    code, output, _ = no_doctor.end()
+    silent.close()
+    assert code == 1, output
+    assert "is not the doctor of the head a" in output
+
+
+def test_a_node_with_another_version_or_a_wrong_interface_is_named(tmp_path: Path) -> None:
+    metadata = tmp_path / "old" / "accelerate-1.14.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.14.0\n")
+    other = {"PYTHONPATH": str(metadata.parent), "NCCL_SOCKET_IFNAME": "ib9", "NCCL_ALGO": "Ring"}
+    port = free_port()
+    nodes = [doctor("a", tmp_path, port), doctor("b", tmp_path, port, env=other)]
+    (code_a, output_a, _), (code_b, output_b, _) = [node.end() for node in nodes]
+    assert (code_a, code_b) == (1, 1), output_a + output_b
+    lines = [line for line in output_a.splitlines() if "FAIL" in line]
+    for check, seen in {
+        "versions": "accelerate is 1.14.0, tested is ==1.15.0",
+        "same versions": "accelerate: 1.15.0 on a; 1.14.0 on b",
+        "same variables": "NCCL_ALGO: none on a; Ring on b",
+        "interfaces": "NCCL_SOCKET_IFNAME=ib9 selects no interface",
+    }.items():
+        assert any(re.match(rf"\W*{check}\W+FAIL\W+b\W+{re.escape(seen)}", line) for line in lines), output_a
+    assert "FAIL (versions, interfaces, same versions, same variables)" in output_b
+
+
+def test_two_processes_of_one_node_are_told_apart(tmp_path: Path) -> None:
+    port = free_port()
+    a = doctor("a", tmp_path, port)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    twins = [doctor("b", folder, port) for folder in folders]
+    code, output, _ = a.end()
+    assert code == 1, output
+    assert "2 processes came as b" in output
+    assert sorted(twin.end()[0] for twin in twins) == [1, 1]
+    assert any("another process came as b before this one" in twin.log.read_text() for twin in twins)
+
+
+def on_two_nodes(what: list[str], folder: Path) -> list[Started]:
+    """`what` by torchrun, as two nodes of one rank."""
+    port = free_port()
+
+    def command(node: int) -> list[str]:
+        flags = ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+        return [str(BIN / "torchrun"), *flags, "--master_port", str(port), *what]
+
+    return [Started(command(node), folder / f"node{node}.log", {}) for node in range(2)]
+
+
+def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
+    what = ["-m", "grpo.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
+    ends = [node.end() for node in on_two_nodes(what, tmp_path)]
+    output = "".join(end[1] for end in ends)
+    assert [end[0] for end in ends] == [0, 0], output
+    assert re.search(r"across nodes .*all-reduce \d+\.\d+ GB/s, all-gather \d+\.\d+ GB/s over 2 ranks on 2", output), (
+        output
+    )
+    assert re.search(r"one push .*about \d+\.\d s to gather 1\.0 GB", output), output
+    assert re.search(r"pairs of nodes .*\d+\.\d+ GB/s each way", output), output
+
+
+STUCK = """
+import sys, time
+from grpo.doctor import bandwidth
+if bandwidth.read_launch(bandwidth.os.environ).node == 1:
+    bandwidth.{function} = lambda *_: time.sleep(600)
+sys.exit(bandwidth.main(["--size-mb", "1", "--deadline", "5"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "stage"),
+    [("_pair_exchanges", "pairs of nodes: round 1"), ("read_fabric", "collecting the results")],
+    ids=["the others in a collective", "the others at the store"],
+)
+def test_a_node_that_is_stuck_is_named_when_the_time_is_up(function: str, stage: str, tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(function=function))
+    ends = [node.end() for node in on_two_nodes([str(script)], tmp_path)]
+    output = "".join(end[1] for end in ends)
+    assert all(end[0] != 0 for end in ends), output
+    assert re.search(rf"{stage}: no end within 5 s; not there: node 1 \(", output), output
