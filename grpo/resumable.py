@@ -126,7 +126,10 @@ class ResumableTrainer(trl.GRPOTrainer):
                 where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
         """
         if self._job is None:
-            self.open_run(self.args, StopSignals(sigterm=False))
+            # A launcher sends SIGTERM when a rank has failed, and here no watch could tell that from a request.
+            signals = StopSignals(sigterm=False)
+            signals.take()
+            self.open_run(self.args, signals)
         assert self._job is not None
         with self.recording_failures(setting_up=False):
             wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -147,6 +150,7 @@ class ResumableTrainer(trl.GRPOTrainer):
     def _begin(self, checkpoint: Path | None) -> None:
         """Ready the run folder and ourselves for going on after `checkpoint`. Collective."""
         assert self._job is not None
+        self._stop = None
         record = None if checkpoint is None else read_complete(checkpoint)
         self._resumed_step = 0 if record is None else record.step
         if record is not None and (changed := _differences(record.sampling, self._sampling())):

@@ -110,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             run_demo(arguments)
         else:
             run(arguments)
-    except USERS_MISTAKES as error:
-        if output_dir is not None and read_launch(os.environ).rank == 0:
+    except (*USERS_MISTAKES, SystemExit) as error:
+        is_mistake = not isinstance(error, SystemExit) or error.code == 2  # argparse has told why
+        if is_mistake and output_dir is not None and read_launch(os.environ).rank == 0:
             record_mistake(Path(output_dir), os.environ, error)  # a scheduler need not start it again
         raise
 
@@ -119,9 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parses flags over `--config FILE` over defaults, the demo's where no model is named.
 
-    Raises `ValueError` for flags and YAML keys that do not exist.
+    `--resume auto` is short for `--resume_from_checkpoint auto`.
+
+    Raises:
+        ValueError: names the flags and YAML keys that do not exist.
     """
-    argv = _split_config_flag(argv)
+    argv = _spell_out(argv)
     parser = TrlParser((GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
     # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
     peek = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
@@ -305,9 +309,12 @@ def _flag(argv: Sequence[str], name: str) -> str | None:
     return dict(itertools.pairwise(words)).get(f"--{name}")
 
 
-def _split_config_flag(argv: Sequence[str]) -> list[str]:
-    """`--config=FILE` as two words: TRL's parser knows only those."""
-    return [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+def _spell_out(argv: Sequence[str]) -> list[str]:
+    """`--config=FILE` as two words, which TRL's parser wants, and `--resume` as `--resume_from_checkpoint`."""
+    words = [
+        word for arg in argv for word in (arg.split("=", 1) if arg.startswith(("--config=", "--resume=")) else [arg])
+    ]
+    return ["--resume_from_checkpoint" if word == "--resume" else word for word in words]
 
 
 def _unknown_arguments(names: Sequence[str], known: Sequence[str]) -> str:

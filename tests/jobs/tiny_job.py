@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,10 +121,9 @@ trainer = GRPOTrainer(
     args=config,
     train_dataset=Dataset.from_dict({"prompt": numbers}),
 )
-if trainer._local is not None and trainer._local._clients:
-    (out / "ranks" / f"{rank}.json").write_text(
-        json.dumps({"pid": os.getpid(), "hosts": [client.pid for client in trainer._local._clients]})
-    )
+hosts = [client.pid for client in trainer._local._clients or []] if trainer._local is not None else []
+backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+(out / "ranks" / f"{rank}.json").write_text(json.dumps({"pid": os.getpid(), "hosts": hosts, "backend": backend}))
 trainer.train()
 if rank == 0:
     (out / "finished").touch()

@@ -46,7 +46,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["gemma2-tied"], indirect=True)
 def test_tied_head_without_a_module(model: Path, tmp_path: Path) -> None:
-    run(start_tiny_job(model, tmp_path / "out"))
+    """Without NCCL, asked for by name."""
+    job = start_tiny_job(model, tmp_path / "out", config={"ddp_backend": "gloo", "vllm_sync_backend": "shm"})
+    steps = run(job)
+    assert [job.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
+    assert all(line["comm/wait_s"] > 0 for line in steps)
 
 
 @pytest.mark.parametrize("model", ["qwen2-tied"], indirect=True)
@@ -81,4 +85,5 @@ def test_two_nodes_with_a_group_straddling_both(model: Path, tmp_path: Path) -> 
         assert len(set(straddling)) == 4, f"two samples of one group are the same: {straddling}"
         rewards = [sum(ids) % 7 for ids in first["completion_ids"] + second["completion_ids"]]
         assert line["reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)
-    assert {path.name for path in (tmp_path / "out" / "logs").iterdir()} == {"engine-node0-0.log", "engine-node1-0.log"}
+    logs = {path.name for path in (tmp_path / "out" / "logs").iterdir()}
+    assert logs == {f"engine-node{node}-0.attempt-0.log" for node in (0, 1)}

@@ -60,7 +60,7 @@ def seen(out: Path, rank: int) -> list[dict]:
     return [json.loads(line) for line in (out / f"seen-{rank}.jsonl").read_text().splitlines()]
 
 
-def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None:
+def test_three_and_two_and_one_step_are_six(tiny_model: Path, tmp_path: Path) -> None:
     config = {"max_steps": 6, "save_strategy": "no"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expect(run(tiny_model, whole, num_prompts=40, config=config), success=True)
@@ -82,8 +82,13 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
         lines.write('{"step": 4, "reward": 9.0}\n{"step": 5, "rew')  # as a kill after the checkpoint leaves it
 
     resume = {**config, "resume_from_checkpoint": "auto"}
-    output = expect(run(tiny_model, parts, num_prompts=40, attempt=1, config=resume), success=True)
+    output = expect(run(tiny_model, parts, num_prompts=40, attempt=1, config=resume, signal_at=4), success=True)
     assert "goes on after step 3" in output
+    assert (state(parts)["state"], state(parts)["step"], state(parts)["requeue"]) == ("stopped", 5, True)
+    assert not (parts / "weights").exists()
+
+    output = expect(run(tiny_model, parts, num_prompts=40, attempt=2, config=resume), success=True)
+    assert "goes on after step 5" in output
     assert state(parts)["state"] == "finished"
     assert state(parts)["tracker_run"] == stopped["tracker_run"]
     assert steps(parts) == steps(whole)
@@ -152,12 +157,13 @@ def sampled(out: Path, rank: int, step: int) -> list:
 def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(tiny_model: Path, tmp_path: Path) -> None:
     """SIGTERM to all, as `scancel` sends it, in the second generation; then the same prompts and seeds again."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    config = {"max_steps": 3}
+    config = {"max_steps": 3, "ddp_backend": "gloo", "vllm_sync_backend": "shm"}
     uninterrupted = start_tiny_job_by_torchrun(tiny_model, whole, config=config)
     try:
         assert uninterrupted.wait(JOB_S) == [0], uninterrupted.fail("did not finish")
     finally:
         uninterrupted.end()
+    assert [uninterrupted.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
 
     job = start_tiny_job_by_torchrun(
         tiny_model, parts, config=config, hold="second-generation", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}

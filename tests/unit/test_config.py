@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 import trl
 
 from grpo import GRPOConfig
@@ -61,3 +63,20 @@ def test_engine_kwargs_that_another_setting_decides_are_refused_by_name(key: str
 
 def test_engine_kwargs_come_as_json_on_the_command_line() -> None:
     assert GRPOConfig(**CPU, vllm_engine_kwargs='{"max_num_seqs": 32}').vllm_engine_kwargs == {"max_num_seqs": 32}
+
+
+@pytest.mark.parametrize(("launched", "expected"), [(True, ["gloo"]), (False, [])])
+def test_ddp_backend_counts_beside_a_deepspeed_file(
+    launched: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs transformers drops it there: the group has to be there before."""
+    asked: list[str] = []
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda dist_backend, **_: asked.append(dist_backend))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(trl.GRPOConfig, "__post_init__", lambda self: None)
+    monkeypatch.setattr(GRPOConfig, "_check_local", lambda self: None)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name, value in zip(names, "0101", strict=True):
+        monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
+    GRPOConfig(output_dir="unused", deepspeed="configs/zero3.json", ddp_backend="gloo")
+    assert asked == expected

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 import grpo.script
+from grpo.run_folder import read_run_state
 from grpo.script import DEMO_DEFAULTS, demo_summary, load_data, local_data, parse_arguments, run, run_demo
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
@@ -264,3 +265,28 @@ def test_demo_summary_of_few_logs():
     end = {"step": 3, "train_runtime": 1.0}
     assert "reward 0.400 -> 0.400" in demo_summary([{"step": 3, "reward": 0.4, "num_tokens": 9.0}, end])
     assert "none of them logged" in demo_summary([end])
+
+
+def test_resume_can_be_written_short() -> None:
+    assert parse_arguments([*MODEL, "--resume", "auto"]).training.resume_from_checkpoint == "auto"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ["--no_such_flag", "1"],
+        ["--steps_per_generation", "0.5"],
+        [*MODEL, "--reward_funcs", "nowhere.reward"],
+        [*MODEL, "--reward_funcs", "exact_match", "--dataset_name", "./nowhere.jsonl"],
+    ],
+)
+def test_a_mistake_is_written_down_for_the_scheduler(
+    mistake: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_JOB", "17")
+    monkeypatch.setenv("GRPO_ATTEMPT", "0")
+    with pytest.raises((ValueError, ImportError, SystemExit)):
+        grpo.script.main([*mistake, "--output_dir", str(tmp_path / "out")])
+    state = read_run_state(tmp_path / "out")
+    assert state is not None
+    assert (state.state, state.can_heal, state.job) == ("failed", False, "17")
