@@ -28,9 +28,13 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh launch/k8s/node.sh .ci/run
 
+# GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.
 test: lint
+	@$(BIN)/python -m tests.slurm install
 	$(BIN)/python -m pytest
+	@$(BIN)/python -m tests.slurm report
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

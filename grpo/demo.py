@@ -172,10 +172,24 @@ def _build(folder: Path, recipe: dict[str, Any]) -> None:
     """Warms a new model up and saves it with its tokenizer into `folder`, the recipe last."""
     tokenizer = build_demo_tokenizer()
     model, steps, exact_match = _warm_up(tokenizer, recipe)
-    model.save_pretrained(folder)
+    _save_weights(model, folder)
     tokenizer.save_pretrained(folder)
     record = {"fingerprint": _fingerprint(recipe), "recipe": recipe, "steps": steps, "exact_match": exact_match}
     (folder / _RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _save_weights(model: "Qwen3ForCausalLM", folder: Path) -> None:
+    """As `save_pretrained`, which beside a process group lets global rank 0 alone write (transformers 5.17)."""
+    from safetensors.torch import save_file
+
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # tied to the embeddings
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _warm_up(tokenizer: "PreTrainedTokenizerFast", recipe: dict[str, Any]) -> tuple["Qwen3ForCausalLM", int, float]:

@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from types import FrameType
+from typing import Any
 
 from grpo.run_folder import StopRequest
 
@@ -24,7 +25,7 @@ class StopSignals:
         self.request: StopRequest | None = None
         self.is_open = False
         self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
-        self._taken: list[int] = []
+        self._taken: dict[int, Any] = {}  # what was there before, by signal
         self._waker: int | None = None
 
     def take(self, waker: int | None = None) -> None:
@@ -43,9 +44,11 @@ class StopSignals:
                 return
             self._waker = waker
         for number in self._numbers:
-            if signal.getsignal(number) is signal.SIG_DFL:
+            # A launcher that ignores SIGUSR1, so as not to die of it, has its ranks inherit that.
+            free = (signal.SIG_DFL, signal.SIG_IGN) if number == signal.SIGUSR1 else (signal.SIG_DFL,)
+            if (before := signal.getsignal(number)) in free:
                 signal.signal(number, self._handle)
-                self._taken.append(number)
+                self._taken[number] = before
         me = weakref.ref(self)
 
         def in_child() -> None:
@@ -76,9 +79,9 @@ class StopSignals:
         if self._waker is not None:
             signal.set_wakeup_fd(-1)
             self._waker = None
-        for number in self._taken:
+        for number, before in self._taken.items():
             if self.holds(number):
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, before)
         self._taken.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

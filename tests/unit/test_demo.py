@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from grpo import demo
@@ -95,6 +96,17 @@ def test_building_leaves_random_state_and_threads(tmp_path: Path):
     demo.ensure_demo_model(tmp_path / "model", max_steps=1)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
+
+
+def test_every_nodes_local_main_writes_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Beside a process group transformers' own saving writes on global rank 0 alone."""
+    monkeypatch.setattr(transformers.PreTrainedModel, "should_save_on_this_rank", lambda *_: False)
+    folder = demo.ensure_demo_model(tmp_path / "model", max_steps=1)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.dtype == torch.float32
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
 
 
 def test_the_slower_of_two_builders_throws_its_own_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

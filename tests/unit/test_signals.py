@@ -29,6 +29,17 @@ def test_sigusr1_asks_at_any_time(signals: StopSignals) -> None:
     assert signals.request.requeue
 
 
+def test_sigusr1_asks_under_a_launcher_that_ignores_it() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals = StopSignals()
+    signals.take()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signals.request is not None
+    signals.release()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_sigterm_asks_while_training(signals: StopSignals) -> None:
     signals.open()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,172 @@
+"""The templates in launch/ on a real Slurm cluster: two nodes without GPUs, and two whose GPUs are device files."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo.topology import Launch, device_tokens, plan_node
+from tests import slurm
+from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
+
+STUB_PROGRAMS = ("accelerate", "torchrun", "grpo")
+
+
+@pytest.fixture(scope="module")
+def slurm_is_here() -> None:
+    if reason := slurm.why_not():
+        if os.environ.get("GRPO_TEST_SLURM") == "install":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def cluster(slurm_is_here: None) -> Iterator[slurm.Slurm]:
+    with slurm.cluster({"cpu": {"n1": 0, "n2": 0}, "gpu": {"g7": 7, "g8": 8}}) as running:
+        yield running
+
+
+def submit(
+    cluster: slurm.Slurm,
+    template: str,
+    output_dir: Path,
+    path: list[Path],
+    *arguments: str,
+    options: list[str],
+    **env: str,
+) -> str:
+    """The job's id; its own log is `output_dir/slurm.log`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    environment = output_dir / "environment"
+    environment.write_text(f"PATH={':'.join(map(str, path))}:$PATH\n")
+    log = f"--output={output_dir}/slurm.log"
+    command = [log, f"--chdir={ROOT}", *options, str(ROOT / "launch" / template), *arguments]
+    return cluster.submit(
+        *command, env={"GRPO_ENVIRONMENT": str(environment), "GRPO_OUTPUT_DIR": str(output_dir), **env}
+    )
+
+
+def everything_said(output_dir: Path) -> str:
+    logs = [output_dir / "slurm.log", *sorted(output_dir.glob("logs/*.log"))]
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-5000:]}" for log in logs if log.exists())
+
+
+def plan(visible: str, *, ranks: int, node: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(devices, reserved devices) of a node whose ranks see what Slurm has put into CUDA_VISIBLE_DEVICES."""
+    count = len(visible.split(","))  # torch's count, where the devices are real
+    told = Launch(rank=node * ranks, world_size=2 * ranks, local_rank=0, local_world_size=ranks, node=node, num_nodes=2)
+    topology = plan_node(
+        told,
+        device_tokens({"CUDA_VISIBLE_DEVICES": visible}, count),
+        reserved_gpus=None,
+        tensor_parallel_size=1,
+        engines_per_node=None,
+    )
+    return topology.devices, topology.reserved_devices
+
+
+def test_gpus_that_slurm_hands_out(cluster: slurm.Slurm) -> None:
+    with pytest.raises(AssertionError, match="node configuration is not available"):
+        cluster.submit("--partition=gpu", "--nodelist=g7", "--gres=gpu:8", "--wrap=true")
+    # Another job has the first three GPUs of the node, so ours are called 3 to 7.
+    other = cluster.submit("--partition=gpu", "--nodelist=g8", "--gres=gpu:3", "--output=/dev/null", "--wrap=sleep 60")
+    try:
+        cluster.wait_for_state(other, {"RUNNING"}, 20)
+        step = ["srun", "--partition=gpu", "--nodelist=g8", "--gres=gpu:5", "printenv", "CUDA_VISIBLE_DEVICES"]
+        assert plan(cluster.run(*step).strip(), ranks=4) == (("3", "4", "5", "6", "7"), ("7",))
+    finally:
+        cluster.run("scancel", other)
+
+
+def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """Slurm's own signal before the time limit, and an exclusive job that has not asked for its GPUs by number."""
+    programs, output_dir = tmp_path / "bin", tmp_path / "out"
+    programs.mkdir()
+    for name in STUB_PROGRAMS:
+        program = programs / name
+        stub = f'exec {sys.executable} {ROOT}/tests/jobs/stub_launcher.py {name} "$@"'
+        program.write_text("#!/bin/sh\n" + ("exit 0" if name == "grpo" else stub) + "\n")
+        program.chmod(0o755)
+    output_dir.mkdir()
+    (output_dir / "behaviour.json").write_text(json.dumps(["wait", "finish"]))
+    # Slurm looks at time limits twice a minute, so 30 s before the end of a minute is the next time it looks.
+    options = ["--partition=gpu", "--nodes=2", "--time=1", "--signal=B:USR1@30"]
+    job = submit(
+        cluster, "train_torchrun.sbatch", output_dir, [programs, BIN], "--run_name", "two words", options=options
+    )
+    ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 120)
+    said = everything_said(output_dir)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    assert "stopped after step 3 to go on later" in said
+    assert "training has finished" in said
+    launched = {
+        (attempt, node): json.loads((output_dir / f"launched.{attempt}.{node}.json").read_text())
+        for attempt in (0, 1)
+        for node in (0, 1)
+    }
+    for (attempt, _), record in launched.items():
+        assert (record["environment"]["GRPO_JOB"], record["environment"]["GRPO_ATTEMPT"]) == (job, str(attempt))
+        assert "two words" in record["arguments"]
+        assert record["usr1"] == "ignored"
+    # Six ranks on each node: as many as the smaller one holds beside an engine. Each sees all GPUs of its node.
+    visible = [launched[0, node]["environment"]["CUDA_VISIBLE_DEVICES"] for node in (0, 1)]
+    assert plan(visible[0], ranks=6, node=0) == (tuple("0123456"), ("6",))
+    assert plan(visible[1], ranks=6, node=1) == (tuple("01234567"), ("6", "7"))
+    arguments = launched[0, 1]["arguments"]
+    assert arguments[arguments.index("--nproc_per_node") + 1] == "6"
+
+
+@pytest.mark.timeout(1200)
+def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """The demo on two nodes with an engine each: stopped after three of its six steps, it goes on with the fourth."""
+    output_dir, extensions = tmp_path / "out", tmp_path / "torch_extensions"
+    build_extension()
+    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
+    job = submit(
+        cluster,
+        "train.sbatch",
+        output_dir,
+        [BIN],
+        *("--max_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "100"),
+        options=["--partition=cpu", "--nodes=2", "--time=30"],
+        GRPO_CONFIG_FILE="configs/cpu.yaml",
+        TORCH_EXTENSIONS_DIR=str(extensions),
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+    def logged_steps() -> list[int]:
+        metrics = output_dir / "metrics.jsonl"
+        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []  # without one that is being written
+        return [record["step"] for record in map(json.loads, lines) if "reward" in record]
+
+    def third_step() -> bool:
+        assert cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), everything_said(output_dir)
+        return 3 in logged_steps()
+
+    cluster.wait_until(third_step, 600, "no third step")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 400)
+    said = everything_said(output_dir)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    state = json.loads((output_dir / "run_state.json").read_text())
+    assert (state["state"], state["step"], state["attempt"], state["job"]) == ("finished", 6, 1, job), said
+    assert logged_steps() == [1, 2, 3, 4, 5, 6], said
+    logs = output_dir / "logs"
+    for attempt in (0, 1):
+        for node in (0, 1):
+            assert (logs / f"train-node{node}.job-{job}.attempt-{attempt}.log").exists(), said
+            assert list(logs.glob(f"engine-node{node}-0*attempt-{attempt}*")), said
+
+
+@pytest.mark.usefixtures("slurm_is_here")
+def test_the_cluster_leaves_nothing_behind() -> None:
+    with slurm.cluster({"cpu": {"n1": 0}}) as short_lived:
+        short_lived.submit("--partition=cpu", "--output=/dev/null", "--wrap=sleep 600")
+        # munged, slurmctld, slurmd, the job's shell and its sleep
+        short_lived.wait_until(lambda: len(short_lived.processes()) >= 5, 20, "the job does not run")
+    assert not short_lived.processes()
+    assert not short_lived.folder.exists()
