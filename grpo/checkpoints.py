@@ -7,6 +7,7 @@ ranks still write (deepspeed 0.19, transformers 5.17).
 import json
 import os
 import shutil
+import threading
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,9 +34,13 @@ class CompleteRecord:
     """Of the packages that wrote it."""
     sampling: dict[str, int]
     """The settings that say which prompts come at which step."""
+    resumable: bool = True
+    """False when it holds the model alone (`save_only_model`)."""
 
 
-def write_complete(folder: Path, *, step: int, world_size: int, sampling: dict[str, int]) -> None:
+def write_complete(
+    folder: Path, *, step: int, world_size: int, sampling: dict[str, int], resumable: bool = True
+) -> None:
     """Declare `folder` complete, atomically. On global rank 0, once every rank has written all of its files."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     record = CompleteRecord(
@@ -45,13 +50,14 @@ def write_complete(folder: Path, *, step: int, world_size: int, sampling: dict[s
         files=files,
         versions={name: version(name) for name in RECORDED_VERSIONS},
         sampling=sampling,
+        resumable=resumable,
     )
     write_atomically(folder / COMPLETE_FILE, json.dumps(asdict(record), indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part; also after the machine has crashed."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with draft.open("w") as file:
             file.write(text)
@@ -96,16 +102,24 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and what is wrong with each newer one."""
+    """The newest complete checkpoint that can be resumed, and what is wrong with each newer one."""
     passed_over = []
     for folder in checkpoints(output_dir):
         try:
-            read_complete(folder)
+            read_resumable(folder)
         except ValueError as problem:
             passed_over.append(str(problem))
         else:
             return folder, passed_over
     return None, passed_over
+
+
+def read_resumable(folder: Path) -> CompleteRecord:
+    """As `read_complete`; raises ValueError also for one that holds the model alone."""
+    record = read_complete(folder)
+    if not record.resumable:
+        raise ValueError(f"{folder} holds the model alone (save_only_model): training cannot go on from it")
+    return record
 
 
 def choose_checkpoint(wish: str | bool | None, output_dir: Path) -> tuple[Path | None, list[str]]:
@@ -132,7 +146,7 @@ def choose_checkpoint(wish: str | bool | None, output_dir: Path) -> tuple[Path |
             f"resume_from_checkpoint is {wish!r}, but that is no folder: name a checkpoint, or 'auto' for the newest "
             "complete one in output_dir"
         )
-    read_complete(folder)
+    read_resumable(folder)
     return folder, []
 
 
@@ -148,10 +162,10 @@ def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> N
     )
 
 
-def rotate(output_dir: Path, *, limit: int | None, keep: Path | None) -> None:
+def rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> None:
     """Delete the oldest complete checkpoints beyond `limit`, and incomplete ones older than the newest complete one.
 
-    The newest complete one stays whatever the limit says, and so does `keep` (the best).
+    The newest one that can be resumed stays whatever the limit says, and so does `keep`: the best, the newly written.
     """
     if limit is None or limit <= 0:
         return
@@ -165,12 +179,32 @@ def rotate(output_dir: Path, *, limit: int | None, keep: Path | None) -> None:
             complete.append(folder)
     if not complete:
         return
-    newest_step = _step(complete[0])
-    kept = complete[: max(1, limit - (keep is not None and keep in complete[limit:]))]
-    for folder in [*complete[len(kept) :], *(b for b in broken if _step(b) < newest_step)]:
-        if folder != keep:
-            (folder / COMPLETE_FILE).unlink(missing_ok=True)  # what is half deleted is not complete
-            shutil.rmtree(folder, ignore_errors=True)
+    protected = keep | {newest_complete(output_dir)[0]}
+    old = [folder for folder in reversed(complete) if folder not in protected]
+    old = old[: max(0, len(complete) - limit)]
+    for folder in [*old, *(b for b in broken if _step(b) < _step(complete[0]))]:
+        (folder / COMPLETE_FILE).unlink(missing_ok=True)  # what is half deleted is not complete
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(output_dir: Path, *, after_step: int, name: str) -> list[Path]:
+    """Move checkpoints of later steps into `output_dir/name`: another branch of the run, which nobody goes on with.
+
+    They would otherwise be taken for the newest ones, and the new branch's for old ones.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for folder in checkpoints(output_dir):
+        if _step(folder) > after_step:
+            target = output_dir / name / folder.name
+            target.parent.mkdir(exist_ok=True)
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(folder, target)
+            moved.append(target)
+    return moved
 
 
 def _step(folder: Path) -> int:

@@ -243,6 +243,8 @@ class FailureWatch:
         deadline = time.monotonic() + patience_s
         while self.signals.request is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        if self.signals.request is None:
+            self.signals.request = self.signals.look()
         return self.signals.request is not None
 
     def stop(self) -> None:
@@ -266,6 +268,11 @@ class FailureWatch:
         self._excepthook(kind, error, trace)
         if self.record is None and not issubclass(kind, KeyboardInterrupt):
             self.report(self.make_record(error))
+
+    def leave(self) -> None:
+        """This rank is done: its end is no failure, and neither is that of the others."""
+        if self._thread is not None:
+            self._leave()
 
     def _leave(self) -> None:
         """At exit: tell the node's other ranks that this one has not been killed."""

@@ -40,7 +40,7 @@ class JobGroup:
         if self.rank == 0:
             try:
                 answer[0] = decide()
-            except (OSError, ValueError) as problem:
+            except Exception as problem:  # noqa: BLE001  passed on to every rank, which raises it
                 answer[1] = problem
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)

@@ -7,13 +7,11 @@ and a way to ask for one.
 
 import contextlib
 import os
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import trl
 from accelerate.utils import send_to_device
@@ -27,17 +25,20 @@ from grpo.checkpoints import (
     newest_complete,
     read_complete,
     rotate,
+    set_aside,
     write_complete,
 )
 from grpo.failures import USERS_MISTAKES, FailureRecord, GenerationDropped
 from grpo.job_group import JobGroup
-from grpo.run_folder import RunFolder, StopRequest
+from grpo.rank_state import random_states, restore_random_states, shards
+from grpo.run_folder import STATE_FILE, RunFolder, StopRequest
 from grpo.sampler import GenerationSampler
 from grpo.signals import StopSignals
 
 BYTES_PER_PARAMETER = 16  # of a checkpoint: weights, and master weights and two moments in float32
 LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # how long before the end of its time the scheduler says so
 LEAD_MARGIN_S = 60.0
+VISIBLE_S = 60.0  # until rank 0 sees what the others have written
 
 
 class ResumableTrainer(trl.GRPOTrainer):
@@ -71,6 +72,7 @@ class ResumableTrainer(trl.GRPOTrainer):
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
+            signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 
         self.attempt, notes = self._job.by_rank_zero(enter)
@@ -98,8 +100,12 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def record_failure(self, cause: str, *, can_heal: bool) -> None:
         """Write `failed` into the run's state; without effect on other ranks than 0. From any thread."""
-        if self._run is not None:
+        if self._run is None:
+            return
+        try:
             self._run.update(state="failed", why=cause, can_heal=can_heal, requeue=False)
+        except OSError as error:  # a full disk may be the cause: it must not hide it
+            self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
     @contextlib.contextmanager
     def recording_failures(self, *, setting_up: bool) -> Iterator[None]:
@@ -140,24 +146,29 @@ class ResumableTrainer(trl.GRPOTrainer):
             try:
                 output = super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **kwargs)
             except GenerationDropped as dropped:
-                self._stop = StopRequest(why=dropped.why, requeue=True)
+                self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
                 self._save_last_step()
+            try:
+                self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
-                self._signals.close()
-            self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
+                self._signals.close()  # a second SIGTERM is no reason to fail at the end
             return output
 
     def _begin(self, checkpoint: Path | None) -> None:
         """Ready the run folder and ourselves for going on after `checkpoint`. Collective."""
         assert self._job is not None
-        self._stop = None
+        self._stop = self._at_step_end = None
         record = None if checkpoint is None else read_complete(checkpoint)
         self._resumed_step = 0 if record is None else record.step
+        self._complete_step = self._resumed_step
         if record is not None and (changed := _differences(record.sampling, self._sampling())):
             self._say(f"resuming with other settings than the checkpoint's is not exact: {changed}")
 
         def begin() -> str:
             assert self._run is not None
+            name = f"abandoned.attempt-{self._run.previous_attempt}"
+            for folder in set_aside(self._run.path, after_step=self._resumed_step, name=name):
+                self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
             self._run.cut_metrics(self._resumed_step)
             tracker_run = self._run.tracker_run(resumed=record is not None)
             self._run.update(
@@ -197,7 +208,10 @@ class ResumableTrainer(trl.GRPOTrainer):
         return self._sampler
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # accelerate's `set_epoch` does not reach a sampler under a sharded batch sampler (1.15)
+        if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)
+            self.control.should_training_stop = True
+            return
+        # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
         if hasattr(self, "_sampler"):
             self._sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
@@ -207,23 +221,36 @@ class ResumableTrainer(trl.GRPOTrainer):
         """Whether training ends before its last step because somebody asked."""
         return self._stop is not None
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # transformers deletes all but the best checkpoint here, and loads it (5.17): not before a resume.
+        limit, load_best = self.args.save_total_limit, self.args.load_best_model_at_end
+        self.args.save_total_limit = None
+        self.args.load_best_model_at_end = load_best and not self.is_stopping
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit, self.args.load_best_model_at_end = limit, load_best
+
     # -- the end of a step ----------------------------------------------------------------------------------------
 
     @property
-    def _batch_is_used_up(self) -> bool:
-        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+    def _steps_per_batch(self) -> int:
+        """Micro-batches that a generation batch is trained on."""
+        return self.args.steps_per_generation * self.num_iterations
 
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         assert self._job is not None
-        self._at_step_end = {"step": self._step, "rng": _random_states()}
+        before = self._step - self.current_gradient_accumulation_steps
+        self._at_step_end = {"step": self._step, "batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
-            wish = self._signals.request or (self._run.stop_request() if self._run is not None else None)
+            wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
             code = self._job.largest(0 if wish is None else 1 + (not wish.requeue))
             if code:
                 self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
-        if not self._batch_is_used_up:
-            return
+                self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
+        if before // self._steps_per_batch == self._step // self._steps_per_batch:
+            return  # in the middle of a generation batch
         now = time.monotonic()
         if self._batch_begun is not None and now - self._batch_begun > self._longest_batch_s:
             self._longest_batch_s = now - self._batch_begun
@@ -255,17 +282,22 @@ class ResumableTrainer(trl.GRPOTrainer):
             self._run.update(
                 state="finished" if stop is None else "stopped",
                 why="" if stop is None else stop.why,
-                requeue=stop is not None and stop.requeue,
+                requeue=stop is not None and stop.requeue and not self._run.a_person_asks,
                 step=step,
                 checkpoint=None if newest is None else str(newest),
             )
             self._run.answer_requests()
             if stop is not None:
                 self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
+        self._signals.request = None
         if stop is not None:
-            self._job.meet()
             self.close()
+            self._job.meet()
+            self.leave()
             raise SystemExit(0)
+
+    def leave(self) -> None:
+        """This rank is about to end as it should."""
 
     def close(self) -> None:
         """Let another job into the output folder."""
@@ -299,24 +331,31 @@ class ResumableTrainer(trl.GRPOTrainer):
             resumable = not args.save_only_model
         finally:
             args.save_total_limit, args.save_only_model = limit, only_model
+        folder.mkdir(exist_ok=True)  # with save_only_model transformers makes it on rank 0 alone
         torch.save(self._rollout_state(), folder / f"rollout_state_{args.process_index}.pt")
         self._job.meet()
 
         def complete() -> None:
-            missing = [r for r in range(args.world_size) if not (folder / f"rollout_state_{r}.pt").exists()]
-            if missing:
+            deadline = time.monotonic() + VISIBLE_S
+            while missing := [r for r in range(args.world_size) if not (folder / f"rollout_state_{r}.pt").exists()]:
+                if time.monotonic() < deadline:
+                    time.sleep(0.5)  # what a network file system knows of a folder may be some seconds old
+                    continue
                 raise ValueError(
                     f"rank 0 does not see in {folder} what ranks {missing} wrote: put output_dir on a file system that "
                     "all nodes share"
                 )
-            if resumable:
-                write_complete(folder, step=step, world_size=args.world_size, sampling=self._sampling())
+            write_complete(
+                folder, step=step, world_size=args.world_size, sampling=self._sampling(), resumable=resumable
+            )
             best = self.state.best_model_checkpoint
-            rotate(run_dir, limit=limit, keep=None if best is None else Path(best))
-            if self._run is not None:
+            rotate(run_dir, limit=limit, keep={folder, *([Path(best)] if best else [])})
+            if self._run is not None and resumable:
                 self._run.update(step=step, checkpoint=str(folder))
 
         self._job.by_rank_zero(complete)
+        if resumable:
+            self._complete_step = step
         self._save_s = time.monotonic() - begun
         self._metrics["train"]["run/save_s"] = [self._save_s]
         self._batch_begun = time.monotonic()
@@ -324,19 +363,19 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def _save_last_step(self) -> None:
         """After a generation that was dropped: the state of the last finished step. Collective."""
-        if self._at_step_end is None:  # not one step since the start: what was resumed from still stands
-            return
-        self._step = self._at_step_end["step"]
-        _restore_random_states(self._at_step_end["rng"])
+        if self._at_step_end is None or self._complete_step == self.state.global_step:
+            return  # it stands already: what was resumed from, or saved at this step
+        self._step, self._buffered_inputs = self._at_step_end["step"], self._at_step_end["batch"]
+        restore_random_states(self._at_step_end["rng"])
         self._save_checkpoint(self.model_wrapped, None)
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this rank needs beyond transformers' own files to go on in the middle of a generation batch."""
         state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
-        if not self._batch_is_used_up:
+        if self._step % self._steps_per_batch:
             state["batch"] = self._buffered_inputs
         if self.args.sync_ref_model and self.ref_model is not None:
-            state["reference"] = {name: shard.cpu() for name, shard in _shards(self.ref_model)}
+            state["reference"] = {name: shard.cpu() for name, shard in shards(self.ref_model)}
         return state
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -348,7 +387,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         self._step, self._buffered_inputs = state["step"], send_to_device(state["batch"], self.args.device)
         if state["reference"] is not None and self.ref_model is not None:
             with torch.no_grad():
-                for name, shard in _shards(self.ref_model):
+                for name, shard in shards(self.ref_model):
                     shard.copy_(state["reference"][name])
 
 
@@ -366,27 +405,6 @@ class _StepEnds(TrainerCallback):
     ) -> None:
         if self._trainer.is_stopping:  # it has saved; transformers ends the epoch all the same
             control.should_save = control.should_evaluate = False
-
-
-def _shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter's part on this rank: under ZeRO-3 its own, otherwise all of it."""
-    for name, parameter in model.named_parameters():
-        yield name, getattr(parameter, "ds_tensor", parameter.data)
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.random.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _differences(before: dict[str, int], now: dict[str, int]) -> str:

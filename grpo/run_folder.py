@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 import warnings
@@ -20,7 +21,7 @@ from typing import IO, Any
 from grpo.checkpoints import write_atomically
 
 STATE_FILE = "run_state.json"
-LOCK_FILE = "run.lock"
+LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -67,7 +68,8 @@ class RunFolder:
     def __init__(self, path: Path, env: Mapping[str, str]) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._started = time.time()
+        self._started = float(env.get("GRPO_STARTED") or time.time())
+        self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
         self._lock = self._take_lock()
         previous = read_run_state(path)
@@ -116,11 +118,16 @@ class RunFolder:
     # -- the state ------------------------------------------------------------------------------------------------
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the state and write it. What has failed stays failed: the first record counts."""
-        if self.state.state == "failed":
-            return
-        self.state = replace(self.state, **changes)
-        write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+        """Change fields of the state and write it. From any thread.
+
+        The first failure counts, and what stopped as asked has not failed; only another start changes either.
+        """
+        with self._updating:
+            over = {"failed"} if changes.get("state") != "failed" else {"failed", "stopped"}
+            if self.state.state in over and changes.get("state") != "running":
+                return
+            self.state = replace(self.state, **changes)
+            write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
     def tracker_run(self, *, resumed: bool) -> str:
         """The id for W&B and Trackio: the last attempt's when this one goes on where that one was."""
@@ -150,6 +157,11 @@ class RunFolder:
         if self._own_request.exists():
             return StopRequest(why=f"{self._own_request} was written", requeue=True)
         return None
+
+    @property
+    def a_person_asks(self) -> bool:
+        """Whether a person wants the run to end; that counts more than a scheduler's request."""
+        return self._person_request.exists()
 
     def answer_requests(self) -> None:
         """Remove them: what they asked for is done."""

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,8 @@ class StopSignals:
 
     def __init__(self, *, sigterm: bool = True) -> None:
         self.request: StopRequest | None = None
+        self.look: Callable[[], StopRequest | None] = lambda: None
+        """Asked for what no signal has brought, before a failure is believed."""
         self.is_open = False
         self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
         self._taken: dict[int, Any] = {}  # what was there before, by signal

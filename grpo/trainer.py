@@ -168,6 +168,10 @@ class GRPOTrainer(ResumableTrainer):
             self._metrics["train"]["comm/wait_s"].append(self._wait_clock.take_s())
         super().after_step(control)
 
+    def leave(self) -> None:
+        if self._local is not None:
+            self._watch.leave()
+
     def close(self) -> None:
         """End this node's engines and leave the output folder; otherwise they go with this object or the process."""
         if self._local is not None:

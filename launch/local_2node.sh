@@ -51,7 +51,7 @@ fi
 attempt_file=$output_dir/attempt.local
 attempt=$(($(cat "$attempt_file" 2>/dev/null || echo -1) + 1))
 echo "$attempt" >"$attempt_file"
-export GRPO_JOB=local GRPO_ATTEMPT=$attempt PYTHONUNBUFFERED=1
+export GRPO_JOB=local GRPO_ATTEMPT=$attempt GRPO_STARTED=$EPOCHSECONDS PYTHONUNBUFFERED=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$stop_s # after SIGTERM torchrun gives its ranks 30 s by default
 stop_file=$output_dir/stop.local.$attempt
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

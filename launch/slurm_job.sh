@@ -30,7 +30,7 @@ prepare_job() {
     trap request_stop USR1
 
     # How the trainer knows its stop file, and marks what it writes to run_state.json.
-    export GRPO_JOB=$SLURM_JOB_ID GRPO_ATTEMPT=$attempt
+    export GRPO_JOB=$SLURM_JOB_ID GRPO_ATTEMPT=$attempt GRPO_STARTED=$EPOCHSECONDS
     # After SIGTERM torchrun gives its ranks 30 s by default, less than a step and a checkpoint take.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$stop_s
     # The trainer warns when a generation batch and a checkpoint take longer.

@@ -38,7 +38,7 @@ if ((JOB_COMPLETION_INDEX == 0)); then
     echo "$attempt" >"$attempt_file.new"
     mv -- "$attempt_file.new" "$attempt_file"
 fi
-export GRPO_JOB=$JOB_UID GRPO_ATTEMPT=$attempt PYTHONUNBUFFERED=1
+export GRPO_JOB=$JOB_UID GRPO_ATTEMPT=$attempt GRPO_STARTED=$EPOCHSECONDS PYTHONUNBUFFERED=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$stop_s # after SIGTERM torchrun gives its ranks 30 s by default
 
 # Pods come when there is room for them, and the launcher waits for the others ten minutes only.

@@ -13,6 +13,7 @@ from grpo.checkpoints import (
     newest_complete,
     read_complete,
     rotate,
+    set_aside,
     write_complete,
 )
 
@@ -126,14 +127,42 @@ def test_the_newest_complete_one_is_never_deleted(tmp_path: Path) -> None:
         make(tmp_path, step)
     make(tmp_path, 7, complete=False)
     make(tmp_path, 12, complete=False)  # being written by nobody any more, but newer: left to look at
-    rotate(tmp_path, limit=None, keep=None)
+    rotate(tmp_path, limit=None, keep=set())
     assert len(names(tmp_path)) == 5
-    rotate(tmp_path, limit=2, keep=None)
+    rotate(tmp_path, limit=2, keep=set())
     assert names(tmp_path) == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}
-    rotate(tmp_path, limit=1, keep=tmp_path / "checkpoint-6")
+    rotate(tmp_path, limit=1, keep={tmp_path / "checkpoint-6"})
     assert names(tmp_path) == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}  # the best one stays beside it
-    rotate(tmp_path, limit=1, keep=None)
+    rotate(tmp_path, limit=1, keep=set())
     assert names(tmp_path) == {"checkpoint-9", "checkpoint-12"}
+
+
+def test_a_model_alone_is_rotated_but_not_resumed(tmp_path: Path) -> None:
+    three = make(tmp_path, 3)
+    for step in (6, 9):
+        write_complete(make(tmp_path, step, complete=False), step=step, world_size=2, sampling={}, resumable=False)
+    newest, notes = choose_checkpoint("auto", tmp_path)
+    assert newest == three
+    assert len(notes) == 2
+    assert "checkpoint-9 holds the model alone (save_only_model)" in notes[0]
+    with pytest.raises(ValueError, match="holds the model alone"):
+        choose_checkpoint(str(tmp_path / "checkpoint-9"), tmp_path)
+    rotate(tmp_path, limit=2, keep={tmp_path / "checkpoint-9"})
+    assert names(tmp_path) == {"checkpoint-3", "checkpoint-9"}
+
+
+def test_another_branch_is_set_aside(tmp_path: Path) -> None:
+    """Else its later steps would count as the newest, and what the new branch writes would be deleted as old."""
+    for step in (3, 480, 500):
+        make(tmp_path, step)
+    moved = set_aside(tmp_path, after_step=3, name="abandoned.attempt-0")
+    assert {path.name for path in moved} == {"checkpoint-480", "checkpoint-500"}
+    assert names(tmp_path) == {"checkpoint-3", "abandoned.attempt-0"}
+    read_complete(tmp_path / "abandoned.attempt-0" / "checkpoint-500")
+    make(tmp_path, 10)
+    rotate(tmp_path, limit=1, keep={tmp_path / "checkpoint-10"})
+    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-10", [])
+    assert set_aside(tmp_path, after_step=10, name="abandoned.attempt-1") == []
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,14 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     request = folder.stop_request()
     assert request is not None
     assert not request.requeue  # a person's word counts more
+    assert folder.a_person_asks
     assert folder.drop_old_requests() == []
     folder.answer_requests()
     assert not list(tmp_path.glob("stop*"))
+    # written after the batch script has begun, before the trainer looks: it counts
+    (tmp_path / "stop").touch()
+    folder.release()
+    assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
 
 
 def test_the_first_failure_stays(tmp_path: Path) -> None:
@@ -77,6 +83,24 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
     state = read_run_state(tmp_path)
     assert state is not None
     assert (state.why, state.can_heal, state.job, state.attempt) == ("the cause", False, "17", 2)
+
+
+def test_what_stopped_as_asked_has_not_failed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    folder.update(state="stopped", requeue=True)
+    folder.update(state="failed", why="the store is gone with its launcher")
+    assert folder.state.state == "stopped"
+    folder.update(state="running")  # another `train` in the same process
+    folder.update(state="failed", why="now really")
+    assert folder.state.state == "failed"
+
+
+def test_two_threads_may_write(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda step: folder.update(step=step), range(50)))
+    assert json.loads((tmp_path / "run_state.json").read_text())["step"] == folder.state.step
+    assert not list(tmp_path.glob(".run_state*"))
 
 
 def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
