@@ -1,17 +1,30 @@
 """What of a rank is no other rank's: its random numbers, and its part of a model."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter's part on this rank: under ZeRO-3 its own, otherwise all of it."""
-    for name, parameter in model.named_parameters():
-        yield name, getattr(parameter, "ds_tensor", parameter.data)
+def own_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter's part on this rank, on the CPU: under ZeRO-3 its own, otherwise all of it."""
+    return {name: _shard(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+def load_own_shards(model: torch.nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
+    """Bring back what `own_shards` has given."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # ZeRO-3 keeps small parameters whole beside their shards: let it gather them anew.
+            if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
+                parameter.partition()
+            _shard(parameter).copy_(shards[name])
+
+
+def _shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return getattr(parameter, "ds_tensor", parameter.data)
 
 
 def random_states() -> dict[str, Any]:

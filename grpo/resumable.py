@@ -30,7 +30,7 @@ from grpo.checkpoints import (
 )
 from grpo.failures import USERS_MISTAKES, FailureRecord, GenerationDropped
 from grpo.job_group import JobGroup
-from grpo.rank_state import random_states, restore_random_states, shards
+from grpo.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 from grpo.run_folder import STATE_FILE, RunFolder, StopRequest
 from grpo.sampler import GenerationSampler
 from grpo.signals import StopSignals
@@ -375,7 +375,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         if self._step % self._steps_per_batch:
             state["batch"] = self._buffered_inputs
         if self.args.sync_ref_model and self.ref_model is not None:
-            state["reference"] = {name: shard.cpu() for name, shard in shards(self.ref_model)}
+            state["reference"] = own_shards(self.ref_model)
         return state
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -386,9 +386,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         state = torch.load(path, map_location="cpu", weights_only=True)
         self._step, self._buffered_inputs = state["step"], send_to_device(state["batch"], self.args.device)
         if state["reference"] is not None and self.ref_model is not None:
-            with torch.no_grad():
-                for name, shard in shards(self.ref_model):
-                    shard.copy_(state["reference"][name])
+            load_own_shards(self.ref_model, state["reference"])
 
 
 class _StepEnds(TrainerCallback):

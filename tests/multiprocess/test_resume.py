@@ -10,6 +10,7 @@ from grpo.checkpoints import write_complete
 from tests.launching import (
     ROOT,
     Job,
+    kill,
     start,
     start_tiny_job_by_torchrun,
     tiny_job_script,
@@ -99,11 +100,16 @@ def test_three_and_two_and_one_step_are_six(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path, tmp_path: Path) -> None:
-    """10 prompts are 5 generation batches, each for two steps: 10 steps an epoch. A kill inside the last save."""
+    """10 prompts are 5 generation batches, each for two steps: 10 steps an epoch. A kill inside the last save.
+
+    With a reference model that follows the trained one, and is in no checkpoint of transformers.
+    """
     config = {"max_steps": 17, "save_steps": 13, "num_iterations": 2}
+    config |= {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expect(run(tiny_model, whole, num_prompts=10, config=config), success=True)
     assert seen(whole, 0)[0]["prompts"] != seen(whole, 0)[5]["prompts"]  # another order in the second epoch
+    assert steps(whole)[13]["kl"] != 0
 
     shutil.copytree(whole / "checkpoint-13", parts / "checkpoint-13")
     for rank in (0, 1):
@@ -173,6 +179,7 @@ def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(tiny_mo
         everyone = job.processes()
         for process in everyone:
             process.send_signal(signal.SIGTERM)
+        kill(job.rank(0)["hosts"][0])  # vLLM may take the signal calmly and answer first
         job.wait(60)
         assert not wait_gone(everyone, 10), job.fail("left behind")
         assert not job.traces(), job.fail("left behind")

@@ -1,0 +1,66 @@
+"""What of stopping and saving needs no training."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo.resumable import LEAD_VARIABLE, ResumableTrainer
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(ResumableTrainer, "_say", lambda self, *new: lines.extend(new))
+    return lines
+
+
+def trainer(**fields: Any) -> ResumableTrainer:
+    bare = ResumableTrainer.__new__(ResumableTrainer)
+    bare.__dict__.update({"_run": SimpleNamespace(), **fields})
+    return bare
+
+
+@pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
+def test_a_signal_that_comes_too_late_is_told(
+    lead: str | None, warned: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lead is None:
+        monkeypatch.delenv(LEAD_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(LEAD_VARIABLE, lead)
+    trainer(_longest_batch_s=100.0, _save_s=40.0)._check_lead()
+    assert len(said) == warned
+    if warned:
+        assert "comes 199 s before the end" in said[0]
+        assert "--signal=B:USR1@200" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "per_batch", "ends"),
+    [((0, 4), 4, True), ((0, 2), 4, False), ((2, 4), 4, True), ((0, 8), 4, True), ((8, 16), 3, True)],
+)
+def test_where_a_generation_batch_ends(
+    micro_batches: tuple[int, int], per_batch: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where batches and optimizer steps do not end together: at the first step after it."""
+    before, now = micro_batches
+    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False, should_evaluate=True)
+    stopping = trainer(
+        _job=SimpleNamespace(largest=lambda code: code),
+        _run=SimpleNamespace(stop_request=lambda: SimpleNamespace(why="asked", requeue=True)),
+        _signals=SimpleNamespace(request=None),
+        _step=now,
+        current_gradient_accumulation_steps=now - before,
+        args=SimpleNamespace(steps_per_generation=per_batch),
+        num_iterations=1,
+        _buffered_inputs=None,
+        _batch_begun=None,
+        _longest_batch_s=0.0,
+        _metrics={"train": {}},
+        state=SimpleNamespace(global_step=1, max_steps=10),
+    )
+    stopping.after_step(control)  # type: ignore[arg-type]
+    assert (control.should_save, control.should_training_stop, control.should_evaluate) == (ends, ends, not ends)
+    assert stopping.is_stopping
+    assert stopping._signals.request is not None  # from now on an engine may go
