@@ -49,15 +49,15 @@ def hold_phases() -> None:
         asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
         with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": trainer.state.global_step, "requests": asked}) + "\n")
+        if hold == "second-generation" and trainer.state.global_step == 1:
+            mark("second-generation")
+            time.sleep(5)  # nothing is sent yet: an engine that is killed now cannot have answered
         return ask(self, requests, shares, first_id)
 
     def marked_collect(self, outstanding, first_id):
         mark("generate")
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(list(outstanding.values())) + "\n")
-        if hold == "second-generation" and trainer.state.global_step == 1:
-            mark("second-generation")
-            time.sleep(3)
         return collect(self, outstanding, first_id)
 
     def held_update(self, update_info):
