@@ -65,7 +65,6 @@ class ResumableTrainer(trl.GRPOTrainer):
         """
         self._signals = signals
         self._job = JobGroup()
-        self._resumed_step = 0
         self._longest_batch_s = self._save_s = 0.0
         self._batch_begun: float | None = None
         self._at_step_end: dict[str, Any] | None = None
@@ -159,20 +158,19 @@ class ResumableTrainer(trl.GRPOTrainer):
         assert self._job is not None
         self._stop = self._at_step_end = None
         record = None if checkpoint is None else read_complete(checkpoint)
-        self._resumed_step = 0 if record is None else record.step
-        self._complete_step = self._resumed_step
+        self._complete_step = first_step = 0 if record is None else record.step
         if record is not None and (changed := _differences(record.sampling, self._sampling())):
             self._say(f"resuming with other settings than the checkpoint's is not exact: {changed}")
 
         def begin() -> str:
             assert self._run is not None
             name = f"abandoned.attempt-{self._run.previous_attempt}"
-            for folder in set_aside(self._run.path, after_step=self._resumed_step, name=name):
+            for folder in set_aside(self._run.path, after_step=first_step, name=name):
                 self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
-            self._run.cut_metrics(self._resumed_step)
+            self._run.cut_metrics(first_step)
             tracker_run = self._run.tracker_run(resumed=record is not None)
             self._run.update(
-                state="running", step=self._resumed_step, checkpoint=None if checkpoint is None else str(checkpoint)
+                state="running", step=first_step, checkpoint=None if checkpoint is None else str(checkpoint)
             )
             return tracker_run
 
@@ -184,7 +182,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
             self.add_callback(_StepEnds(self))
         if checkpoint is not None:
-            self._say(f"attempt {self.attempt} goes on after step {self._resumed_step}, from {checkpoint}")
+            self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint}")
 
     def _sampling(self) -> dict[str, int]:
         return {
