@@ -90,6 +90,22 @@ class GRPOConfig(trl.GRPOConfig):
         default=512,
         metadata={"help": "Upper size in MB of what is gathered at a time; a larger single parameter still goes."},
     )
+    generation_lookahead: int = field(
+        default=0,
+        metadata={
+            "help": "Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 "
+            "engines and ranks work at the same time, and completions are one push older when they are trained on, "
+            "which importance sampling corrects."
+        },
+    )
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's "
+            "'sequence_mask', and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence "
+            "leaves its bounds almost always."
+        },
+    )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -125,6 +141,11 @@ class GRPOConfig(trl.GRPOConfig):
         if self.vllm_gpu_memory_utilization is None:
             default = _trl_default("vllm_gpu_memory_utilization")
             self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
+        if self.vllm_importance_sampling_mode is None:
+            ahead = self.local_mode and self.generation_lookahead
+            self.vllm_importance_sampling_mode = (
+                "token_truncate" if ahead else _trl_default("vllm_importance_sampling_mode")
+            )
         if self.local_mode and not torch.accelerator.is_available():
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.
@@ -179,6 +200,7 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if not self.ds3_gather_for_generation:
             raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
+        self._check_lookahead()
         if self.vllm_sync_backend not in ("auto", "nccl", "shm"):
             raise ValueError(f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'")
         for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):
@@ -206,6 +228,26 @@ class GRPOConfig(trl.GRPOConfig):
                 "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
                 f"{self.vllm_importance_sampling_mode!r}"
             )
+
+    def _check_lookahead(self) -> None:
+        if self.generation_lookahead not in (0, 1):
+            raise ValueError(
+                f"generation_lookahead is {self.generation_lookahead}; it is 0 or 1: with one batch ahead engines and "
+                "ranks are both busy already, and every further one only makes completions older"
+            )
+        if not self.generation_lookahead:
+            return
+        if not self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction is False, but with generation_lookahead 1 completions come from "
+                "an older policy than the one that is trained: remove it, or set generation_lookahead to 0"
+            )
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.accelerator_config, name):
+                raise ValueError(
+                    f"accelerator_config has {name}, which deals rows out in another order than generation_lookahead "
+                    "reads them: remove it, or set generation_lookahead to 0"
+                )
 
 
 def _trl_default(name: str) -> Any:

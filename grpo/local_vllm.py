@@ -5,53 +5,54 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from grpo.config import GRPOConfig
-from grpo.dispatch import (
-    Completions,
-    PackedRows,
-    Request,
-    assign,
-    check_prompt_lengths,
-    collapse,
-    concat_rows,
-    pack_rows,
-    request_cost_tokens,
-    seed_base,
-    slice_completions,
-    to_lists,
-)
+from grpo.dispatch import request_cost_tokens, seed_base
 from grpo.engine.client import EngineClient, EngineError, engine_environment
-from grpo.engine.messages import EngineSpec, Sample, Sampled
+from grpo.engine.messages import EngineSpec
 from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
+from grpo.engine_pool import EnginePool
 from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
 from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
+from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
 from grpo.topology import NodeTopology
 from grpo.weights.proof import MEAN_GAP_LIMITS, LogprobGap, gap_between, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
 from grpo.weights.source import GatheredSource
 
-POLL_S = 0.5  # how often a wait for completions looks for a failure elsewhere
+_OTHER_PROMPTS = (
+    "the prompts that were sampled ahead are not those that training asks for now: the data set, its transform or the "
+    "data loader gives other rows when it is read again; set generation_lookahead to 0"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationReport:
-    """What one generation batch cost this node."""
+class PolicyLag:
+    """How old the policy is that sampled a batch, when the batch is first used."""
 
-    generate_s: float
-    num_tokens: int
-    """Completion tokens sampled on this node."""
+    pushes: int
+    """Between sampling and first use."""
+    steps: int
+    """Optimizer steps, likewise."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.generate_s
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Ahead:
+    """A generation batch from its submission to its use."""
+
+    prompts: list[list[int]]
+    rollout: Rollout
+    step: int
+    """Optimizer step at its submission."""
+    pushes: int
+    """Done before its submission."""
+    sampled: Sampled | None
+    """Once it was collected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +104,18 @@ class LocalVLLM:
         self._watch = watch
         self._progress = progress
         self._attempt = attempt
-        self._draws: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self.policy_lag = PolicyLag(pushes=0, steps=0)
+        """Of the last generation batch."""
+        self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last step, and its batches so far
         self._pushes = 0
+        self._ahead: _Ahead | None = None
+        self._sampler: NodeSampler | None = None
+        self._pool: EnginePool | None = None
+        self._next_prompts: Callable[[], list[list[int]] | None] = lambda: None
         self._pusher: Pusher | None = None
         self._trained_model: nn.Module | None = None
         self._autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self._probe: list[list[int]] = []
-        self._max_model_len = 0
-        self._next_request = 0
         self._started = time.monotonic()
         self._clients: list[EngineClient] | None = self._start_engines() if topology.is_local_main else None
         # At the interpreter's exit, or when nobody holds this object: a notebook's next trainer needs the GPUs.
@@ -147,29 +152,55 @@ class LocalVLLM:
             for index, devices in enumerate(self.topology.engines)
         ]
 
-    def attach(self, model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
+    ) -> None:
         """Say which model is trained; before the first `sync_weights`.
 
         Args:
             model: the unwrapped transformers model.
             autocast: makes the context in which the trainer runs its forwards.
+            next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
+                rank, when there is none.
         """
         self._trained_model = model
         self._autocast = autocast
+        self._next_prompts = next_prompts
 
     def _connect(self) -> Pusher:
         assert self._trained_model is not None, "sync_weights before attach"
-        failure, startup_s = None, 0.0
+        failure, startup_s, max_model_len = None, 0.0, 0
         with self._watch.during("engine start"):
             try:
+                max_num_seqs = []
                 for client in self._clients or []:
                     left_s = self.args.vllm_start_timeout - (time.monotonic() - self._started)
                     ready = client.wait_ready(max(left_s, 0.1), self._watch.check)
                     startup_s = max(startup_s, ready.startup_s)
-                    self._max_model_len = ready.max_model_len
+                    max_model_len = ready.max_model_len
+                    max_num_seqs.append(ready.max_num_seqs)
+                if self._clients is not None:
+                    max_tokens = self.args.max_completion_length
+                    self._pool = EnginePool(
+                        self._clients,
+                        max_num_seqs=max_num_seqs,
+                        cost_tokens=lambda request: request_cost_tokens(request, max_tokens),
+                    )
             except EngineError as error:
                 failure = self._watch.make_record(error)
-            starts = self._groups.exchange(self._watch, failure, (startup_s, self._max_model_len))
+            starts = self._groups.exchange(self._watch, failure, (startup_s, max_model_len))
+        self._sampler = NodeSampler(
+            self._groups,
+            self._watch,
+            self.topology,
+            self._pool,
+            max_model_len=max_model_len,
+            max_tokens=self.args.max_completion_length,
+            timeout_s=self.args.vllm_generate_timeout,
+        )
         self.engine_startup_s = max(seconds for seconds, _ in starts)
         self._probe = probe_prompts(
             self._trained_model.get_input_embeddings().num_embeddings,
@@ -212,8 +243,9 @@ class LocalVLLM:
         self._watch.check()
         if self._pusher is None:
             self._pusher = self._connect()
+        self.collect_ahead()
         step, _ = self._progress()
-        with self._watch.during("push"):
+        with self._watch.during("push"), self._pool.busy_otherwise() if self._pool else contextlib.nullcontext():
             report, error = self._pusher.push(step)
             self._pushes += 1
             failure = None if error is None else self._watch.make_record(error)
@@ -265,7 +297,7 @@ class LocalVLLM:
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Sample one completion for each prompt of this rank. Collective over the job; data stays in the node.
+        """One completion for each prompt of this rank, sampled now or ahead. Collective over the job.
 
         Args:
             prompts: token ids, with the copies of a prompt next to each other over the node's ranks.
@@ -276,116 +308,67 @@ class LocalVLLM:
         Returns:
             As TRL's `VLLMGeneration.generate`: prompt ids, completion ids, log-probabilities
             [completion][token][1] under the engine, and None in place of the ids behind them.
+
+        Raises:
+            JobFailed: on every rank, when an engine failed on any node.
+            RuntimeError: what was sampled ahead is not what is asked for.
         """
         del num_generations
         if images is not None:
             raise ValueError("images reached the engine; local mode takes text alone")
+        assert self._sampler is not None, "generate before sync_weights"
         self._watch.check()
-        with self._watch.during("generate"), profiler or contextlib.nullcontext():
-            begun = time.perf_counter()
-            parts, first_row = self._groups.gather_rows(pack_rows(prompts))
-            failure, completions, cause = None, None, None
-            if parts is not None:
-                try:
-                    completions = self._sample(parts)
-                except (EngineError, ValueError) as error:
-                    failure, cause = self._watch.make_record(error), error
-            report = None
-            if completions is not None:
-                report = GenerationReport(generate_s=time.perf_counter() - begun, num_tokens=len(completions.token_ids))
-            # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of the training's
-            # NCCL group, whose watchdog would shoot it. And the status goes before the data.
-            try:
-                reports = self._groups.exchange(self._watch, failure, report)
-            except JobFailed as failed:
-                raise failed from cause
-            self.last_generation = [report for report in reports if report is not None]
-            arrays = None
-            if completions is not None:
-                arrays = [completions.token_ids, completions.lengths, completions.engine_logprobs]
-            token_ids, lengths, logprobs = self._groups.broadcast_arrays(arrays, [np.int32, np.int32, np.float32])
-            of_node = Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
-            completion_ids, logprob_rows = to_lists(slice_completions(of_node, first_row, first_row + len(prompts)))
-        return prompts, completion_ids, [[[value] for value in row] for row in logprob_rows], None
-
-    def _sample(self, parts: Sequence[PackedRows]) -> Completions:
-        """Completions of all rows of the node, in row order."""
-        assert self._clients is not None
-        max_tokens = self.args.max_completion_length
-        first_row = 0
-        for part in parts:
-            check_prompt_lengths(part, max_model_len=self._max_model_len, max_tokens=max_tokens, first_row=first_row)
-            first_row += part.num_rows
         step, mode = self._progress()
-        draw = self._draws[step, mode]
-        self._draws = defaultdict(int, {(step, mode): draw + 1})
+        with profiler or contextlib.nullcontext():
+            self.collect_ahead()
+            with self._watch.during("generate"):
+                if mode == "train" and self._ahead is not None:
+                    ahead, self._ahead = self._ahead, None
+                    if ahead.prompts != prompts:
+                        raise RuntimeError(_OTHER_PROMPTS)
+                else:
+                    ahead = self._submit(prompts)
+                    ahead.sampled = self._sampler.collect(ahead.rollout)
+                sampled = ahead.sampled
+                assert sampled is not None
+                self.last_generation = sampled.reports
+                self.policy_lag = PolicyLag(pushes=self._pushes - ahead.pushes, steps=step - ahead.step)
+                if mode == "train" and (following := self._next_prompts()) is not None:
+                    self._ahead = self._submit(following)
+        logprobs = [[[value] for value in row] for row in sampled.engine_logprobs]
+        return prompts, sampled.completion_ids, logprobs, None
+
+    def collect_ahead(self) -> None:
+        """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job.
+
+        Before a push: a completion is of one policy version, and engines drop their prefix cache only at rest.
+        """
+        if self._ahead is not None and self._ahead.sampled is None:
+            assert self._sampler is not None
+            with self._watch.during("generate"):
+                self._ahead.sampled = self._sampler.collect(self._ahead.rollout)
+
+    def drop_ahead(self) -> None:
+        """Forget the batch that is sampled ahead. On every rank, but not collective."""
+        if self._ahead is not None and self._sampler is not None:
+            self._sampler.drop(self._ahead.rollout)
+        self._ahead = None
+
+    def _submit(self, prompts: list[list[int]]) -> "_Ahead":
+        assert self._sampler is not None
+        step, mode = self._progress()
+        last_step, draws = self._draws.get(mode, (step, 0))
+        draw = draws if last_step == step else 0
+        self._draws[mode] = (step, draw + 1)
         user_seed = (self.args.generation_kwargs or {}).get("seed")
         base = seed_base(seed=self.args.seed, step=step, mode=mode, draw=draw, user_seed=user_seed)
-        requests = collapse(concat_rows(parts), base, self.topology.node)
-        shares = assign([request_cost_tokens(r, max_tokens) for r in requests], len(self._clients))
-        first_id = self._next_request
-        self._next_request += len(requests)
-        try:
-            answers = self._ask(requests, shares, first_id)
-        except BaseException:  # an interrupted notebook cell, too
-            for client in self._clients:
-                client.abort(range(first_id, self._next_request))
-            raise
-        in_order = [answers[first_id + index] for index in range(len(requests))]
-        if not in_order:
-            return Completions(
-                token_ids=np.empty(0, np.int32), lengths=np.empty(0, np.int32), engine_logprobs=np.empty(0, np.float32)
-            )
-        return Completions(
-            token_ids=np.concatenate([a.token_ids for a in in_order]),
-            lengths=np.concatenate([a.lengths for a in in_order]),
-            engine_logprobs=np.concatenate([a.engine_logprobs for a in in_order]),
+        return _Ahead(
+            prompts=prompts, rollout=self._sampler.submit(prompts, base), step=step, pushes=self._pushes, sampled=None
         )
-
-    def _ask(self, requests: list[Request], shares: list[list[int]], first_id: int) -> dict[int, Sampled]:
-        """Send each engine its share, by index into `requests`; all answers, by request id."""
-        assert self._clients is not None
-        for client, share in zip(self._clients, shares, strict=True):
-            client.submit(
-                [
-                    Sample(
-                        request_id=first_id + index,
-                        token_ids=requests[index].token_ids,
-                        n=requests[index].n,
-                        seed=requests[index].seed,
-                    )
-                    for index in share
-                ]
-            )
-        return self._collect({id(c): len(s) for c, s in zip(self._clients, shares, strict=True)}, first_id)
-
-    def _collect(self, outstanding: dict[int, int], first_id: int) -> dict[int, Sampled]:
-        """Wait for all answers of all engines, watching for failures. By request id."""
-        assert self._clients is not None
-        deadline = time.monotonic() + self.args.vllm_generate_timeout
-        answers: dict[int, Sampled] = {}
-        while busy := [client for client in self._clients if outstanding[id(client)]]:
-            self._watch.check()
-            for client in busy:
-                # One engine may be waited for; the others are only asked what they have by now.
-                wait_s = min(POLL_S, deadline - time.monotonic()) if client is busy[0] else 0.0
-                while (answer := client.next_sampled(wait_s)) is not None:
-                    if answer.request_id < first_id:
-                        continue  # of a batch that was interrupted
-                    answers[answer.request_id] = answer
-                    outstanding[id(client)] -= 1
-                    if not outstanding[id(client)]:
-                        break
-            if time.monotonic() > deadline and any(outstanding.values()):
-                late = next(client for client in self._clients if outstanding[id(client)])
-                raise late.error(
-                    f"has not answered {outstanding[id(late)]} requests after {self.args.vllm_generate_timeout:.0f} s "
-                    "(vllm_generate_timeout)"
-                )
-        return answers
 
     def close(self) -> None:
         """End this node's engines. Safe to call twice."""
+        self._ahead = None
         if self._pusher is not None:
             self._pusher.close()
             self._pusher = None

@@ -36,6 +36,7 @@ class GenerationSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self._last_permutation: tuple[int, list[int]] | None = None  # with its epoch
 
     @property
     def num_batches(self) -> int:
@@ -49,8 +50,10 @@ class GenerationSampler(Sampler[int]):
         """The order of the rows in `epoch`."""
         if not self.shuffle:
             return list(range(self.num_prompts))
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.num_prompts, generator=generator).tolist()
+        if self._last_permutation is None or self._last_permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._last_permutation = epoch, torch.randperm(self.num_prompts, generator=generator).tolist()
+        return self._last_permutation[1]
 
     def generation_batch(self, epoch: int, index: int) -> list[int]:
         """Rows of generation batch `index` of `epoch` over all ranks, copies included."""

@@ -8,15 +8,19 @@ samples come from and how the weights get there.
 import contextlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
+from datasets import IterableDataset
 from transformers import PreTrainedModel, TrainerControl
+from trl.extras.profiling import profiling_context
 
 from grpo.communication import WaitClock
 from grpo.config import GRPOConfig
 from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
 from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
+from grpo.lookahead import FollowingPrompts
 from grpo.metrics import MetricsFile
 from grpo.node_groups import NodeGroups, agree_on_topology
 from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
@@ -137,7 +141,12 @@ class GRPOTrainer(ResumableTrainer):
             self.use_vllm = True
             self.vllm_generation = self._local
             self._last_loaded_step = -1
-            self._local.attach(self.model, self.accelerator.autocast)
+            if args.generation_lookahead and isinstance(self.train_dataset, IterableDataset):
+                raise ValueError(
+                    "generation_lookahead reads rows of the next generation batch by their number, which a streamed "
+                    "data set does not have: set dataset_streaming to False, or generation_lookahead to 0"
+                )
+            self._local.attach(self.model, self.accelerator.autocast, self._following_prompts)
             if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
                 self._wait_clock = WaitClock(lambda: self._watch.phase == "train")
             ddp_memory_warning(self)
@@ -145,10 +154,29 @@ class GRPOTrainer(ResumableTrainer):
     def _progress(self) -> tuple[int, str]:
         return self.state.global_step, "train" if self.model.training else "eval"
 
+    def _following_prompts(self) -> list[list[int]] | None:
+        """This rank's prompts of the generation batch after the present one; None when training ends before it."""
+        args = self.args
+        micro_batches_left = (self.state.max_steps - self.state.global_step) * args.gradient_accumulation_steps
+        if not args.generation_lookahead or micro_batches_left <= self._steps_per_batch:
+            return None
+        following = FollowingPrompts(
+            self._sampler,
+            self.train_dataset,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+        )
+        return following.of_batch(self._step // self._steps_per_batch + 1)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
         with self._guarded("train"):
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                if self._local is not None:
+                    self._local.drop_ahead()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; fails as `train` does."""
@@ -179,20 +207,53 @@ class GRPOTrainer(ResumableTrainer):
         super().close()
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if self._local is not None:
+            with profiling_context(self, "vLLM.generate"):
+                self._local.collect_ahead()  # here, so that TRL's timer of the push does not count it
         result = super()._generate_single_turn(*args, **kwargs)
         if self._local is not None:
             self._log_generation(self._local)
         return result
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        ratio = output.get("importance_sampling_ratio")
+        if self._local is not None and ratio is not None:
+            args = self.args
+            if args.vllm_importance_sampling_mode.endswith("mask"):
+                clipped = ratio == 0
+            else:
+                bounds = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+                clipped = torch.stack([ratio == bound for bound in bounds if bound is not None]).any(0)
+            # Padding has the ratio 1. A ratio is of a token, or of a whole sequence.
+            total = output["completion_mask"].sum() if ratio.shape[1] > 1 else clipped.new_tensor(len(ratio))
+            counts = self.accelerator.gather(torch.stack([clipped.sum(), total]).unsqueeze(0)).sum(0)
+            mode = "train" if self.model.training else "eval"
+            name = "sampling/importance_sampling_ratio/clipped_share"
+            self._metrics[mode][name].append((counts[0] / counts[1].clamp(min=1)).item())
+        return output
+
     def _log_generation(self, local: LocalVLLM) -> None:
         """Metrics of one generation batch, over nodes, and of the last push if they have not been logged yet."""
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
-        for name in ("generate_s", "tokens_per_s"):
-            values = [getattr(report, name) for report in local.last_generation]
-            metrics[f"rollout/{name}"].append(sum(values) / len(values))
-            metrics[f"rollout/{name}_min"].append(min(values))
-            metrics[f"rollout/{name}_max"].append(max(values))
+        reports = local.last_generation
+        of_nodes = {
+            "rollout/generate_s": [report.generate_s for report in reports],
+            "rollout/tokens_per_s": [report.tokens_per_s for report in reports],
+            "rollout/wait_s": [report.wait_s for report in reports],
+            "engine/idle_s": [report.idle_s for report in reports],
+        }
+        periods_s = [report.period_s for report in reports if report.period_s is not None]
+        if periods_s:
+            of_nodes["rollout/wait_share"] = [r.wait_s / p for r, p in zip(reports, periods_s, strict=True)]
+            of_nodes["engine/idle_share"] = [r.idle_s / p for r, p in zip(reports, periods_s, strict=True)]
+        for name, values in of_nodes.items():
+            metrics[name].append(sum(values) / len(values))
+            metrics[f"{name}_min"].append(min(values))
+            metrics[f"{name}_max"].append(max(values))
+        metrics["rollout/policy_lag"].append(local.policy_lag.pushes)
+        metrics["rollout/policy_lag_steps"].append(local.policy_lag.steps)
         sync = local.last_sync
         if sync is None or self._logged_sync.get(mode) is sync:
             return

@@ -206,7 +206,13 @@ async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
         config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
     )
     host = Host(connection, engine, spec.sampling)
-    host.send(Ready(max_model_len=engine.model_config.max_model_len, startup_s=time.monotonic() - started))
+    host.send(
+        Ready(
+            max_model_len=engine.model_config.max_model_len,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            startup_s=time.monotonic() - started,
+        )
+    )
     await host.serve()
 
 

@@ -30,6 +30,8 @@ class Ready:
 
     max_model_len: int
     """Tokens of prompt and completion that one sequence may have."""
+    max_num_seqs: int
+    """Sequences that the engine runs at once."""
     startup_s: float
     """From the process's first line to here."""
 

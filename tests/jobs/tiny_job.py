@@ -40,25 +40,33 @@ def reward(prompts, completions, completion_ids, **kwargs):
 
 
 def hold_phases() -> None:
-    from grpo import local_vllm
+    from grpo.engine.client import EngineClient
+    from grpo.engine_pool import EnginePool
     from grpo.weights.push import NodeEngines
 
-    ask, collect, update = local_vllm.LocalVLLM._ask, local_vllm.LocalVLLM._collect, NodeEngines.update_weights
+    submit, collect, update = EnginePool.submit, EnginePool.collect, NodeEngines.update_weights
+    send = EngineClient.submit
+    sent: dict[str, int] = {}  # requests by engine
 
-    def noted_ask(self, requests, shares, first_id):
+    def noted_submit(self, requests):
         asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
         with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": trainer.state.global_step, "requests": asked}) + "\n")
         if hold == "second-generation" and trainer.state.global_step == 1:
             mark("second-generation")
             time.sleep(5)  # nothing is sent yet: an engine that is killed now cannot have answered
-        return ask(self, requests, shares, first_id)
+        return submit(self, requests)
 
-    def marked_collect(self, outstanding, first_id):
+    def noted_send(self, requests):
+        sent[self.name] = sent.get(self.name, 0) + len(requests)
+        return send(self, requests)
+
+    def marked_collect(self, *args):
         mark("generate")
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
-            lines.write(json.dumps(list(outstanding.values())) + "\n")
-        return collect(self, outstanding, first_id)
+            lines.write(json.dumps(sorted(sent.values())) + "\n")
+        sent.clear()
+        return collect(self, *args)
 
     def held_update(self, update_info):
         if trainer.state.global_step >= 1:
@@ -66,8 +74,9 @@ def hold_phases() -> None:
             time.sleep(4)
         return update(self, update_info)
 
-    local_vllm.LocalVLLM._ask = noted_ask
-    local_vllm.LocalVLLM._collect = marked_collect
+    EnginePool.submit = noted_submit
+    EnginePool.collect = marked_collect
+    EngineClient.submit = noted_send
     if hold == "push":
         NodeEngines.update_weights = held_update
 
