@@ -54,6 +54,8 @@ class ResumableTrainer(trl.GRPOTrainer):
     """On global rank 0."""
     _stop: StopRequest | None = None
     """What every rank has agreed on."""
+    _step_began_at: int = 0
+    """The number of the first micro-batch of this optimizer step."""
 
     # -- the run folder -------------------------------------------------------------------------------------------
 
@@ -157,6 +159,8 @@ class ResumableTrainer(trl.GRPOTrainer):
         """Ready the run folder and ourselves for going on after `checkpoint`. Collective."""
         assert self._job is not None
         self._stop = self._at_step_end = None
+        self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
+        self._buffered_inputs = None
         record = None if checkpoint is None else read_complete(checkpoint)
         self._complete_step = first_step = 0 if record is None else record.step
         if record is not None and (changed := _differences(record.sampling, self._sampling())):
@@ -239,7 +243,7 @@ class ResumableTrainer(trl.GRPOTrainer):
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         assert self._job is not None
-        before = self._step - self.current_gradient_accumulation_steps
+        before, self._step_began_at = self._step_began_at, self._step
         self._at_step_end = {"step": self._step, "batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
             wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
@@ -382,7 +386,8 @@ class ResumableTrainer(trl.GRPOTrainer):
             return
         path = Path(checkpoint) / f"rollout_state_{self.args.process_index}.pt"
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self._step, self._buffered_inputs = state["step"], send_to_device(state["batch"], self.args.device)
+        self._step = self._step_began_at = state["step"]
+        self._buffered_inputs = send_to_device(state["batch"], self.args.device)
         if state["reference"] is not None and self.ref_model is not None:
             load_own_shards(self.ref_model, state["reference"])
 

@@ -141,11 +141,6 @@ class GRPOTrainer(ResumableTrainer):
             self.use_vllm = True
             self.vllm_generation = self._local
             self._last_loaded_step = -1
-            if args.generation_lookahead and isinstance(self.train_dataset, IterableDataset):
-                raise ValueError(
-                    "generation_lookahead reads rows of the next generation batch by their number, which a streamed "
-                    "data set does not have: set dataset_streaming to False, or generation_lookahead to 0"
-                )
             self._local.attach(self.model, self.accelerator.autocast, self._following_prompts)
             if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
                 self._wait_clock = WaitClock(lambda: self._watch.phase == "train")
@@ -158,6 +153,7 @@ class GRPOTrainer(ResumableTrainer):
         """This rank's prompts of the generation batch after the present one; None when training ends before it."""
         args = self.args
         micro_batches_left = (self.state.max_steps - self.state.global_step) * args.gradient_accumulation_steps
+        micro_batches_left -= self._step - self._step_began_at
         if not args.generation_lookahead or micro_batches_left <= self._steps_per_batch:
             return None
         following = FollowingPrompts(
@@ -194,6 +190,10 @@ class GRPOTrainer(ResumableTrainer):
     def after_step(self, control: TrainerControl) -> None:
         if self._wait_clock is not None:
             self._metrics["train"]["comm/wait_s"].append(self._wait_clock.take_s())
+        if self._local is not None and (startup := self._local.startup.first_step()):
+            for name, seconds in startup.metrics().items():
+                self._metrics["train"][name].append(seconds)
+            self._say(str(startup))
         super().after_step(control)
 
     def leave(self) -> None:
@@ -290,6 +290,11 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         raise ValueError(
             "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
             "accelerate launch --config_file configs/1node.yaml"
+        )
+    if arguments["args"].generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
+        raise ValueError(
+            "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
+            "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
     check_init_kwargs(arguments["args"])
     check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])

@@ -129,6 +129,7 @@ trainer = GRPOTrainer(
     reward_funcs=reward,
     args=config,
     train_dataset=Dataset.from_dict({"prompt": numbers}),
+    eval_dataset=Dataset.from_dict({"prompt": numbers[:4]}),
 )
 hosts = [client.pid for client in trainer._local._clients or []] if trainer._local is not None else []
 backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None

@@ -46,7 +46,7 @@ STRIKES = {
     "local-main-in-push": ("rank0", "push", QUICK, ["rank 0", "push", "died without a word"]),
     "inner-in-push": ("inner", "push", QUICK, ["rank 0", "push", "engine process died"]),
     "host-in-push": ("host", "push", QUICK, ["rank 0", "push", "was killed by signal 9"]),
-    "inner-while-training": ("inner", "train", QUICK, ["rank 0", "engine process died"]),
+    "inner-while-training": ("inner", "train", {**QUICK, "generation_lookahead": 1}, ["rank 0", "engine process died"]),
     "other-rank-in-push": ("rank1", "push", QUICK, ["rank 1", "push", "died without a word"]),
 }
 

@@ -29,6 +29,18 @@ def test_other_modes_keep_trl_defaults(other: dict[str, Any]) -> None:
             assert getattr(config, name) == getattr(theirs, name), name
 
 
+def test_importance_sampling_by_token_when_completions_are_older() -> None:
+    modes = [
+        GRPOConfig(**CPU, **settings).vllm_importance_sampling_mode
+        for settings in (
+            {},
+            {"generation_lookahead": 1},
+            {"generation_lookahead": 1, "vllm_importance_sampling_mode": "sequence_mask"},
+        )
+    ]
+    assert modes == ["sequence_mask", "token_truncate", "sequence_mask"]
+
+
 REFUSED = {
     "mode": ({"vllm_mode": "remote"}, r"vllm_mode is 'remote'.*'local', 'server' and 'colocate'"),
     "server field": ({"vllm_server_port": 9000}, r"vllm_server_port: local mode has no server"),
@@ -41,6 +53,18 @@ REFUSED = {
     "bucket": ({"vllm_sync_bucket_mb": 0}, r"vllm_sync_bucket_mb is 0; it must be above 0"),
     "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),
     "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
+    "two ahead": (
+        {"generation_lookahead": 2},
+        r"generation_lookahead is 2; it is 0 or 1: .*completions older",
+    ),
+    "ahead, uncorrected": (
+        {"generation_lookahead": 1, "vllm_importance_sampling_correction": False},
+        r"vllm_importance_sampling_correction is False, but .*older policy.*generation_lookahead to 0",
+    ),
+    "ahead, dealt out otherwise": (
+        {"generation_lookahead": 1, "accelerator_config": {"split_batches": True}},
+        r"accelerator_config has split_batches",
+    ),
     "memory": ({"vllm_gpu_memory_utilization": 1.5}, r"vllm_gpu_memory_utilization is 1.5"),
     "generation kwargs": ({"generation_kwargs": {"n": 4}}, r"generation_kwargs holds 'n'"),
     "vespo": ({"loss_type": "vespo"}, r"loss_type 'vespo' needs vllm_importance_sampling_mode"),

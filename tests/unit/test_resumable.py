@@ -51,7 +51,7 @@ def test_where_a_generation_batch_ends(
         _run=SimpleNamespace(stop_request=lambda: SimpleNamespace(why="asked", requeue=True)),
         _signals=SimpleNamespace(request=None),
         _step=now,
-        current_gradient_accumulation_steps=now - before,
+        _step_began_at=before,
         args=SimpleNamespace(steps_per_generation=per_batch),
         num_iterations=1,
         _buffered_inputs=None,

@@ -1,0 +1,246 @@
+"""What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from torch.utils.data import BatchSampler
+from transformers import AutoTokenizer, TrainerCallback
+
+from grpo import GRPOConfig, GRPOTrainer, local_vllm
+from grpo.engine.client import EngineError
+from grpo.engine.messages import Ready, Sample, Sampled
+from grpo.engine_pool import EnginePool
+from grpo.lookahead import FollowingPrompts
+from grpo.sampler import GenerationSampler
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_size: int) -> None:
+    """Also over the end of an epoch. A group of 4 may lie on two ranks."""
+    sampler = GenerationSampler(range(20), prompts_per_batch=3, num_generations=4, repeats=2, shuffle=True, seed=5)
+    dealt: dict[int, list[list[int]]] = {rank: [] for rank in range(world_size)}
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        for rank in range(world_size):
+            batches = BatchSampler(sampler, batch_size=12 // world_size, drop_last=False)
+            dealt[rank] += list(BatchSamplerShard(batches, num_processes=world_size, process_index=rank))[::2]
+    dataset = [{"prompt": row} for row in range(20)]
+    for rank in range(world_size):
+        ahead = FollowingPrompts(
+            sampler,
+            dataset,
+            rank=rank,
+            world_size=world_size,
+            tokenize=lambda prompts: [[prompt, 99] for prompt in prompts],
+        )
+        for number, rows in enumerate(dealt[rank]):
+            assert ahead.of_batch(number) == [[row, 99] for row in rows]
+
+
+class ScriptedEngine:
+    """Answers at once, and writes down what it is told."""
+
+    story: list[tuple]
+    tokens_of: dict[tuple[int, ...], str]
+
+    def __init__(self, spec: Any, *, name: str, on_death: Any, **kwargs: Any) -> None:
+        self.name = name
+        self._answers: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()
+
+    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
+        return Ready(max_model_len=64, max_num_seqs=16, startup_s=1.0)
+
+    def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
+        if method == "finish_weight_update":
+            self.story.append(("push", int(kwargs["weight_version"])))
+        return True
+
+    def submit(self, requests: list[Sample]) -> None:
+        for request in requests:
+            lengths = np.full(request.n, 3, np.int32)
+            token_ids = np.random.default_rng(request.seed).integers(5, 20, 3 * request.n).astype(np.int32)
+            logprobs = np.full(3 * request.n, -2.5, np.float32)
+            self._answers.put(
+                Sampled(request_id=request.request_id, token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
+            )
+
+    def abort(self, request_ids: Any) -> None:
+        self.story.append(("abort",))
+
+    def next_sampled(self, timeout_s: float) -> Sampled | None:
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if answer is None:
+            raise EngineError("closed")
+        return answer
+
+    def close(self) -> None:
+        self._answers.put(None)
+
+
+@pytest.fixture
+def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
+    """What happened, in order: pushes, submissions and collections by their prompts, and optimizer steps."""
+    events: list[tuple] = []
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    monkeypatch.setattr(ScriptedEngine, "story", events, raising=False)
+    monkeypatch.setattr(local_vllm, "EngineClient", ScriptedEngine)
+    monkeypatch.setattr(local_vllm, "is_due", lambda push: False)
+    submit, collect = EnginePool.submit, EnginePool.collect
+
+    def prompts(requests: Any) -> tuple[str, ...]:
+        return tuple(tokenizer.decode(request.token_ids).replace(" ", "") for request in requests)
+
+    def noted_submit(pool: EnginePool, requests: Any) -> Any:
+        events.append(("submit", prompts(requests)))
+        return submit(pool, requests)
+
+    def noted_collect(pool: EnginePool, batch: Any, *args: Any) -> Any:
+        events.append(("collect", prompts(batch.requests)))
+        return collect(pool, batch, *args)
+
+    monkeypatch.setattr(EnginePool, "submit", noted_submit)
+    monkeypatch.setattr(EnginePool, "collect", noted_collect)
+    return events
+
+
+class Steps(TrainerCallback):
+    def __init__(self, story: list[tuple], stop_at: int, output_dir: Path) -> None:
+        self.story, self.stop_at, self.output_dir = story, stop_at, output_dir
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.story.append(("step", state.global_step))
+        if state.global_step == self.stop_at:
+            (self.output_dir / "stop").touch()
+
+
+def train(
+    tiny_model: Path, output_dir: Path, story: list[tuple], *, num_prompts: int = 40, stop_at: int = 0, **config: Any
+) -> GRPOTrainer:
+    def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        story.append(("score" if trainer.model.training else "evaluate", tuple(dict.fromkeys(prompts))))
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    output_dir.mkdir(exist_ok=True)
+    rows = Dataset.from_dict({"prompt": [f"{10 + row}+{10 + row}=" for row in range(num_prompts)]})
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "vllm_max_model_length": 64,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+    trainer = GRPOTrainer(
+        model=str(tiny_model),
+        reward_funcs=reward,
+        args=GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config}),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(4)),
+        callbacks=[Steps(story, stop_at, output_dir)],
+    )
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def of_kind(story: list[tuple], *kinds: str) -> list[tuple]:
+    return [event[1] for event in story if event[0] in kinds]
+
+
+def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    trainer = train(tiny_model, tmp_path, story, generation_lookahead=1)
+    first, second, third = of_kind(story, "score")
+    assert story == [
+        ("push", 0), ("submit", first), ("collect", first), ("submit", second), ("score", first), ("step", 1),
+        ("collect", second), ("push", 1), ("submit", third), ("score", second), ("step", 2),
+        ("collect", third), ("push", 2), ("score", third), ("step", 3),
+    ]  # fmt: skip
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    assert [line["rollout/policy_lag"] for line in lines] == [0, 1, 1]
+    assert [line["rollout/policy_lag_steps"] for line in lines] == [0, 1, 1]
+    for line in lines:
+        assert 0 <= line["sampling/importance_sampling_ratio/clipped_share"] <= 1
+        assert line["rollout/wait_s_max"] >= 0
+    assert all(0 <= line[name] <= 1 for line in lines[1:] for name in ("rollout/wait_share", "engine/idle_share"))
+
+
+def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    trainer = train(tiny_model, tmp_path, story, max_steps=2)
+    first, second = of_kind(story, "score")
+    assert story == [
+        ("push", 0), ("submit", first), ("collect", first), ("score", first), ("step", 1),
+        ("push", 1), ("submit", second), ("collect", second), ("score", second), ("step", 2),
+    ]  # fmt: skip
+    assert {line["rollout/policy_lag"] for line in trainer.state.log_history if "reward" in line} == {0}
+
+
+CASES = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "two_batches_a_step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "two_steps_a_batch": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 5},
+    "iterations": {"num_iterations": 2, "max_steps": 5},
+    "epochs": {"num_prompts": 5, "max_steps": 5},  # two batches of two prompts in an epoch
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8},
+    "whole_epochs": {"num_prompts": 5, "max_steps": -1, "num_train_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_prompts_in_the_same_order_and_none_in_vain(
+    case: str, tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
+    train(tiny_model, tmp_path / "now", story, **CASES[case])
+    on_policy = list(story)
+    story.clear()
+    trainer = train(tiny_model, tmp_path / "ahead", story, generation_lookahead=1, **CASES[case])
+    for kind in ("score", "evaluate", "step"):
+        assert of_kind(story, kind) == of_kind(on_policy, kind)
+    submitted = of_kind(story, "submit")
+    assert submitted == of_kind(story, "collect")
+    assert sorted(submitted) == sorted(of_kind(story, "score", "evaluate"))
+    lags = [line["rollout/policy_lag_steps"] for line in trainer.state.log_history if "reward" in line]
+    # Of two batches of a step, the second is sampled and used under the same weights.
+    assert max(lags) == {"iterations": 2, "two_steps_a_batch": 2, "two_batches_a_step": 0.5}.get(case, 1)
+
+
+def test_nothing_is_trained_twice_or_lost_over_a_stop(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    train(tiny_model, tmp_path / "whole", story, max_steps=5)
+    whole = of_kind(story, "score")
+    story.clear()
+    with pytest.raises(SystemExit) as ended:
+        train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=1, stop_at=2)
+    assert ended.value.code == 0
+    assert of_kind(story, "score") == whole[:2]
+    in_flight = of_kind(story, "submit")[2]
+    assert in_flight == whole[2]
+    assert in_flight not in of_kind(story, "collect")
+    (tmp_path / "parts" / "stop").unlink(missing_ok=True)
+    train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=1, resume_from_checkpoint="auto")
+    assert of_kind(story, "score") == whole
+    assert of_kind(story, "step") == [1, 2, 3, 4, 5]
+
+
+def test_a_data_set_that_changes_when_it_is_read_again_is_told(
+    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = iter(range(10, 10**6))
+    of_batch = FollowingPrompts.of_batch
+    monkeypatch.setattr(
+        FollowingPrompts, "of_batch", lambda self, number: [[next(reads) % 7] for _ in of_batch(self, number)]
+    )
+    with pytest.raises(RuntimeError, match=r"are not those that training asks for now.*generation_lookahead to 0"):
+        train(tiny_model, tmp_path, story, generation_lookahead=1)
