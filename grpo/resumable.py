@@ -33,11 +33,9 @@ from grpo.job_group import JobGroup
 from grpo.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 from grpo.run_folder import STATE_FILE, RunFolder, StopRequest
 from grpo.sampler import GenerationSampler
-from grpo.signals import StopSignals
+from grpo.signals import LEAD_VARIABLE, StopLead, StopSignals
 
 BYTES_PER_PARAMETER = 16  # of a checkpoint: weights, and master weights and two moments in float32
-LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # how long before the end of its time the scheduler says so
-LEAD_MARGIN_S = 60.0
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
 
 
@@ -67,8 +65,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         """
         self._signals = signals
         self._job = JobGroup()
-        self._longest_batch_s = self._save_s = 0.0
-        self._batch_begun: float | None = None
+        self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
         self._at_step_end: dict[str, Any] | None = None
 
         def enter() -> tuple[int, list[str]]:
@@ -253,27 +250,13 @@ class ResumableTrainer(trl.GRPOTrainer):
                 self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
         if before // self._steps_per_batch == self._step // self._steps_per_batch:
             return  # in the middle of a generation batch
-        now = time.monotonic()
-        if self._batch_begun is not None and now - self._batch_begun > self._longest_batch_s:
-            self._longest_batch_s = now - self._batch_begun
-            self._check_lead()
-        self._batch_begun = now
-        self._metrics["train"]["run/longest_batch_s"] = [self._longest_batch_s]
+        self._lead.batch_ended(time.monotonic())
+        self._metrics["train"]["run/longest_batch_s"] = [self._lead.longest_batch_s]
         if self._stop is None or self.state.global_step >= self.state.max_steps:
             self._stop = None
             return
         control.should_save = control.should_training_stop = control.should_log = True
         control.should_evaluate = False  # the time may be short
-
-    def _check_lead(self) -> None:
-        lead = os.environ.get(LEAD_VARIABLE)
-        needed_s = self._longest_batch_s + self._save_s + LEAD_MARGIN_S
-        if self._run is not None and lead and float(lead) < needed_s:
-            self._say(
-                f"WARNING: the scheduler's signal comes {float(lead):.0f} s before the end ({LEAD_VARIABLE}), but a "
-                f"generation batch took {self._longest_batch_s:.0f} s and a save {self._save_s:.0f} s: give it at "
-                f"least {needed_s:.0f} s (#SBATCH --signal=B:USR1@{needed_s:.0f})"
-            )
 
     def _end(self, stop: StopRequest | None) -> None:
         """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
@@ -358,10 +341,8 @@ class ResumableTrainer(trl.GRPOTrainer):
         self._job.by_rank_zero(complete)
         if resumable:
             self._complete_step = step
-        self._save_s = time.monotonic() - begun
-        self._metrics["train"]["run/save_s"] = [self._save_s]
-        self._batch_begun = time.monotonic()
-        self._check_lead()
+        self._lead.saved(begun, time.monotonic())
+        self._metrics["train"]["run/save_s"] = [self._lead.save_s]
 
     def _save_last_step(self) -> None:
         """After a generation that was dropped: the state of the last finished step. Collective."""

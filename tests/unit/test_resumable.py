@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 
-from grpo.resumable import LEAD_VARIABLE, ResumableTrainer
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(ResumableTrainer, "_say", lambda self, *new: lines.extend(new))
-    return lines
+from grpo.resumable import ResumableTrainer
+from grpo.signals import StopLead
 
 
 def trainer(**fields: Any) -> ResumableTrainer:
@@ -22,14 +16,14 @@ def trainer(**fields: Any) -> ResumableTrainer:
 
 
 @pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
-def test_a_signal_that_comes_too_late_is_told(
-    lead: str | None, warned: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if lead is None:
-        monkeypatch.delenv(LEAD_VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(LEAD_VARIABLE, lead)
-    trainer(_longest_batch_s=100.0, _save_s=40.0)._check_lead()
+def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) -> None:
+    said: list[str] = []
+    judge = StopLead(lead, said.append)
+    for now in (1000.0, 1100.0):
+        judge.batch_ended(now)
+    judge.saved(1100.0, 1140.0)
+    judge.batch_ended(1200.0)  # 60 s after the save: not the longest
+    assert (judge.longest_batch_s, judge.save_s) == (100.0, 40.0)
     assert len(said) == warned
     if warned:
         assert "comes 199 s before the end" in said[0]
@@ -55,8 +49,7 @@ def test_where_a_generation_batch_ends(
         args=SimpleNamespace(steps_per_generation=per_batch),
         num_iterations=1,
         _buffered_inputs=None,
-        _batch_begun=None,
-        _longest_batch_s=0.0,
+        _lead=StopLead(None, print),
         _metrics={"train": {}},
         state=SimpleNamespace(global_step=1, max_steps=10),
     )

@@ -449,6 +449,7 @@ def test_nodes_with_other_versions_or_variables_are_named():
 
 def test_settings_that_are_a_nodes_own_matter_are_not_compared():
     own = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_FILE": "x", "GLOO_SOCKET_IFNAME": "eth1", "A": "b"}
+    own |= {"NCCL_HOSTID": "n1", "NCCL_TOPO_FILE": "/etc/topo-n1.xml"}
     settings = dict(read_settings({**own, "NCCL_NET": "IB"}))
     assert settings["NCCL_NET"] == "IB"
     assert settings["torch"] == version("torch")
