@@ -25,6 +25,8 @@ class Batch:
     """Micro-batches that one generation is cut into, per rank."""
     optimizer_steps_per_generation: float
     """Below 1 when a step takes several generations."""
+    generation_lookahead: int
+    """Generations that are sampled ahead, each by a policy one push older than the one that trains on it."""
     node_completions: int
     """Of one generation, on each node."""
     groups_per_node: float
@@ -79,6 +81,7 @@ def plan_batch(
         optimizer_steps_per_generation=(
             args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         ),
+        generation_lookahead=args.generation_lookahead,
         node_completions=node_completions,
         groups_per_node=node_completions / args.num_generations,
         # TRL's sampler lays the copies of a prompt out end to end over the ranks, and ranks are numbered node by node.

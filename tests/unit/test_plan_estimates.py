@@ -194,7 +194,7 @@ def test_batch_of_several_steps_per_generation() -> None:
     class Settings:
         num_generations, per_device_train_batch_size, gradient_accumulation_steps = 4, 6, 2
         generation_batch_size, steps_per_generation, num_iterations = 2 * 6 * 4, 4, 3
-        max_completion_length = 100
+        max_completion_length, generation_lookahead = 100, 1
 
     batch = plan_batch(
         Settings,  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_batch_of_several_steps_per_generation() -> None:
     assert (batch.completions_per_step, batch.generation_completions, batch.generation_prompts) == (24, 48, 12)
     assert batch.optimizer_steps_per_generation == 6  # 4 micro-batches, 2 of them a step, each trained on 3 times
     assert (batch.node_completions, batch.groups_per_node, batch.straddles) == (24, 6, False)
-    assert batch.engine_completions == (12, 24)
+    assert (batch.engine_completions, batch.generation_lookahead) == ((12, 24), 1)
     assert (batch.sequence_tokens, batch.tokens_per_step, batch.generated_tokens) == (120, 24 * 120, 48 * 100)
 
 
