@@ -1,11 +1,12 @@
 # make install  the environment that the others share   make demo  the main job, end to end
-# make test     lint, types and all tests               make clean remove the environment and the runs
+# make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
+# make clean    remove the environment and the runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint bench clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +36,17 @@ test: lint
 	@$(BIN)/python -m tests.slurm install
 	$(BIN)/python -m pytest
 	@$(BIN)/python -m tests.slurm report
+
+# One that fails does not keep the others from running; the last one reads what the others have written.
+BENCHMARKS := push overlap dispatch balance generate startup scale
+bench: install
+	@failed=; \
+	for name in $(BENCHMARKS); do \
+	  echo "--- bench.$$name"; \
+	  $(BIN)/python -m bench.$$name || failed="$$failed $$name"; \
+	done; \
+	$(BIN)/python -m bench.tables || failed="$$failed tables"; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

@@ -82,6 +82,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={"help": "Engines of a node without GPUs, where nothing is reserved; None means one."},
     )
+    vllm_balance_nodes: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their "
+            "engines, so that a step does not wait for the slowest. No effect on one node."
+        },
+    )
     vllm_sync_backend: str = field(
         default="auto",
         metadata={"help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."},

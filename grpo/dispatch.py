@@ -1,15 +1,15 @@
-"""Prompts to requests, requests to engines, completions to arrays and back to ranks: pure functions over numpy arrays.
+"""Prompts to requests, completions to arrays and back to ranks: pure functions over numpy arrays.
 
 A node's rows are the prompts of its ranks, end to end in the order of their local ranks. Row i's completion is
 completion i, whichever engine sampled it.
 """
 
 import hashlib
-import heapq
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -134,28 +134,6 @@ def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
     ]
 
 
-def request_cost_tokens(request: Request, max_tokens: int) -> int:
-    """The most tokens that a request can occupy: its prompt once, and `n` completions of full length."""
-    return len(request.token_ids) + request.n * max_tokens
-
-
-def assign(costs: Sequence[int], num_engines: int) -> list[list[int]]:
-    """Indices of `costs` for each engine, ascending; each index goes to exactly one engine.
-
-    Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969): the dearest request that
-    is left goes to the engine with the least cost so far; the largest total is at most 4/3 of the best possible one.
-    Ties go to the lower index and the lower engine, so the result is a function of the arguments.
-    """
-    assert num_engines >= 1, num_engines
-    shares: list[list[int]] = [[] for _ in range(num_engines)]
-    loads = [(0, engine) for engine in range(num_engines)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, engine = heapq.heappop(loads)
-        shares[engine].append(index)
-        heapq.heappush(loads, (load + costs[index], engine))
-    return [sorted(share) for share in shares]
-
-
 def pack_completions(
     token_rows: Sequence[Sequence[int] | np.ndarray], logprob_rows: Sequence[Sequence[float] | np.ndarray]
 ) -> Completions:
@@ -166,24 +144,75 @@ def pack_completions(
     return Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=engine_logprobs)
 
 
-def slice_completions(completions: Completions, start: int, stop: int) -> Completions:
-    """The completions `start` .. `stop - 1`, as views."""
-    assert 0 <= start <= stop <= completions.num_completions, (start, stop, completions.num_completions)
-    first = int(completions.lengths[:start].sum())
-    last = first + int(completions.lengths[start:stop].sum())
+def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Completions]:
+    """Cut into parts of so many completions each, in order; as views."""
+    assert sum(sizes) == completions.num_completions, (sum(sizes), completions.num_completions)
+    rows = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+    tokens = _bounds(completions.lengths)
+    return [
+        Completions(
+            token_ids=completions.token_ids[tokens[start] : tokens[stop]],
+            lengths=completions.lengths[start:stop],
+            engine_logprobs=completions.engine_logprobs[tokens[start] : tokens[stop]],
+        )
+        for start, stop in pairwise(rows)
+    ]
+
+
+def concat_completions(parts: Sequence[Completions]) -> Completions:
+    """The completions of all parts, in order."""
+    if not parts:
+        return pack_completions([], [])
     return Completions(
-        token_ids=completions.token_ids[first:last],
-        lengths=completions.lengths[start:stop],
-        engine_logprobs=completions.engine_logprobs[first:last],
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        engine_logprobs=np.concatenate([part.engine_logprobs for part in parts]),
+    )
+
+
+def to_message(completions: Completions) -> np.ndarray:
+    """[C + 2 T] int32: lengths, token ids, and the bits of the log-probabilities, end to end."""
+    return np.concatenate([completions.lengths, completions.token_ids, completions.engine_logprobs.view(np.int32)])
+
+
+def from_message(message: np.ndarray, num_completions: int) -> Completions:
+    """What `to_message` was given, as views; `message` may go on behind it."""
+    lengths = message[:num_completions]
+    middle = num_completions + int(lengths.sum())
+    end = 2 * middle - num_completions
+    return Completions(
+        token_ids=message[num_completions:middle],
+        lengths=lengths,
+        engine_logprobs=message[middle:end].view(np.float32),
     )
 
 
 def to_lists(completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
     """Token ids and log-probabilities, one list per completion."""
-    bounds = _bounds(completions.lengths)
-    token_ids, logprobs = completions.token_ids.tolist(), completions.engine_logprobs.tolist()
-    spans = [slice(start, stop) for start, stop in pairwise(bounds)]
-    return [token_ids[span] for span in spans], [logprobs[span] for span in spans]
+    spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
+    return [completions.token_ids[span].tolist() for span in spans], [
+        completions.engine_logprobs[span].tolist() for span in spans
+    ]
+
+
+class SingleValues(Sequence[tuple[float]]):
+    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
+
+    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
+    to the ranks does.
+    """
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
+
+    def __iter__(self) -> Iterator[tuple[float]]:
+        return zip(self._values)
 
 
 def check_prompt_lengths(rows: PackedRows, *, max_model_len: int, max_tokens: int, first_row: int = 0) -> None:

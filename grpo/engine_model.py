@@ -167,6 +167,10 @@ def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, ba
         settings["distributed_executor_backend"] = "mp"
     if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         settings["kv_cache_memory_bytes"] = 2**30  # vLLM would take its share of the host's memory
+    if not topology.devices:
+        # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
+        # Generator does not use offset" (0.31, `_bookkeeping_sync`).
+        settings["enable_chunked_prefill"] = False
     assert not isinstance(args.vllm_engine_kwargs, str)
     return settings | (args.vllm_engine_kwargs or {})
 

@@ -1,22 +1,23 @@
-"""The engines of one node as one: requests wait in a common pool and go to whichever engine has room.
+"""The engines of one node as one: completions wait in a common queue and go to whichever engine has room.
 
-On the local main. One thread per engine takes its answers and sends it more, so that engines are busy while the ranks
+On the local main. Two threads per engine take its answers and send it more, so that engines are busy while the ranks
 train; no collective runs in these threads.
 """
 
 import contextlib
+import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from grpo.dispatch import Completions, Request
+from grpo.dispatch import Completions, Request, pack_completions
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.messages import Sample, Sampled
+from grpo.request_queue import RequestQueue
 
-POLL_S = 0.5  # how often a wait for completions looks for a failure elsewhere
+POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +25,12 @@ class Batch:
     """Requests that were submitted together."""
 
     requests: Sequence[Request]
-    first_id: int
-    """Request i has the id `first_id + i`."""
+    ids: range
+    """Of their completions, in the order of the requests."""
     submitted_at: float
     """time.monotonic()."""
     answers: dict[int, Sampled] = field(default_factory=dict)
-    """By request id."""
+    """By completion id."""
     finished_at: float | None = None
     """When the last answer came."""
 
@@ -41,30 +42,8 @@ class Batch:
 
     def completions(self) -> Completions:
         """Of all requests, in their order."""
-        answers = [self.answers[self.first_id + index] for index in range(len(self.requests))]
-        empty = np.empty(0, np.int32)
-        return Completions(
-            token_ids=np.concatenate([empty, *(a.token_ids for a in answers)]),
-            lengths=np.concatenate([empty, *(a.lengths for a in answers)]),
-            engine_logprobs=np.concatenate([empty.astype(np.float32), *(a.engine_logprobs for a in answers)]),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Engine:
-    client: EngineClient
-    max_num_seqs: int
-    """Sequences that it runs at once; more would only wait inside it, where no other engine can take them."""
-    outstanding: dict[int, Request] = field(default_factory=dict)
-    """Sent and not answered, by id."""
-    num_seqs: int = 0
-    cost_tokens: int = 0
-    """Of what is outstanding."""
-    idle_since: float | None = None
-    idle_s: float = 0.0
-
-    def has_room(self, request: Request) -> bool:
-        return not self.outstanding or self.num_seqs + request.n <= self.max_num_seqs
+        answers = [self.answers[completion] for completion in self.ids]
+        return pack_completions([a.token_ids for a in answers], [a.engine_logprobs for a in answers])
 
 
 class EnginePool:
@@ -72,7 +51,7 @@ class EnginePool:
 
     Args:
         max_num_seqs: of each engine, the sequences that it runs at once.
-        cost_tokens: the most tokens that a request may occupy.
+        max_tokens: of a completion.
     """
 
     def __init__(
@@ -80,42 +59,53 @@ class EnginePool:
         clients: Sequence[EngineClient],
         *,
         max_num_seqs: Sequence[int],
-        cost_tokens: Callable[[Request], int],
+        max_tokens: int,
     ) -> None:
-        now = time.monotonic()
-        self._engines = [
-            _Engine(client, limit, idle_since=now) for client, limit in zip(clients, max_num_seqs, strict=True)
-        ]
-        self._cost_tokens = cost_tokens
+        self._clients = clients
+        self._max_tokens = max_tokens
         self._changed = threading.Condition()
-        self._waiting: list[tuple[int, Request]] = []  # id and request; the dearest last
-        self._batches: dict[int, Batch] = {}  # request id -> its batch, while unanswered
+        # What an engine has no room for waits here, unless no other engine could take it.
+        self._queue = RequestQueue(max_num_seqs if len(clients) > 1 else [sys.maxsize])
+        self._samples: dict[int, Sample] = {}  # by completion id, while unanswered
+        self._batches: dict[int, Batch] = {}  # likewise
         self._next_id = 0
-        self._error: EngineError | None = None
-        for engine in self._engines:
-            threading.Thread(
-                target=self._serve, args=[engine], name=f"grpo-{engine.client.name}-answers", daemon=True
-            ).start()
+        self._error: Exception | None = None
+        self._ended = False
+        self._idle = [IdleClock() for _ in clients]
+        # What is decided under the lock is sent outside of it, in the same order: a socket may block.
+        self._outboxes: list[queue.SimpleQueue[list[Sample] | tuple[int, ...] | None]] = [
+            queue.SimpleQueue() for _ in clients
+        ]
+        self._threads = [
+            threading.Thread(target=work, args=[engine], name=f"grpo-{client.name}{work.__name__}", daemon=True)
+            for engine, client in enumerate(clients)
+            for work in (self._receive, self._send)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> Batch:
-        """Start sampling; returns at once.
-
-        Raises:
-            EngineError: an engine is dead, or does not read.
-        """
+        """Start sampling; returns at once. What goes wrong is raised by `collect`."""
         with self._changed:
-            batch = Batch(requests, self._next_id, time.monotonic())
-            ids = range(self._next_id, self._next_id + len(requests))
-            self._next_id += len(requests)
-            self._batches.update(dict.fromkeys(ids, batch))
-            # The dearest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
-            self._waiting += zip(ids, requests, strict=True)
-            self._waiting.sort(key=lambda each: (self._cost_tokens(each[1]), -each[0]))
+            first = self._next_id
+            self._next_id += sum(request.n for request in requests)
+            batch = Batch(requests, range(first, self._next_id), time.monotonic())
+            chunks = []
+            for request in requests:
+                chunk = range(first, first + request.n)
+                first = chunk.stop
+                for number, completion in enumerate(chunk):
+                    self._samples[completion] = Sample(
+                        request_id=completion, token_ids=request.token_ids, seed=request.seed + number
+                    )
+                    self._batches[completion] = batch
+                chunks.append((len(request.token_ids) + self._max_tokens, chunk))
             if not requests:
                 batch.finished_at = batch.submitted_at
-        self._feed()
+            self._queue.add(chunks)
+            self._feed()
         return batch
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None] = lambda: None) -> Completions:
@@ -126,7 +116,7 @@ class EnginePool:
             check: called again and again meanwhile; what it raises ends the wait.
 
         Raises:
-            EngineError: an engine died or refused a request, or the time is up.
+            EngineError: an engine died, refused a request or does not read, or the time is up.
         """
         deadline = batch.submitted_at + timeout_s
         while True:
@@ -136,112 +126,137 @@ class EnginePool:
                     return batch.completions()
                 if self._error is not None:
                     raise self._error
-                late = max(self._engines, key=lambda engine: len(engine.outstanding))
-                missing = len(batch.requests) - len(batch.answers)
-                if time.monotonic() <= deadline:
-                    self._changed.wait(min(POLL_S, max(0.0, deadline - time.monotonic())))
-                    continue
-            raise late.client.error(
-                f"is one of those that have not answered {missing} of {len(batch.requests)} requests after "
-                f"{timeout_s:.0f} s (vllm_generate_timeout)"
-            )
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise self._too_late(batch, timeout_s)
+                self._changed.wait(min(POLL_S, left_s))
+
+    def _too_late(self, batch: Batch, timeout_s: float) -> EngineError:
+        late = self._clients[self._queue.fullest()]
+        return late.error(
+            f"is one of those that have not answered {len(batch.ids) - len(batch.answers)} of {len(batch.ids)} "
+            f"completions after {timeout_s:g} s (vllm_generate_timeout)"
+        )
 
     def drop(self, batch: Batch) -> None:
         """Forget a batch, whatever has become of it; engines stop sampling it."""
         with self._changed:
-            ids = range(batch.first_id, batch.first_id + len(batch.requests))
-            for request_id in ids:
-                self._batches.pop(request_id, None)
-            self._waiting = [each for each in self._waiting if each[0] not in ids]
-            sent = [(engine, [i for i in engine.outstanding if i in ids]) for engine in self._engines]
-            for engine, dropped in sent:
-                for request_id in dropped:
-                    self._take_back(engine, request_id)
-        for engine, dropped in sent:
-            if dropped:
-                engine.client.abort(dropped)
-        self._feed()
+            for completion in batch.ids:
+                self._batches.pop(completion, None)
+                self._samples.pop(completion, None)
+            for engine, completions in self._queue.forget(batch.ids):
+                self._outboxes[engine].put(tuple(completions))
+            self._feed()
+
+    def close(self) -> None:
+        """End the threads; the engines go on, and may be another pool's afterwards. Safe to call twice."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self) -> None:
+        self._ended = True
+        for outbox in self._outboxes:
+            outbox.put(None)
 
     # -- what engines wait for ------------------------------------------------------------------------------------
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which an engine had nothing to sample, in the mean over engines."""
-        now = time.monotonic()
         with self._changed:
-            total_s = 0.0
-            for engine in self._engines:
-                if engine.idle_since is not None:
-                    engine.idle_s += now - engine.idle_since
-                    engine.idle_since = now
-                total_s += engine.idle_s
-                engine.idle_s = 0.0
-        return total_s / len(self._engines)
+            return sum(clock.take_s() for clock in self._idle) / len(self._idle)
 
     @contextlib.contextmanager
     def busy_otherwise(self) -> Iterator[None]:
         """Around a push: this time does not count as idle."""
-        begun = time.monotonic()
+        with self._changed:
+            for clock in self._idle:
+                clock.pause()
         try:
             yield
         finally:
             with self._changed:
-                for engine in self._engines:
-                    if engine.idle_since is not None:
-                        engine.idle_since += time.monotonic() - begun
+                for clock in self._idle:
+                    clock.resume()
+
+    # -- with the lock held ---------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        for engine, completions in self._queue.send():
+            self._outboxes[engine].put([self._samples[completion] for completion in completions])
+        for engine, clock in enumerate(self._idle):
+            clock.set(self._queue.is_idle(engine))
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _feed(self) -> None:
-        """Send what waits to the engines with room, each to the one with the fewest outstanding tokens."""
-        sent: list[tuple[_Engine, list[Sample]]] = []
-        with self._changed:
-            while self._waiting:
-                request_id, request = self._waiting[-1]
-                roomy = [engine for engine in self._engines if engine.has_room(request)]
-                if not roomy:
-                    break
-                self._waiting.pop()
-                engine = min(roomy, key=lambda engine: engine.cost_tokens)
-                engine.outstanding[request_id] = request
-                engine.num_seqs += request.n
-                engine.cost_tokens += self._cost_tokens(request)
-                if engine.idle_since is not None:
-                    engine.idle_s += time.monotonic() - engine.idle_since
-                    engine.idle_since = None
-                sample = Sample(request_id=request_id, token_ids=request.token_ids, n=request.n, seed=request.seed)
-                sent.append((engine, [sample]))
-        for engine, samples in sent:
-            engine.client.submit(samples)
-
-    def _take_back(self, engine: _Engine, request_id: int) -> None:
-        """Note that a request is no longer outstanding. With the lock held."""
-        request = engine.outstanding.pop(request_id)
-        engine.num_seqs -= request.n
-        engine.cost_tokens -= self._cost_tokens(request)
-        if not engine.outstanding:
-            engine.idle_since = time.monotonic()
-
-    def _serve(self, engine: _Engine) -> None:
-        while True:
-            try:
-                answer = engine.client.next_sampled(POLL_S)
+    def _receive(self, engine: int) -> None:
+        with self._noting_errors():
+            while not self._ended:
+                answer = self._clients[engine].next_sampled(POLL_S)
                 if answer is not None:
-                    self._note(engine, answer)
-                    self._feed()
-            except EngineError as error:
-                with self._changed:
-                    self._error = self._error or error
-                    self._changed.notify_all()
-                return
+                    with self._changed:
+                        self._note(engine, answer)
 
-    def _note(self, engine: _Engine, answer: Sampled) -> None:
-        with self._changed:
-            if answer.request_id in engine.outstanding:
-                self._take_back(engine, answer.request_id)
-            batch = self._batches.pop(answer.request_id, None)
-            if batch is None:
-                return  # dropped
+    def _note(self, engine: int, answer: Sampled) -> None:
+        self._queue.answered(engine, answer.request_id)
+        batch = self._batches.pop(answer.request_id, None)
+        if batch is not None:  # else it was dropped
+            del self._samples[answer.request_id]
             batch.answers[answer.request_id] = answer
-            if len(batch.answers) == len(batch.requests):
+            if len(batch.answers) == len(batch.ids):
                 batch.finished_at = time.monotonic()
                 self._changed.notify_all()
+        self._feed()
+
+    def _send(self, engine: int) -> None:
+        with self._noting_errors():
+            while (message := self._outboxes[engine].get()) is not None:
+                if isinstance(message, tuple):
+                    self._clients[engine].abort(message)
+                else:
+                    self._clients[engine].submit(message)
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Around the work of a thread: the first error is kept for `collect`, and ends the pool."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  thread boundary: the main thread raises it
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+            self._end()
+
+
+class IdleClock:
+    """How long an engine has nothing to sample."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since: float | None = time.monotonic()
+        self._idle = True
+        self._paused = False
+
+    def _run(self) -> None:
+        now = time.monotonic()
+        if self._since is not None:
+            self._total_s += now - self._since
+        self._since = now if self._idle and not self._paused else None
+
+    def set(self, idle: bool) -> None:
+        self._idle = idle
+        self._run()
+
+    def pause(self) -> None:
+        self._paused = True
+        self._run()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._run()
+
+    def take_s(self) -> float:
+        """Since the last call."""
+        self._run()
+        total_s, self._total_s = self._total_s, 0.0
+        return total_s

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from grpo.config import GRPOConfig
-from grpo.dispatch import request_cost_tokens, seed_base
+from grpo.dispatch import SingleValues, seed_base
 from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
@@ -20,6 +20,7 @@ from grpo.engine_pool import EnginePool
 from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
 from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
 from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
+from grpo.startup import StartupClock
 from grpo.topology import NodeTopology
 from grpo.weights.proof import MEAN_GAP_LIMITS, LogprobGap, gap_between, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
@@ -98,7 +99,7 @@ class LocalVLLM:
         self.last_generation: list[GenerationReport] = []
         """Of each node."""
         self.last_sync: SyncReport | None = None
-        self.engine_startup_s: float | None = None
+        self.startup = StartupClock()
         self._model = model
         self._groups = groups
         self._watch = watch
@@ -173,7 +174,7 @@ class LocalVLLM:
     def _connect(self) -> Pusher:
         assert self._trained_model is not None, "sync_weights before attach"
         failure, startup_s, max_model_len = None, 0.0, 0
-        with self._watch.during("engine start"):
+        with self._watch.during("engine start"), self.startup.waiting():
             try:
                 max_num_seqs = []
                 for client in self._clients or []:
@@ -183,11 +184,8 @@ class LocalVLLM:
                     max_model_len = ready.max_model_len
                     max_num_seqs.append(ready.max_num_seqs)
                 if self._clients is not None:
-                    max_tokens = self.args.max_completion_length
                     self._pool = EnginePool(
-                        self._clients,
-                        max_num_seqs=max_num_seqs,
-                        cost_tokens=lambda request: request_cost_tokens(request, max_tokens),
+                        self._clients, max_num_seqs=max_num_seqs, max_tokens=self.args.max_completion_length
                     )
             except EngineError as error:
                 failure = self._watch.make_record(error)
@@ -200,8 +198,9 @@ class LocalVLLM:
             max_model_len=max_model_len,
             max_tokens=self.args.max_completion_length,
             timeout_s=self.args.vllm_generate_timeout,
+            balance_nodes=self.args.vllm_balance_nodes,
         )
-        self.engine_startup_s = max(seconds for seconds, _ in starts)
+        self.startup.engine_s = max(seconds for seconds, _ in starts)
         self._probe = probe_prompts(
             self._trained_model.get_input_embeddings().num_embeddings,
             min(length for _, length in starts if length),  # local mains know, the other ranks say 0
@@ -296,7 +295,7 @@ class LocalVLLM:
         images: list[list | None] | None,
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+    ) -> tuple[list[list[int]], list[list[int]], list[SingleValues], None]:
         """One completion for each prompt of this rank, sampled now or ahead. Collective over the job.
 
         Args:
@@ -335,8 +334,7 @@ class LocalVLLM:
                 self.policy_lag = PolicyLag(pushes=self._pushes - ahead.pushes, steps=step - ahead.step)
                 if mode == "train" and (following := self._next_prompts()) is not None:
                     self._ahead = self._submit(following)
-        logprobs = [[[value] for value in row] for row in sampled.engine_logprobs]
-        return prompts, sampled.completion_ids, logprobs, None
+        return prompts, sampled.completion_ids, [SingleValues(row) for row in sampled.engine_logprobs], None
 
     def collect_ahead(self) -> None:
         """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job.

@@ -168,16 +168,14 @@ class NodeGroups:
 
     # -- inside a node --------------------------------------------------------------------------------------------
 
-    def gather_rows(self, rows: PackedRows) -> tuple[list[PackedRows] | None, int]:
-        """Every rank's rows, on the node's local main in local rank order, None elsewhere; and how many rows come
-        before this rank's. Over the node."""
+    def gather_rows(self, rows: PackedRows) -> list[PackedRows] | None:
+        """Every rank's rows, on the node's local main in local rank order, None elsewhere. Over the node."""
         if self._alone:
-            return [rows], 0
+            return [rows]
         sizes = torch.tensor([rows.num_rows, len(rows.token_ids)], dtype=torch.int64)
         all_sizes = [torch.empty_like(sizes) for _ in range(self.topology.local_world_size)]
         dist.all_gather(all_sizes, sizes, group=self._node)
         flat = np.concatenate([rows.lengths, rows.token_ids]).astype(np.int32)
-        first_row = sum(int(size[0]) for size in all_sizes[: self.topology.local_rank])
         longest = max(int(size.sum()) for size in all_sizes)
         padded = torch.zeros(longest, dtype=torch.int32)
         padded[: len(flat)] = torch.from_numpy(flat)
@@ -186,26 +184,65 @@ class NodeGroups:
             receive = [torch.empty(longest, dtype=torch.int32) for _ in all_sizes]
         dist.gather(padded, receive, dst=self._leader, group=self._node)
         if receive is None:
-            return None, first_row
+            return None
         parts = []
         for part, size in zip(receive, all_sizes, strict=True):
             num_rows, num_tokens = size.tolist()
             array = part.numpy()
             parts.append(PackedRows(lengths=array[:num_rows], token_ids=array[num_rows : num_rows + num_tokens]))
-        return parts, first_row
+        return parts
 
-    def broadcast_arrays(self, arrays: list[np.ndarray] | None, dtypes: list[Any]) -> list[np.ndarray]:
-        """One-dimensional arrays of the local main, on every rank of the node. Over the node."""
+    def scatter(self, messages: list[np.ndarray] | None) -> np.ndarray:
+        """This rank's part of what the node's local main has for each of its ranks. Over the node.
+
+        Args:
+            messages: [.] int32 each, in local rank order; on the local main.
+
+        Returns:
+            The message, with whatever behind it.
+        """
         if self._alone:
-            assert arrays is not None
-            return arrays
-        sizes = torch.tensor([len(a) for a in arrays] if arrays else [0] * len(dtypes), dtype=torch.int64)
-        dist.broadcast(sizes, src=self._leader, group=self._node)
-        received = []
-        for index, dtype in enumerate(dtypes):
-            array = arrays[index] if arrays else np.empty(int(sizes[index]), dtype=dtype)
-            tensor = torch.from_numpy(array)
-            if len(array):
-                dist.broadcast(tensor, src=self._leader, group=self._node)
-            received.append(array)
-        return received
+            assert messages is not None
+            return messages[0]
+        longest = torch.tensor([max(len(message) for message in messages) if messages else 0])
+        dist.broadcast(longest, src=self._leader, group=self._node)
+        received = torch.empty(int(longest), dtype=torch.int32)
+        parts = None
+        if messages is not None:
+            parts = [torch.empty_like(received) for _ in messages]
+            for part, message in zip(parts, messages, strict=True):
+                part[: len(message)] = torch.from_numpy(message)
+        if len(received):
+            dist.scatter(received, parts, src=self._leader, group=self._node)
+        return received.numpy()
+
+    # -- between local mains --------------------------------------------------------------------------------------
+
+    def all_gather_between_nodes(self, value: Any) -> list[Any]:
+        """A small picklable value of every node, in their order. Over the local mains."""
+        by_node: list[Any] = [None] * self.topology.num_nodes
+        dist.all_gather_object(by_node, value, group=self._leaders)
+        return by_node
+
+    def exchange_between_nodes(
+        self, outgoing: dict[int, np.ndarray], incoming: dict[int, int]
+    ) -> dict[int, np.ndarray]:
+        """Arrays from node to node. Over the local mains, each of which knows what the others have for it.
+
+        Args:
+            outgoing: [.] int32, by the node that gets it.
+            incoming: elements to expect, by the node that they come from.
+
+        Returns:
+            What came, by the node that it came from.
+        """
+        size = self.topology.local_world_size
+        received = {node: torch.empty(length, dtype=torch.int32) for node, length in incoming.items()}
+        sends = [
+            dist.isend(torch.from_numpy(array), node * size, group=self._leaders) for node, array in outgoing.items()
+        ]
+        receives = [dist.irecv(tensor, node * size, group=self._leaders) for node, tensor in received.items()]
+        for work in [*sends, *receives]:
+            assert work is not None
+            work.wait()
+        return {node: tensor.numpy() for node, tensor in received.items()}

@@ -3,21 +3,22 @@
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from grpo.dispatch import (
     Completions,
     PackedRows,
     check_prompt_lengths,
     collapse,
     concat_rows,
+    from_message,
     pack_rows,
-    slice_completions,
+    split_completions,
     to_lists,
+    to_message,
 )
 from grpo.engine.client import EngineError
 from grpo.engine_pool import Batch, EnginePool
 from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.node_balance import NodeBalance, Shares
 from grpo.node_groups import NodeGroups
 from grpo.topology import NodeTopology
 
@@ -36,11 +37,11 @@ class GenerationReport:
     period_s: float | None
     """Since the batch before was collected, whatever was done; None for the first."""
     num_tokens: int
-    """Completion tokens sampled for this node's ranks."""
+    """Completion tokens that the node's engines sampled."""
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.generate_s
+        return self.num_tokens / self.generate_s if self.num_tokens else 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,9 +50,11 @@ class Rollout:
 
     prompts: list[list[int]]
     """Token ids of this rank's rows."""
-    first_row: int
-    """Of this rank's rows among the node's."""
-    batch: Batch | None
+    rows_by_rank: list[int] | None = None
+    """Of the node's ranks; on the local main."""
+    shares: Shares | None = None
+    """What is sampled where; on the local main, with `vllm_balance_nodes`."""
+    batch: Batch | None = None
     """On the local main, unless it failed before anything was sent."""
     failure: FailureRecord | None = None
     cause: Exception | None = None
@@ -74,6 +77,7 @@ class NodeSampler:
     Args:
         pool: on the local main.
         max_model_len: tokens of prompt and completion that an engine holds; on the local main.
+        balance_nodes: whether prompts may be sampled on other nodes, see `grpo.node_balance`.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class NodeSampler:
         max_model_len: int,
         max_tokens: int,
         timeout_s: float,
+        balance_nodes: bool = False,
     ) -> None:
         self._groups = groups
         self._watch = watch
@@ -94,10 +99,12 @@ class NodeSampler:
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
+        self._balance = NodeBalance(groups) if balance_nodes and pool is not None and topology.num_nodes > 1 else None
         self._collected_at: float | None = None
 
     def submit(self, prompts: list[list[int]], base_seed: int) -> Rollout:
-        """Start sampling one completion for each prompt of this rank. Collective over the node.
+        """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
+        `balance_nodes`.
 
         What fails here is raised by `collect`, on every rank of the job.
 
@@ -105,15 +112,23 @@ class NodeSampler:
             prompts: token ids, with the copies of a prompt next to each other over the node's ranks.
             base_seed: see `grpo.dispatch.seed_base`; the same on every rank of the job.
         """
-        parts, first_row = self._groups.gather_rows(pack_rows(prompts))
-        rollout = Rollout(prompts=prompts, first_row=first_row, batch=None)
-        if self._pool is not None:
-            assert parts is not None
-            try:
-                self._check_lengths(parts)
-                rollout.batch = self._pool.submit(collapse(concat_rows(parts), base_seed, self._topology.node))
-            except (EngineError, ValueError) as error:
-                rollout.failure, rollout.cause = self._watch.make_record(error), error
+        parts = self._groups.gather_rows(pack_rows(prompts))
+        rollout = Rollout(prompts=prompts)
+        if self._pool is None:
+            return rollout
+        assert parts is not None
+        rollout.rows_by_rank = [part.num_rows for part in parts]
+        requests = None
+        try:
+            self._check_lengths(parts)
+            requests = collapse(concat_rows(parts), base_seed, self._topology.node)
+        except ValueError as error:
+            rollout.failure, rollout.cause = self._watch.make_record(error), error
+        if self._balance is not None:
+            rollout.shares = self._balance.share_out(requests)
+        if rollout.failure is None:
+            assert requests is not None
+            rollout.batch = self._pool.submit(rollout.shares.sampled if rollout.shares is not None else requests)
         return rollout
 
     def _check_lengths(self, parts: list[PackedRows]) -> None:
@@ -148,17 +163,21 @@ class NodeSampler:
             reports = self._groups.exchange(self._watch, rollout.failure, report)
         except JobFailed as failed:
             raise failed from rollout.cause
-        arrays = None
-        if completions is not None:
-            arrays = [completions.token_ids, completions.lengths, completions.engine_logprobs]
-        token_ids, lengths, logprobs = self._groups.broadcast_arrays(arrays, [np.int32, np.int32, np.float32])
-        of_node = Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
-        last_row = rollout.first_row + len(rollout.prompts)
-        completion_ids, logprob_rows = to_lists(slice_completions(of_node, rollout.first_row, last_row))
+        of_nodes = [report for report in reports if report is not None]
+        messages = None
+        if rollout.rows_by_rank is not None:
+            assert completions is not None
+            if self._balance is not None:
+                assert rollout.shares is not None
+                self._balance.note([report.tokens_per_s for report in of_nodes])
+                completions = self._balance.bring_back(rollout.shares, completions)
+            messages = [to_message(part) for part in split_completions(completions, rollout.rows_by_rank)]
+        own = from_message(self._groups.scatter(messages), len(rollout.prompts))
+        completion_ids, logprob_rows = to_lists(own)
         return Sampled(
             completion_ids=completion_ids,
             engine_logprobs=logprob_rows,
-            reports=[report for report in reports if report is not None],
+            reports=of_nodes,
         )
 
     def _report(self, batch: Batch, completions: Completions, begun: float) -> GenerationReport:

@@ -21,7 +21,7 @@ class EngineSpec:
     engine_args: dict[str, Any]
     """Arguments of vLLM's `AsyncEngineArgs`."""
     sampling: dict[str, Any]
-    """Arguments of `SamplingParams` common to all requests; `n` and `seed` come with each request."""
+    """Arguments of `SamplingParams` common to all requests; `seed` comes with each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +45,23 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Sample `n` completions of one prompt."""
+    """Sample one completion of a prompt."""
 
     request_id: int
     token_ids: np.ndarray
     """[L] int32."""
-    n: int
     seed: int
-    """Sample i uses seed + i."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Sampling arguments that replace those of the spec, for this request alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The completions of one request, in sample order; or why there are none."""
+    """The completion of one request, or why there is none."""
 
     request_id: int
     token_ids: np.ndarray
-    """[T] int32, the samples end to end."""
-    lengths: np.ndarray
-    """[n] int32, tokens per sample; sums to T."""
+    """[T] int32."""
     engine_logprobs: np.ndarray
     """[T] float32, natural log, of the distribution that was sampled from."""
     error: str | None = None

@@ -142,7 +142,7 @@ def host_lines(
             else "the checkpoint's pages, shared by the ranks; on node 0 again when it is saved",
         ),
         line("offload", "ZeRO offload", ranks * offloaded_bytes, f"{ranks} ranks"),
-        line("shared_buffer", "shared buffer of a push", shared_buffer_bytes, "one for all engines of the node"),
+        line("shared_buffer", "shared buffers of a push", shared_buffer_bytes, "three buckets, for all engines"),
         line(
             "cpu_ranks",
             "training without GPUs",

@@ -11,14 +11,15 @@ from grpo.placement import ddp_memory_message
 from grpo.planning.batch import Batch
 from grpo.planning.engine_memory import EngineMemory, engine_memory, fitting_tensor_parallel, host_lines
 from grpo.planning.job import Launcher, PlannedConfig, read_deepspeed
-from grpo.planning.memory_budget import GIB, Budget, make_budget, readable
+from grpo.planning.memory_budget import Budget, make_budget, readable
 from grpo.planning.model_shape import ModelShape
 from grpo.planning.push_cost import PushCost, push_costs
 from grpo.planning.training_memory import training_budget
 from grpo.planning.zero_memory import Sharding, frozen_line, read_sharding, states_of
 from grpo.topology import NodeTopology
+from grpo.weights.buckets import NUM_BUFFERS, bucket_limit
 
-NCCL_PUSH_BUFFER_BYTES = GIB  # vLLM's sender packs into one buffer, its receiver too (packed_buffer_size_bytes, 0.31)
+ENGINE_BUCKETS = 2  # on an engine's GPU: the one that arrives, and the one before it while a layer waits for its rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,8 @@ def estimate(
     backend = choose_backend(args.vllm_sync_backend, has_gpus=has_gpus)
     model_bytes = shape.num_parameters * dtype.itemsize
     largest_bytes = shape.largest_tensor * dtype.itemsize
-    bucket_bytes = max(min(args.vllm_sync_bucket_mb * 2**20, model_bytes), largest_bytes)
+    bucket_bytes = max(bucket_limit(args.vllm_sync_bucket_mb * 2**20, model_bytes), largest_bytes)
+    packed_bytes = NUM_BUFFERS * bucket_bytes
     training = training_budget(
         shape,
         sharding,
@@ -98,7 +100,7 @@ def estimate(
         checkpointing=args.gradient_checkpointing,
         flash_attention=flash_attention,
         frozen=frozen,
-        push_bytes=bucket_bytes + (NCCL_PUSH_BUFFER_BYTES if backend == "nccl" else 0),
+        push_bytes=bucket_bytes + (packed_bytes if backend == "nccl" else 0),
         capacity_bytes=hardware.gpu_bytes,
         has_gpus=has_gpus,
     )
@@ -125,7 +127,7 @@ def estimate(
             offloaded_bytes=states.host_bytes,
             model_bytes=model_bytes if sharding.stage == 3 else shape.num_parameters * 4,
             loaded_by_every_rank=sharding.stage != 3,
-            shared_buffer_bytes=bucket_bytes if backend == "shm" else 0,
+            shared_buffer_bytes=packed_bytes if backend == "shm" else 0,
             cpu_rank_bytes=0 if has_gpus else training.peak_bytes - untouched_bytes,
             cpu_engine_bytes=0 if has_gpus else size * (engine.weights_bytes + engine.kv_cache_bytes),
         ),
@@ -139,7 +141,6 @@ def estimate(
             shape.num_parameters,
             ranks_per_node=launcher.ranks_per_node,
             zero3=sharding.stage == 3,
-            trainer_dtype_bytes=dtype.itemsize,
             engine_dtype_bytes=dtype.itemsize,
             network_gbps=hardware.network_gbps,
             nvlink_gbps=hardware.nvlink_gbps if has_gpus else None,
@@ -150,7 +151,7 @@ def estimate(
         ),
         warnings=(
             *_training_warnings(training, shape, sharding),
-            *_engine_warnings(engine, backend),
+            *_engine_warnings(engine, push_bytes=ENGINE_BUCKETS * bucket_bytes if backend == "nccl" else 0),
             *_host_warnings(host),
         ),
     )
@@ -208,13 +209,13 @@ def _training_warnings(training: Budget, shape: ModelShape, sharding: Sharding) 
     ]
 
 
-def _engine_warnings(engine: EngineMemory, backend: str) -> list[str]:
+def _engine_warnings(engine: EngineMemory, *, push_bytes: int) -> list[str]:
     warnings = []
-    if engine.capacity_bytes is not None and engine.budget_bytes is not None and backend == "nccl":
+    if engine.capacity_bytes is not None and engine.budget_bytes is not None:
         spare_bytes = engine.capacity_bytes - engine.budget_bytes
-        if spare_bytes < NCCL_PUSH_BUFFER_BYTES:
+        if spare_bytes < push_bytes:
             warnings.append(
-                f"a push needs {readable(NCCL_PUSH_BUFFER_BYTES)} on an engine's GPU beside what vLLM takes, and "
+                f"a push needs {readable(push_bytes)} on an engine's GPU beside what vLLM takes, and "
                 f"{readable(spare_bytes)} is left: lower vllm_gpu_memory_utilization"
             )
     if engine.sequences_at_once >= 1 or not engine.kv_bytes_per_sequence:

@@ -20,13 +20,13 @@ class PushCost:
     network_bytes_per_node: int
     """Into each node over the network: the shares of the model that the other nodes hold."""
     gathered_bytes_per_node: int
-    """The whole model, once per bucket walk, in the trainer's dtype."""
+    """The whole model, in the engine's dtype, to which shards are cast before they are gathered."""
     engine_bytes: int
     """Pushed to each engine, inside the node, in the engine's dtype."""
     gather_s: float | None
     """The slower of network and the links inside the node; None without GPUs, whose links nobody named."""
     push_s: float | None
-    """One broadcast to all engines of the node, after the gather of each bucket."""
+    """One broadcast to all engines of the node; a bucket's goes on while the next one is gathered."""
 
 
 def push_costs(
@@ -34,7 +34,6 @@ def push_costs(
     *,
     ranks_per_node: int,
     zero3: bool,
-    trainer_dtype_bytes: int,
     engine_dtype_bytes: int,
     network_gbps: float,
     nvlink_gbps: float | None,
@@ -49,7 +48,7 @@ def push_costs(
         network_gbps: gigabits per second into one node, over all its network adapters.
         nvlink_gbps: gigabits per second into one GPU from its node; None without GPUs.
     """
-    gathered = num_parameters * trainer_dtype_bytes if zero3 else 0
+    gathered = num_parameters * engine_dtype_bytes if zero3 else 0
     pushed = num_parameters * engine_dtype_bytes
     costs = []
     for nodes in node_counts:

@@ -160,7 +160,7 @@ def training_budget(
             what="weights on their way to the engines",
             phase="push",
             num_bytes=push_bytes,
-            how="on the local main: one gathered bucket and the sender's buffer",
+            how="on the local main: one bucket in the making, and the packed ones where NCCL sends them",
         ),
     ]
     return make_budget(lines, capacity_bytes)

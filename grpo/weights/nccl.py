@@ -1,60 +1,93 @@
-"""The trainer's side of the NCCL backend: vLLM's own sender, with a deadline.
+"""The trainer's side of the NCCL backend: one small communicator of the local main and its engines' workers."""
 
-The built-in sender waits in `stream.synchronize()` without end when a worker is gone (vLLM 0.31). Aborting the
-communicator from another thread ends that wait.
-"""
-
-import threading
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_common import trainer_init as open_trainer_endpoint
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.utils.network_utils import get_open_port
 
-from grpo.engine.plugin import NCCL_BACKEND
+from grpo.weights.buckets import Bucket, meta_bytes, packed_places
+
+DEVICE = "cuda"
+UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 
-@dataclass
-class NodeNCCLInitInfo(NCCLTrainerInitInfo):
-    """The push group of one node: the local main is rank 0, the workers of its engines follow."""
+class NcclTransport:
+    """Packed buffers on this rank's GPU, broadcast to all workers of the node's engines.
 
-    backend: ClassVar[str] = NCCL_BACKEND
+    A bucket is filled on the current stream and broadcast on a stream of its own, which waits for the first. Both are
+    queued by the main thread, bucket by bucket, so the order of operations on a communicator is the same everywhere;
+    the push group's has no rank in common with an all-gather that could wait for it but this one. A buffer is free
+    again when the engines have answered its update: they synchronise their device first, so the broadcast is over.
+    """
 
+    def __init__(self, *, num_buffers: int, buffer_bytes: int, num_workers: int) -> None:
+        # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set (0.31).
+        torch.cuda.set_stream(torch.cuda.current_stream())
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_buffers)]
+        self._stream = torch.cuda.Stream()
+        self._num_workers = num_workers
+        self._communicator: Any = None
+        self._aborted = False
 
-class NodeNCCLSender(NCCLTrainerWeightTransferEngine):
-    """Sends to all engines of the node over one small communicator."""
+    def open(self, engines: VLLMWeightSyncClient) -> None:
+        """Meet the workers.
 
-    init_info_cls = NodeNCCLInitInfo
-
-    @classmethod
-    def trainer_init(
-        cls, init_info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
-    ) -> Self:
-        if torch.cuda.is_available():
-            # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set (0.31).
-            torch.cuda.set_stream(torch.cuda.current_stream())
-        sender = super().trainer_init(init_info, client=client, source=source)
-        # vLLM goes on without NCCL when it cannot load it, and its broadcasts then do nothing.
-        if getattr(sender.model_update_group, "disabled", False):
-            raise RuntimeError("vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL")
-        return sender
-
-    def send_within(self, timeout_s: float) -> None:
-        """`send_weights`, aborted after `timeout_s`."""
-        timer = threading.Timer(timeout_s, self.abort)
-        timer.daemon = True
-        timer.start()
+        Raises:
+            RuntimeError: vLLM could not load NCCL here.
+        """
+        info = NCCLWeightTransferInitInfo(
+            master_address="127.0.0.1",
+            master_port=get_open_port(),
+            rank_offset=1,
+            world_size=1 + self._num_workers,
+            packed=True,
+            packed_buffer_size_bytes=self._buffers[0].numel(),  # an update, which is a bucket, fits one broadcast
+            packed_num_buffers=1,
+        )
+        # The workers wait for this rank inside of the call, and this rank for them.
+        pool = ThreadPoolExecutor(max_workers=1)
         try:
-            self.send_weights()
+            answer = pool.submit(engines.init_weight_transfer_engine, worker_init_payload(info))
+            self._communicator = open_trainer_endpoint(info)
+            answer.result()
         finally:
-            timer.cancel()
+            pool.shutdown(wait=False)
+        # vLLM goes on without NCCL when it cannot load it, and its broadcasts then do nothing.
+        if getattr(self._communicator, "disabled", False):
+            raise RuntimeError("vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL")
+
+    def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
+        return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
+
+    def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
+        info = NCCLWeightTransferUpdateInfo(
+            names=[meta.name for meta in bucket.metas],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in bucket.metas],
+            shapes=[list(meta.shape) for meta in bucket.metas],
+        )
+        return {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+
+    def start_sending(self, index: int, bucket: Bucket) -> None:
+        """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
+        holds the caller until its peers are there."""
+        if self._aborted:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        num_bytes = sum(meta_bytes(meta) for meta in bucket.metas)
+        self._communicator.broadcast(self._buffers[index][:num_bytes], src=0, stream=self._stream)
 
     def abort(self) -> None:
         """End every operation on the push group, from any thread; the group cannot be used again."""
-        if self.model_update_group is not None:
-            self.model_update_group.destroy()
+        self._aborted = True
+        if self._communicator is not None:
+            self._communicator.destroy()
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         self.abort()
-        super().shutdown()
+        self._communicator = None
+        self._buffers = []

@@ -1,4 +1,4 @@
-"""One push: every rank walks the source, each local main sends to its node's engines."""
+"""One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,24 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, WeightTransferUpdatePayload
-from vllm.utils.network_utils import get_open_port
+from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
 
 from grpo.engine.client import EngineClient, EngineError
-from grpo.weights.nccl import NodeNCCLInitInfo, NodeNCCLSender
-from grpo.weights.shm import ShmSender, ShmTrainerInitInfo
+from grpo.weights.buckets import NUM_BUFFERS
+from grpo.weights.nccl import NcclTransport
+from grpo.weights.sender import Sender, Transport
+from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """What one push cost this rank."""
+    """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
 
     total_s: float
+    """From the call to the engines' readiness; on ranks that send nothing, to the end of the last gather."""
     gather_s: float
-    """Time in all-gathers; 0 where nothing is sharded."""
+    """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
+    NCCL, in queueing that on the GPU."""
     send_s: float
-    """The rest: copying, transport and loading in the engines. Little on ranks that send nothing."""
+    """The sending thread's time in calls to the engines: transport and loading, and the first and last call of a push.
+    0 on ranks that send nothing."""
     num_bytes: int
     """Bytes that each engine was sent; 0 on ranks that send nothing."""
 
@@ -32,15 +36,13 @@ class PushReport:
 class NodeEngines:
     """vLLM's four-method weight-sync client over all engines of a node, called concurrently.
 
-    Supplies what vLLM's senders leave out (0.31): each engine's own rank offset in the push group, where the sender
-    fixes 1, and the weight version, which the sender does not pass.
+    Gives each engine its own rank offset in the push group.
     """
 
     def __init__(self, clients: Sequence[EngineClient], *, tensor_parallel_size: int, timeout_s: float) -> None:
         self._clients = list(clients)
         self._tensor_parallel_size = tensor_parallel_size
         self._timeout_s = timeout_s
-        self.next_version = ""
         self.on_failure: Callable[[], None] = lambda: None
         """Ends the transport's operations in flight, from any thread."""
 
@@ -62,8 +64,7 @@ class NodeEngines:
         self._on_all("update_weights", [{"update_info": update_info} for _ in self._clients])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        version = weight_version if weight_version is not None else self.next_version
-        self._on_all("finish_weight_update", [{"weight_version": version} for _ in self._clients])
+        self._on_all("finish_weight_update", [{"weight_version": weight_version} for _ in self._clients])
 
     def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
@@ -83,10 +84,14 @@ class Pusher:
 
     Collective: every rank of the job makes one, connects it and calls `push`, in the same order.
 
+    Memory beside the model, for any model: on a local main `NUM_BUFFERS` packed buckets and one that is being put
+    together, or two if it holds experts that have to be split; on the other ranks a shard of a bucket, and over NCCL a
+    bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
+
     Args:
         clients: the node's engines on its local main; None on every other rank.
-        bucket_bytes: upper size of a gathered bucket, and of the shared buffer.
-        timeout_s: deadline of one call to an engine, and of a whole NCCL push.
+        bucket_bytes: for the memory of a push; the source, which cuts the buckets, has it too.
+        timeout_s: deadline of one call to an engine.
     """
 
     def __init__(
@@ -99,14 +104,14 @@ class Pusher:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
+        del bucket_bytes
         self.source = source
         self.backend = backend
         self._clients = clients
         self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
         self._tensor_parallel_size = tensor_parallel_size
         self._engines = NodeEngines(clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
-        self._sender: TrainerWeightTransferEngine | None = None
+        self._transport: Transport | None = None
 
     def connect(self) -> None:
         """Open the push group of this node; not collective over ranks.
@@ -114,65 +119,66 @@ class Pusher:
         Raises:
             EngineError: an engine refused, on the local main.
         """
-        rank = 0 if self._clients is not None else 1  # rank 0 is vLLM's word for the sender
+        if self._clients is None:
+            return
         if self.backend == "nccl":
-            num_workers = len(self._clients or []) * self._tensor_parallel_size
-            self._sender = NodeNCCLSender.trainer_init(
-                NodeNCCLInitInfo(
-                    rank=rank,
-                    master_address="127.0.0.1",
-                    master_port=get_open_port(),
-                    world_size=1 + num_workers,
-                    # One buffer, so one stream. A bucket's tensors are made on the stream that is current when the
-                    # bucket begins; with two, vLLM would copy the rest of it on the other, which waits for nothing.
-                    packed_num_buffers=1,
-                ),
-                client=self._engines,
-                source=self.source,
+            self._transport = NcclTransport(
+                num_buffers=NUM_BUFFERS,
+                buffer_bytes=self.source.buffer_bytes,
+                num_workers=len(self._clients) * self._tensor_parallel_size,
             )
-            self._engines.on_failure = self._sender.abort
         else:
-            self._sender = ShmSender.trainer_init(
-                ShmTrainerInitInfo(rank=rank, buffer_bytes=self._bucket_bytes), client=self._engines, source=self.source
-            )
+            self._transport = ShmTransport(num_buffers=NUM_BUFFERS, buffer_bytes=self.source.buffer_bytes)
+        self._engines.on_failure = self._transport.abort
+        self._transport.open(self._engines)
 
     def push(self, version: int) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
 
-        When an engine of this node fails, the walk is finished all the same, so that no other rank hangs in a gather,
-        and the error is handed back for the caller to share.
+        When an engine of this node fails, the buckets are gathered to the end all the same, so that no other rank hangs
+        in a gather, and the error is handed back for the caller to share.
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
         """
-        assert self._sender is not None, "push before connect"
         begun = time.perf_counter()
-        self._engines.next_version = str(version)
-        walks_begun = self.source.walks_begun
-        error: EngineError | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the NCCL sender gathers on side streams, which must see the optimizer's writes
-        try:
-            if isinstance(self._sender, NodeNCCLSender):
-                self._sender.send_within(self._timeout_s)
-            else:
-                self._sender.send_weights()
-            for client in self._clients or []:
-                if not client.call("reset_prefix_cache", self._timeout_s):
-                    raise client.error("did not drop its prefix cache after a push: requests are still running")
-        except EngineError as engine_error:
-            error = engine_error
-            self.source.finish_walk(walks_begun)
-        total_s = time.perf_counter() - begun
+            torch.cuda.synchronize()  # whatever stream wrote the weights last
+        self.source.meet(receives=self._clients is not None)
+        plan = self.source.plan()
+        sender = None
+        if self._clients is not None:
+            assert self._transport is not None, "push before connect"
+            sender = Sender(self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s)
+        gather_s = 0.0
+        for bucket in plan.buckets:
+            buffer = None if sender is None else sender.free_buffer()
+            gather_begun = time.perf_counter()
+            places = None if sender is None or buffer is None else sender.places(buffer, bucket)
+            self.source.fill(bucket, places)
+            gather_s += time.perf_counter() - gather_begun
+            if sender is not None and buffer is not None:
+                sender.send(buffer, bucket)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # training may write to the weights again
+        error = None if sender is None else sender.finish(lambda: self._finish(version))
+        if error is None:
+            self.source.mark_sent()
         report = PushReport(
-            total_s=total_s,
-            gather_s=self.source.gather_s,
-            send_s=total_s - self.source.gather_s,
-            num_bytes=self.source.wire_bytes if self._clients is not None else 0,
+            total_s=time.perf_counter() - begun,
+            gather_s=gather_s,
+            send_s=0.0 if sender is None else sender.busy_s,
+            num_bytes=0 if sender is None else plan.num_bytes,
         )
         return report, error
 
+    def _finish(self, version: int) -> None:
+        self._engines.finish_weight_update(str(version))
+        for client in self._clients or []:
+            if not client.call("reset_prefix_cache", self._timeout_s):
+                raise client.error("did not drop its prefix cache after a push: requests are still running")
+
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.shutdown()
-            self._sender = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None

@@ -15,7 +15,9 @@ from grpo.failures import FailureWatch, JobFailed
 from grpo.local_vllm import LocalVLLM
 from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology
-from grpo.weights.source import GatheredSource
+from grpo.weights.buckets import Bucket
+from grpo.weights.source import GatheredSource, PushPlan
+from tests.tiny_models import save_tiny_model
 
 
 class Progress:
@@ -47,7 +49,7 @@ def started(tiny_model: Path, model: torch.nn.Module, progress: Progress, output
         max_completion_length=12,
         vllm_max_model_length=48,
         vllm_sync_bucket_mb=1,
-        vllm_engine_kwargs={"enforce_eager": True},
+        vllm_engine_kwargs={"enforce_eager": True, "max_num_batched_tokens": 64},
         report_to="none",
     )
     topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
@@ -139,6 +141,13 @@ def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progr
         assert first[one] != first[two]
 
 
+def test_prompts_that_do_not_fit_one_step(local: LocalVLLM, model: torch.nn.Module) -> None:
+    """A step takes 64 tokens: vLLM would cut the second prompt in two, and die of its seed."""
+    prompts = [[5 + row] * 40 for row in range(4)]
+    _, completions, logprobs, _ = local.generate(prompts, None, 1)
+    assert sampled_gap(model, prompts, completions, logprobs) < 1e-3
+
+
 def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
     assert local.generate([], None, 1)[1] == []
     with pytest.raises(JobFailed, match=r"row 1 .*48"):
@@ -151,15 +160,15 @@ def test_wrong_values_are_refused_and_the_engine_ended(
     local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last of those that share an engine."""
-    original = GatheredSource._to_wire
+    fill = GatheredSource.fill
 
-    def wrong(self: GatheredSource, tensors: dict[str, torch.Tensor]) -> list:
-        return [
-            (name, torch.roll(t, 1, 0) if name.endswith("0.self_attn.v_proj.weight") and not t.is_meta else t)
-            for name, t in original(self, tensors)
-        ]
+    def wrong(self: GatheredSource, bucket: Bucket, places: list[torch.Tensor]) -> None:
+        fill(self, bucket, places)
+        for meta, place in zip(bucket.metas, places, strict=True):
+            if meta.name.endswith("0.self_attn.v_proj.weight"):
+                place.copy_(torch.roll(place, 1, 0))
 
-    monkeypatch.setattr(GatheredSource, "_to_wire", wrong)
+    monkeypatch.setattr(GatheredSource, "fill", wrong)
     progress.step = 20
     assert local._clients is not None
     pid = local._clients[0].pid
@@ -169,14 +178,63 @@ def test_wrong_values_are_refused_and_the_engine_ended(
 
 
 def test_a_missing_parameter_is_named(fresh: LocalVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out = "model.layers.1.self_attn.v_proj.weight"
-    original = GatheredSource._to_wire
-    monkeypatch.setattr(
-        GatheredSource,
-        "_to_wire",
-        lambda self, tensors: [pair for pair in original(self, tensors) if pair[0] != left_out],
-    )
+    """Though the trainer says, wrongly, that it is frozen, and though an earlier push has brought it."""
+    fresh.sync_weights()
+    plan = GatheredSource.plan
+
+    def without_a_v_proj(self: GatheredSource) -> PushPlan:
+        kept = "model.layers.1.self_attn.v_proj.weight"
+        buckets = []
+        for bucket in plan(self).buckets:
+            parameters = tuple(pair for pair in bucket.parameters if pair[0] != kept)
+            buckets.append(Bucket(parameters=parameters, metas=tuple(m for m in bucket.metas if m.name != kept)))
+        return PushPlan(buckets=tuple(buckets), held=(kept,))
+
+    monkeypatch.setattr(GatheredSource, "plan", without_a_v_proj)
     with pytest.raises(
         JobFailed, match=r"layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements arrived, none from .*v_proj"
     ):
         fresh.sync_weights()
+
+
+# Of the first layer all but one norm is frozen, as is the embedding; of the second, a part of a fused layer.
+FROZEN_WHOLE = ("embed_tokens", "layers.0.self_attn", "layers.0.mlp", "layers.0.input_layernorm")
+FROZEN_PARTS = ("layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj.bias", "layers.1.mlp.gate_proj")
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "qwen3-moe"])
+def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_path: Path) -> None:
+    """Tied (with biases), untied, experts; a large change of what is trained before every push."""
+    path = save_tiny_model(family, tmp_path / family)
+    trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    progress = Progress()
+
+    def train() -> None:
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+    def push_and_prove() -> int:
+        train()
+        progress.step += 1
+        local.sync_weights()
+        assert local.last_sync is not None
+        assert local.last_sync.gap is not None
+        assert local.last_sync.gap.max < 1e-3
+        return local.last_sync.num_bytes
+
+    with started(path, trained, progress, tmp_path / "engine") as local:
+        everything = push_and_prove()
+        train()  # and frozen only then: what was pushed is not what stays
+        for name, parameter in trained.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in (*FROZEN_WHOLE, *FROZEN_PARTS)))
+        stays = sum(
+            parameter.numel() * 4
+            for name, parameter in trained.named_parameters()
+            if any(part in name for part in FROZEN_WHOLE)
+        )
+        assert 0 < stays < everything
+        assert [push_and_prove() for _ in range(3)] == [everything, everything - stays, everything - stays]
+        trained.requires_grad_(True)
+        assert push_and_prove() == everything

@@ -68,7 +68,7 @@ def test_fused_projections_with_two_engines_on_a_node_under_ddp(model: Path, tmp
     job = start_tiny_job_by_torchrun(model, tmp_path / "out", config={"vllm_engines_per_node": 2}, zero3=False)
     run(job)
     requests = [json.loads(line) for line in (job.output_dir / "ranks" / "requests-0.jsonl").read_text().splitlines()]
-    assert requests == [[2, 2]] * 3  # 2 ranks x 8 completions are 4 groups of 4: both engines get two each time
+    assert requests == [[8, 8]] * 3  # 2 ranks x 8 completions are 4 groups of 4: both engines get two each time
     for rank in (0, 1):  # in order: TRL scores a completion against the prompt of its row
         for step in samples(job, rank):
             assert len(step["prompts"]) == len(step["completion_ids"]) == 8

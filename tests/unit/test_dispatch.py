@@ -8,16 +8,18 @@ import pytest
 from grpo.dispatch import (
     Completions,
     Request,
-    assign,
+    SingleValues,
     check_prompt_lengths,
     collapse,
+    concat_completions,
     concat_rows,
+    from_message,
     pack_completions,
     pack_rows,
-    request_cost_tokens,
     seed_base,
-    slice_completions,
+    split_completions,
     to_lists,
+    to_message,
     unpack_rows,
 )
 
@@ -130,36 +132,6 @@ def test_seed_base_is_fixed_and_depends_on_everything():
     assert seed_base(seed=42, step=7, mode="train", draw=0, user_seed=None) == 0xFF8E829C77972B83 >> 2
 
 
-def test_assign_by_hand():
-    # 8 | 7 | 6 -> 5 to the third (11), 4 to the second (11), 3 to the first (11)
-    assert assign([3, 4, 5, 6, 7, 8], 3) == [[0, 5], [1, 4], [2, 3]]
-    assert assign([1, 1, 1, 1, 1], 2) == [[0, 2, 4], [1, 3]]
-    assert assign([10, 1, 1, 1], 2) == [[0], [1, 2, 3]]
-    assert assign([], 2) == [[], []]
-    assert assign([5], 3) == [[0], [], []]
-    assert assign([5, 1, 9], 1) == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize("trial", range(20))
-def test_assign_is_a_balanced_partition(trial):
-    rng = np.random.default_rng(trial)
-    num_engines = int(rng.integers(1, 9))
-    costs = rng.integers(1, 1000, size=int(rng.integers(0, 60))).tolist()
-    shares = assign(costs, num_engines)
-    assert len(shares) == num_engines
-    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
-    assert all(share == sorted(share) for share in shares)
-    assert shares == assign(list(costs), num_engines)
-    loads = [sum(costs[i] for i in share) for share in shares]
-    # whatever went last to the fullest engine went to it when it was the emptiest
-    assert max(loads) <= sum(costs) / num_engines + max(costs, default=0)
-
-
-def test_request_cost():
-    request = Request(row=0, token_ids=np.arange(10, dtype=np.int32), n=4, seed=0)
-    assert request_cost_tokens(request, 100) == 410
-
-
 def test_completions_by_hand():
     completions = pack_completions([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]])
     assert completions.token_ids.tolist() == [1, 2, 3]
@@ -167,10 +139,32 @@ def test_completions_by_hand():
     assert completions.engine_logprobs.tolist() == [-0.5, -1.0, -2.0]
     assert (completions.token_ids.dtype, completions.engine_logprobs.dtype) == (np.int32, np.float32)
     assert to_lists(completions) == ([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]])
-    assert to_lists(slice_completions(completions, 1, 3)) == ([[], [3]], [[], [-2.0]])
-    assert to_lists(slice_completions(completions, 2, 2)) == ([], [])
-    assert np.shares_memory(slice_completions(completions, 0, 1).token_ids, completions.token_ids)
-    assert to_lists(pack_completions([], [])) == ([], [])
+    first, none, rest = split_completions(completions, [1, 0, 2])
+    assert to_lists(first) == ([[1, 2]], [[-0.5, -1.0]])
+    assert to_lists(none) == ([], [])
+    assert to_lists(rest) == ([[], [3]], [[], [-2.0]])
+    assert np.shares_memory(first.token_ids, completions.token_ids)
+    assert to_lists(concat_completions([rest, none, first])) == ([[], [3], [1, 2]], [[], [-2.0], [-0.5, -1.0]])
+    assert to_lists(concat_completions([])) == to_lists(pack_completions([], [])) == ([], [])
+
+
+def test_log_probabilities_as_trl_reads_them():
+    values = SingleValues([-0.5, -1.0, -2.0])
+    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # GRPOTrainer._generate_single_turn of TRL
+    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # again
+    assert (len(values), values[1], list(values[1:])) == (3, (-1.0,), [(-1.0,), (-2.0,)])
+    assert np.array(list(values)).shape == (3, 1)
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[5, 6], [], [7]]])
+def test_a_message_brings_completions_bit_by_bit(rows):
+    sent = pack_completions(rows, [[-0.1 * token for token in row] for row in rows])
+    message = to_message(sent)
+    assert message.dtype == np.int32
+    assert message[: len(rows)].tolist() == [len(row) for row in rows]
+    came = from_message(np.concatenate([message, [99, 99]]).astype(np.int32), len(rows))  # padded
+    assert to_lists(came) == to_lists(sent)
+    assert came.engine_logprobs.dtype == np.float32
 
 
 def test_inconsistent_arrays_are_refused():
@@ -179,14 +173,14 @@ def test_inconsistent_arrays_are_refused():
     with pytest.raises(AssertionError):
         Completions(token_ids=np.arange(3), lengths=np.array([2]), engine_logprobs=np.zeros(3))
     with pytest.raises(AssertionError):
-        slice_completions(pack_completions([[1]], [[-1.0]]), 0, 2)
+        split_completions(pack_completions([[1]], [[-1.0]]), [2])
 
 
 @pytest.mark.parametrize("trial", range(30))
 def test_every_completion_comes_back_to_its_rank_and_row(trial):
-    """Engines that answer with numbers made of prompt and seed; ranks with ragged shares, groups across the ranks."""
+    """Answers are numbers made of prompt and seed; ranks have ragged shares, and groups lie across the ranks."""
     rng = np.random.default_rng(1000 + trial)
-    num_ranks, num_engines = int(rng.integers(1, 6)), int(rng.integers(1, 4))
+    num_ranks = int(rng.integers(1, 6))
     base, node = int(rng.integers(0, 2**62)), int(rng.integers(0, 8))
     prompts = [rng.integers(0, 3, size=rng.integers(0, 4)).tolist() for _ in range(int(rng.integers(1, 12)))]
     rows = [prompt for prompt in prompts for _ in range(int(rng.integers(1, 5)))]
@@ -196,18 +190,19 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
     requests = collapse(concat_rows(parts), base, node)
     assert all(not np.array_equal(a.token_ids, b.token_ids) for a, b in itertools.pairwise(requests))
     answered: dict[int, list[int]] = {}
-    for share in assign([request_cost_tokens(request, 16) for request in requests], num_engines):
-        for request in (requests[index] for index in share):
-            for i in range(request.n):
-                length = (request.seed + i) % 4
-                answered[request.row + i] = [*request.token_ids.tolist(), (request.seed + i) % 2**20][:length]
+    for request in requests:
+        for i in range(request.n):
+            length = (request.seed + i) % 4
+            answered[request.row + i] = [*request.token_ids.tolist(), (request.seed + i) % 2**20][:length]
     assert sorted(answered) == list(range(len(rows)))
     token_rows = [answered[row] for row in range(len(rows))]
     logprob_rows = [[-float(token) for token in tokens] for tokens in token_rows]
     completions = pack_completions(token_rows, logprob_rows)
 
-    for start, stop in itertools.pairwise(cuts):
-        token_lists, logprob_lists = to_lists(slice_completions(completions, start, stop))
+    spans = list(itertools.pairwise(cuts))
+    parts_of_ranks = split_completions(completions, [stop - start for start, stop in spans])
+    for (start, stop), part in zip(spans, parts_of_ranks, strict=True):
+        token_lists, logprob_lists = to_lists(part)
         seeds = [base + node * (2**32 + 2**20) + row for row in range(start, stop)]
         expected = [[*row, seed % 2**20][: seed % 4] for row, seed in zip(rows[start:stop], seeds, strict=True)]
         assert token_lists == expected

@@ -45,7 +45,7 @@ def test_every_sampling_option_of_trl_reaches_vllm() -> None:
         generation_kwargs={"frequency_penalty": 0.5, "stop": ["x"], "seed": 3, "top_k": 5},
         vllm_structured_outputs_regex=r"\d+",
     )
-    params = sampling_params(sampling_settings(args), n=4, seed=99)
+    params = sampling_params(sampling_settings(args), seed=99)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (
         0.7,
         0.9,
@@ -53,11 +53,11 @@ def test_every_sampling_option_of_trl_reaches_vllm() -> None:
         0.05,
     )  # generation_kwargs win
     assert (params.repetition_penalty, params.max_tokens, params.frequency_penalty) == (1.2, 33, 0.5)
-    assert (params.n, params.seed, params.logprobs) == (4, 99, 0)  # the user's seed is folded into ours
+    assert (params.n, params.seed, params.logprobs) == (1, 99, 0)  # the user's seed is folded into ours
     assert params.structured_outputs.regex == r"\d+"
     assert params.stop == ["x"]
     assert params.detokenize  # stop strings are looked for in text
-    assert not sampling_params(sampling_settings(config()), n=1, seed=0).detokenize
+    assert not sampling_params(sampling_settings(config()), seed=0).detokenize
     assert sampling_settings(config(min_p=None))["min_p"] == 0.0
 
 
@@ -71,6 +71,7 @@ def test_engine_arguments() -> None:
     assert settings["weight_transfer_config"] == "grpo_shm"
     assert settings["max_num_seqs"] == 32
     assert settings["kv_cache_memory_bytes"] == 2**30
+    assert settings["enable_chunked_prefill"] is False
     assert settings.keys() <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert engine_args(config(), MODEL, topology(2), "shm")["distributed_executor_backend"] == "mp"
     assert "max_model_len" not in engine_args(config(), MODEL, topology(), "shm")

@@ -62,12 +62,9 @@ class ScriptedEngine:
 
     def submit(self, requests: list[Sample]) -> None:
         for request in requests:
-            lengths = np.full(request.n, 3, np.int32)
-            token_ids = np.random.default_rng(request.seed).integers(5, 20, 3 * request.n).astype(np.int32)
-            logprobs = np.full(3 * request.n, -2.5, np.float32)
-            self._answers.put(
-                Sampled(request_id=request.request_id, token_ids=token_ids, lengths=lengths, engine_logprobs=logprobs)
-            )
+            token_ids = np.random.default_rng(request.seed).integers(5, 20, 3).astype(np.int32)
+            logprobs = np.full(3, -2.5, np.float32)
+            self._answers.put(Sampled(request_id=request.request_id, token_ids=token_ids, engine_logprobs=logprobs))
 
     def abort(self, request_ids: Any) -> None:
         self.story.append(("abort",))

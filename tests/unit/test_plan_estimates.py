@@ -157,16 +157,15 @@ def test_only_the_gather_crosses_the_network() -> None:
         10**9,
         ranks_per_node=4,
         zero3=True,
-        trainer_dtype_bytes=4,
         engine_dtype_bytes=2,
         network_gbps=100,
         nvlink_gbps=1000,
         node_counts=(1, 2, 4),
     )
-    assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 2 * 10**9, 3 * 10**9]
+    assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 10**9, 15 * 10**8]
     assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
-    assert one.gather_s == pytest.approx(3e9 * 8 / 1000e9)  # three quarters of 4 GB inside the node
-    assert four.gather_s == pytest.approx(3e9 * 8 / 100e9)
+    assert one.gather_s == pytest.approx(1.5e9 * 8 / 1000e9)  # three quarters of 2 GB inside the node
+    assert four.gather_s == pytest.approx(1.5e9 * 8 / 100e9)
     assert one.push_s == four.push_s == pytest.approx(2e9 * 8 / 1000e9)
 
 

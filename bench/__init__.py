@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench.NAME`, or `make bench` for all. Each compares in one run on one machine."""

@@ -1,0 +1,180 @@
+"""`vllm_balance_nodes` with one node at half speed, on and off in turn.
+
+Two nodes on one machine, each a process with an engine with made-up weights; completions of one length; no training.
+What is timed is a generation batch as training sees it: from the prompts until every rank has its completions. On a CPU
+each node has a core of its own, and the slow one shares it with a process that spins. On GPUs, where the processor
+hardly matters, the slow engine runs half as many sequences at once.
+
+    python -m bench.balance
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.engines import VOCAB_SIZE, config, save_model, started
+from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
+from grpo.engine_pool import EnginePool
+from grpo.failures import watch_for
+from grpo.node_groups import NodeGroups, agree_on_topology
+from grpo.rollout import NodeSampler
+from grpo.topology import read_topology
+
+NUM_NODES = 2
+NUM_GENERATIONS = 4
+PROMPT_TOKENS = 32
+SETTLING_BATCHES = 4  # until the nodes' speeds are known
+MAX_WAIT_S = 250.0
+
+
+def run_node(node: int, options: Any, folder: Path, port: int) -> None:
+    """One node: the seconds of its batches, by variant, go to `node<k>.json`."""
+    cores = sorted(os.sched_getaffinity(0))
+    if options.device == "cpu":
+        os.sched_setaffinity(0, {cores[node % len(cores)]})
+    torch.set_num_threads(1)
+    launch: dict[str, Any] = {"RANK": node, "WORLD_SIZE": NUM_NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    launch |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": NUM_NODES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    dist.init_process_group("gloo", rank=node, world_size=NUM_NODES)
+    topology, pids = agree_on_topology(
+        lambda: read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None),
+        node,
+        NUM_NODES,
+        timeout_s=MAX_WAIT_S,
+    )
+    watch = watch_for(topology, {node: pids[node]})
+    groups = NodeGroups(topology, max_wait_s=MAX_WAIT_S)
+    halved = options.device == "cuda" and node == 1
+    args = config(
+        folder / f"node{node}",
+        options.device,
+        max_completion_length=options.tokens,
+        vllm_max_model_length=PROMPT_TOKENS + options.tokens,
+        vllm_gpu_memory_utilization=0.4,
+        vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": options.window // 2 if halved else options.window},
+        generation_kwargs={"ignore_eos": True},
+    )
+    with watch.guard(), started(args, folder / "model", 1) as (clients, windows):
+        pool = EnginePool(clients, max_num_seqs=windows, max_tokens=options.tokens)
+
+        def sampler(balance_nodes: bool) -> NodeSampler:
+            return NodeSampler(
+                groups,
+                watch,
+                topology,
+                pool,
+                max_model_len=PROMPT_TOKENS + options.tokens,
+                max_tokens=options.tokens,
+                timeout_s=MAX_WAIT_S,
+                balance_nodes=balance_nodes,
+            )
+
+        rng = np.random.default_rng(node)
+        speeds: list[float] = []
+
+        def batch(of: NodeSampler) -> Callable[[], float]:
+            def seconds() -> float:
+                prompts = rng.integers(2, VOCAB_SIZE, size=(options.prompts, PROMPT_TOKENS)).tolist()
+                rows = [prompt for prompt in prompts for _ in range(NUM_GENERATIONS)]
+                dist.barrier()
+                begun = time.perf_counter()
+                sampled = of.collect(of.submit(rows, base_seed=0))
+                seconds = time.perf_counter() - begun
+                assert all(len(ids) == options.tokens for ids in sampled.completion_ids)
+                if of is alone:
+                    speeds.append(sampled.reports[0].tokens_per_s / sampled.reports[1].tokens_per_s)
+                return seconds
+
+            return seconds
+
+        balanced, alone = sampler(True), sampler(False)
+        for _ in range(SETTLING_BATCHES):
+            batch(balanced)()
+        seconds = interleave({"balanced": batch(balanced), "alone": batch(alone)}, options.repetitions)
+        (folder / f"node{node}.json").write_text(json.dumps({**seconds, "speeds": speeds}))
+        pool.close()
+    dist.barrier()
+    watch.stop()
+    dist.barrier()
+
+
+def measure(options: Any, folder: Path) -> Report:
+    save_model(folder / "model", options.size)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # everything is imported once
+    nodes = [context.Process(target=run_node, args=(node, options, folder, port)) for node in range(NUM_NODES)]
+    spinner = None
+    try:
+        if options.device == "cpu":
+            spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(spinner.pid, {cores[1 % len(cores)]})
+        for process in nodes:
+            process.start()
+        deadline = time.monotonic() + MAX_WAIT_S
+        for process in nodes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if any(process.exitcode != 0 for process in nodes):
+            raise RuntimeError(f"the nodes ended with {[process.exitcode for process in nodes]}")
+    finally:
+        for ended in [*nodes, spinner]:
+            if ended is not None and ended.pid is not None:
+                ended.kill()
+    of_node = [json.loads((folder / f"node{node}.json").read_text()) for node in range(NUM_NODES)]
+    num_tokens = NUM_NODES * options.prompts * NUM_GENERATIONS * options.tokens
+    balanced, alone = (
+        Figure(
+            name=name,
+            unit="tokens/s",
+            values=tuple(num_tokens / max(pair) for pair in zip(of_node[0][key], of_node[1][key], strict=True)),
+        )
+        for name, key in (("balanced", "balanced"), ("every node for itself", "alone"))
+    )
+    speeds = Figure(
+        name="fast node / slow node, tokens/s of their engines", unit="", values=tuple(of_node[0]["speeds"])
+    )
+    return Report(
+        benchmark="balance",
+        settings={
+            "nodes": NUM_NODES,
+            "model": options.size,
+            "window": options.window,
+            "groups of a node": f"{options.prompts} of {NUM_GENERATIONS}",
+            "tokens": options.tokens,
+        },
+        ratios=(ratio("balanced / every node for itself", balanced, alone, goal=1.3),),
+        figures=(balanced, alone, speeds),
+        notes=(
+            "Two nodes on one machine; no training; the spinning process takes about half of the slow node's core.",
+        ),
+    )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="of the engines' made-up model")
+    parser.set_defaults(repetitions=4, window=16, prompts=12, tokens=64)
+    options = parser.parse_args()
+    if options.short:
+        options.size, options.repetitions, options.prompts, options.tokens = "tiny", 1, 4, 8
+    with tempfile.TemporaryDirectory(prefix="bench-balance-") as folder:
+        finish(measure(options, Path(folder)), options)
+
+
+if __name__ == "__main__":
+    main()

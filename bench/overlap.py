@@ -1,0 +1,214 @@
+"""Sampling ahead against sampling on-policy: the same trainer, `generation_lookahead` 1 and 0 in turn.
+
+One training process and one engine, as on a node with one GPU for each. Without GPUs the process is pinned to one core
+and the engine to another, and a model, batch and length are taken for which generating and training take about as long.
+
+The bound follows from the phases of the on-policy steps, in which ranks and engine never work at the same time: with g
+the wait for completions, p the push and t the rest, such a step takes g + p + t, and an overlapped one max(g, t) + p at
+least, since a push needs the engine at rest.
+
+    python -m bench.overlap [--device cuda]
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from bench.report import Figure, Ratio, Report, argument_parser, finish
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.demo import build_demo_tokenizer
+
+WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {"hidden_size": 192, "num_hidden_layers": 4, "completions": 32, "completion_tokens": 64},
+    "cuda": {"hidden_size": 2048, "num_hidden_layers": 24, "completions": 128, "completion_tokens": 512},
+}
+
+
+class StepEnds(TrainerCallback):
+    """When each optimizer step ended."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.at_s = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.at_s.append(time.perf_counter())
+
+
+def save_model(folder: Path, *, hidden_size: int, num_hidden_layers: int) -> int:
+    """A Qwen3 of random weights with the demo's tokenizer. Returns its number of parameters."""
+    tokenizer = build_demo_tokenizer()
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 64,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape: dict[str, Any]) -> GRPOTrainer:
+    on_cpu = args.device == "cpu"
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
+        args=GRPOConfig(
+            output_dir=str(output_dir),
+            use_cpu=on_cpu,
+            bf16=not on_cpu,
+            max_steps=args.steps,
+            per_device_train_batch_size=shape["completions"],
+            gradient_accumulation_steps=1,
+            num_generations=8,
+            max_completion_length=shape["completion_tokens"],
+            vllm_max_model_length=shape["completion_tokens"] + 64,
+            generation_kwargs={"ignore_eos": True},
+            vllm_importance_sampling_mode="token_truncate",
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(10, 60) for b in range(10, 60)]}),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def pin(trainer: GRPOTrainer) -> None:
+    """This process to the first core that it may use, the engine's processes to the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise SystemExit("one core alone: there is nothing that engine and trainer could do at the same time")
+    torch.set_num_threads(1)
+    assert trainer._local is not None
+    assert trainer._local._clients is not None
+    for client in trainer._local._clients:
+        host = psutil.Process(client.pid)
+        for process in [host, *host.children(recursive=True)]:
+            _pin_threads(process.pid, set(others))
+    _pin_threads(os.getpid(), {first})
+
+
+def _pin_threads(pid: int, cores: set[int]) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def segment(trainer: GRPOTrainer, ends: StepEnds, lookahead: int) -> dict[str, float]:
+    """Train some steps; medians over all but the first and the last: seconds a step, and its parts."""
+    trainer.args.generation_lookahead = lookahead
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][WARM_UP_STEPS:-1]
+    steps_s = [after - before for before, after in zip(ends.at_s, ends.at_s[1:], strict=False)][WARM_UP_STEPS - 1 : -1]
+    assert len(steps_s) == len(lines), (len(steps_s), len(lines))
+    parts = {
+        name: statistics.median(line[name] for line in lines)
+        for name in ("rollout/wait_s", "rollout/generate_s", "push/total_s", "engine/idle_share", "rollout/policy_lag")
+    }
+    return {"step_s": statistics.median(steps_s), **parts}
+
+
+@contextlib.contextmanager
+def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int]]:
+    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
+        shape = SHAPES[args.device]
+        sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
+        num_parameters = save_model(Path(folder) / "model", **sizes)
+        trainer = build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape)
+        ends = StepEnds()
+        trainer.add_callback(ends)
+        try:
+            assert trainer._local is not None
+            trainer._local.sync_weights()  # waits for the engine, too
+            if args.device == "cpu":
+                pin(trainer)
+            segment(trainer, ends, 0)  # compiles and warms up
+            yield trainer, ends, num_parameters
+        finally:
+            trainer.close()
+
+
+def main() -> None:
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of a segment")
+    args = parser.parse_args()
+    if args.short:
+        args.steps, args.repetitions = 5, 1
+    on_policy: list[dict[str, float]] = []
+    ahead: list[dict[str, float]] = []
+    with ready(args) as (trainer, ends, num_parameters):
+        for _ in range(args.repetitions):
+            on_policy.append(segment(trainer, ends, 0))
+            ahead.append(segment(trainer, ends, 1))
+
+    bounds_s = []
+    for parts in on_policy:
+        rest_s = parts["step_s"] - parts["rollout/wait_s"] - parts["push/total_s"]
+        bounds_s.append(max(parts["rollout/wait_s"], rest_s) + parts["push/total_s"])
+
+    def figure(name: str, unit: str, segments: list[dict[str, float]], key: str) -> Figure:
+        return Figure(name=name, unit=unit, values=tuple(parts[key] for parts in segments))
+
+    speed_ups = [before["step_s"] / after["step_s"] for before, after in zip(on_policy, ahead, strict=True)]
+    achieved = [bound_s / after["step_s"] for bound_s, after in zip(bounds_s, ahead, strict=True)]
+    possible = [before["step_s"] / bound_s for before, bound_s in zip(on_policy, bounds_s, strict=True)]
+    report = Report(
+        benchmark="overlap",
+        settings={"parameters": num_parameters, "steps a segment": args.steps, **SHAPES[args.device]},
+        ratios=(
+            Ratio(name="steps/s, lookahead 1 / lookahead 0", values=tuple(speed_ups)),
+            Ratio(name="the same, at the bound", values=tuple(possible)),
+            Ratio(name="bound of a step / step with lookahead 1", values=tuple(achieved), goal=0.9),
+        ),
+        figures=(
+            figure("step, lookahead 0", "s", on_policy, "step_s"),
+            figure("  waiting for completions", "s", on_policy, "rollout/wait_s"),
+            figure("  push", "s", on_policy, "push/total_s"),
+            figure("  share in which the engine is idle", "", on_policy, "engine/idle_share"),
+            figure("step, lookahead 1", "s", ahead, "step_s"),
+            figure("  waiting for completions", "s", ahead, "rollout/wait_s"),
+            figure("  generation, beside training", "s", ahead, "rollout/generate_s"),
+            figure("  push", "s", ahead, "push/total_s"),
+            figure("  share in which the engine is idle", "", ahead, "engine/idle_share"),
+            figure("  policy lag", "pushes", ahead, "rollout/policy_lag"),
+        ),
+        notes=(
+            "without GPUs the training process is pinned to one core, the engine to the others",
+            "bound: max(wait, rest) + push of the on-policy steps, in which engine and ranks take turns",
+        ),
+    )
+    finish(report, args)
+
+
+if __name__ == "__main__":
+    main()

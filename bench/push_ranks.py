@@ -1,0 +1,270 @@
+"""One rank of `bench.push`, started by torchrun: `python -m bench.push_ranks SETTINGS.json`; writes `<rank>.json`."""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
+
+from bench.report import interleave
+from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.messages import EngineSpec
+from grpo.topology import device_tokens
+from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places
+from grpo.weights.gather import ShardGather
+from grpo.weights.push import Pusher
+from grpo.weights.source import GatheredSource, PushPlan
+
+START_S, CALL_S = 200.0, 60.0
+WIRE_DTYPE = torch.bfloat16
+
+
+class Ranks:
+    """What this rank measures; every method but the constructor is collective."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.settings = dist.get_rank(), settings
+        folder = Path(settings["folder"])
+        config = Qwen2Config(
+            **settings["shape"],
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            architectures=["Qwen2ForCausalLM"],
+        )
+        self.client = self._start_engine(folder, config) if self.rank == 0 else None
+        with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}}):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if self.client is not None:
+            self.client.wait_ready(START_S)
+        self.versions = 0
+        self.cpu_seconds: dict[str, list[float]] = {}
+        self.grown_bytes: dict[str, int] = {}
+        self.source = GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
+        self.pusher = Pusher(
+            self.source,
+            None if self.client is None else [self.client],
+            backend=settings["backend"],
+            tensor_parallel_size=1,
+            bucket_bytes=settings["bucket_mb"] * 2**20,
+            timeout_s=CALL_S,
+        )
+
+    def _start_engine(self, folder: Path, config: Qwen2Config) -> EngineClient:
+        model = folder / "model"
+        config.save_pretrained(model)
+        arguments = {
+            "model": str(model),
+            "tokenizer": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "weight_transfer_config": f"grpo_{self.settings['backend']}",
+            "max_model_len": 256,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+            "kv_cache_memory_bytes": 2**28,
+        }
+        gpus = device_tokens(os.environ, self.settings["gpus"]) if self.settings["gpus"] else ()
+        return EngineClient(
+            EngineSpec(engine_args=arguments, sampling={}),
+            name="the engine",
+            environment=engine_environment(os.environ, devices=gpus[-1:], tensor_parallel_size=1, engines_per_node=1),
+            log_path=folder / "engine.log",
+        )
+
+    # -- the two ways of pushing --------------------------------------------------------------------------------------
+
+    def own_push(self) -> float:
+        dist.barrier()
+        self.versions += 1
+        report, error = self.pusher.push(self.versions)
+        if error is not None:
+            raise error
+        return report.total_s
+
+    def trl_push(self) -> float:
+        """TRL's iteration, and the same engine, transport and calls, for one parameter after the other."""
+        dist.barrier()
+        begun = time.perf_counter()
+        if self.client is None:
+            for _ in self._trl_parameters():
+                pass
+            return time.perf_counter() - begun
+        transport, engines = self.pusher._transport, self.pusher._engines
+        assert transport is not None
+        engines.start_weight_update()
+        for name, tensor in self._trl_parameters():
+            bucket = Bucket(parameters=(), metas=(ParamMeta(name, WIRE_DTYPE, tuple(tensor.shape)),))
+            transport.places(0, bucket)[0].copy_(tensor)
+            transport.start_sending(0, bucket)
+            engines.update_weights(transport.update_info(0, bucket))
+        self.pusher._finish(0)
+        return time.perf_counter() - begun
+
+    def _trl_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        generation = object.__new__(VLLMGeneration)  # its constructor wants an engine of TRL's
+        generation._dist = object.__new__(DistributedBackend)
+        generation._dist.zero_stage, generation._dist.fsdp_version = 3, None
+        generation.model = self.model
+        return generation._iter_named_params()
+
+    # -- the parts alone ----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> PushPlan:
+        return self.source.plan()
+
+    def exchange(self) -> float:
+        """Cast shards to the sending rank, bucket by bucket; nothing is put together."""
+        gather = self.source._gather
+        assert isinstance(gather, ShardGather)
+        lengths = [sum(p.ds_tensor.numel() for _, p in bucket.parameters) for bucket in self.plan.buckets]
+        cast = torch.zeros(max(lengths), dtype=WIRE_DTYPE, device=gather._device)
+
+        def run() -> None:
+            for length in lengths:
+                shards = [cast[:length]]
+                gather._all_gather(shards, length) if gather._uses_nccl else gather._exchange(shards, length)
+
+        return self._timed("exchange", run)
+
+    def all_gather(self) -> float:
+        lengths = [sum(p.ds_tensor.numel() for _, p in bucket.parameters) for bucket in self.plan.buckets]
+        device = next(self.model.parameters()).device
+        shard = torch.zeros(max(lengths), dtype=WIRE_DTYPE, device=device)
+        whole = torch.zeros(max(lengths) * dist.get_world_size(), dtype=WIRE_DTYPE, device=device)
+
+        def run() -> None:
+            for length in lengths:
+                dist.all_gather_single(whole[: length * dist.get_world_size()], shard[:length])
+
+        return self._timed("all-gather", run)
+
+    def pack(self) -> float:
+        """Each rank casts its own shards into a buffer as large as they are: together, every byte is copied once."""
+        shards = [[p.ds_tensor for _, p in bucket.parameters] for bucket in self.plan.buckets]
+        metas = [[ParamMeta("", WIRE_DTYPE, tuple(shard.shape)) for shard in bucket] for bucket in shards]
+        device = next(self.model.parameters()).device
+        buffer = torch.zeros(max(map(packed_bytes, metas)), dtype=torch.uint8, device=device)
+        places = [packed_places(buffer, bucket) for bucket in metas]
+
+        def run() -> None:
+            for bucket_shards, bucket_places in zip(shards, places, strict=True):
+                for place, shard in zip(bucket_places, bucket_shards, strict=True):
+                    place.copy_(shard)
+
+        return self._timed("pack", run)
+
+    def load(self) -> float:
+        """The engine loads what stands in the packed buffers, once for each bucket; the values are of other ones."""
+        transport, engines = self.pusher._transport, self.pusher._engines
+
+        def run() -> None:
+            if self.client is None:
+                return
+            assert transport is not None
+            engines.start_weight_update()
+            for index, bucket in enumerate(self.plan.buckets):
+                transport.start_sending(index % NUM_BUFFERS, bucket)
+                engines.update_weights(transport.update_info(index % NUM_BUFFERS, bucket))
+            self.pusher._finish(0)
+
+        return self._timed("load", run)
+
+    def _timed(self, name: str, run: Callable[[], None]) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier()
+        begun, cpu_begun = time.perf_counter(), self._cpu_s()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        self.cpu_seconds.setdefault(name, []).append(self._cpu_s() - cpu_begun)
+        return seconds
+
+    def _cpu_s(self) -> float:
+        """Of this rank, and of the workers of its engine."""
+        total = time.process_time()
+        if self.client is not None:
+            engine = psutil.Process(self.client.pid).children(recursive=True)
+            workers = [process for process in engine if "Worker" in "".join(process.cmdline())]
+            for process in workers or engine:
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    # -- all of it ----------------------------------------------------------------------------------------------------
+
+    def growth(self, run: Callable[[], object]) -> int:
+        """Bytes by which this process grew at its highest."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        before = psutil.Process().memory_info().rss
+        run()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        return peak_kib * 1024 - before
+
+    def measure(self) -> dict[str, Any]:
+        def connect_and_push() -> None:
+            self.pusher.connect()
+            self.own_push()
+
+        self.grown_bytes["own push"] = self.growth(connect_and_push)
+        largest = max(p.ds_numel for p in self.model.parameters()) * WIRE_DTYPE.itemsize if self.client else 0
+        self.grown_bytes["one parameter at a time"] = self.growth(self.trl_push) + largest  # its buffer, ours here
+        for phase in (self.exchange, self.all_gather, self.pack, self.load):  # first touches, connections
+            phase()
+        self.cpu_seconds.clear()
+        variants = {
+            "own push": self.own_push,
+            "one parameter at a time": self.trl_push,
+            "exchange": self.exchange,
+            "all-gather": self.all_gather,
+            "pack": self.pack,
+            "load": self.load,
+        }
+        return {
+            "seconds": interleave(variants, self.settings["repetitions"]),
+            "cpu_seconds": self.cpu_seconds,
+            "grown_bytes": self.grown_bytes,
+            "parameters": sum(parameter.ds_numel for parameter in self.model.parameters()),
+            "wire_mb": round(self.plan.num_bytes / 2**20),
+            "buckets": len(self.plan.buckets),
+            "bucket_mb": round(self.source.buffer_bytes / 2**20),
+            "num_buffers": NUM_BUFFERS,
+            "backend": self.settings["backend"],
+        }
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    deepspeed.init_distributed(dist_backend="nccl" if settings["device"] == "cuda" else "gloo")
+    ranks = Ranks(settings)
+    try:
+        found = ranks.measure()
+    finally:
+        ranks.pusher.close()
+        if ranks.client is not None:
+            ranks.client.close()
+    (Path(settings["folder"]) / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Which engine samples which completion next: the decisions alone, without threads, clocks and engines."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    window: int
+    held: dict[int, int] = field(default_factory=dict)
+    """Tokens of each completion that was sent and not answered, by id."""
+    tokens: int = 0
+    """Of all that is held."""
+
+    def has_room(self, num_completions: int) -> bool:
+        return not self.held or len(self.held) + num_completions <= self.window
+
+
+class RequestQueue:
+    """The completions that a node owes, and which engine has them.
+
+    Completions of one prompt come in chunks. A chunk goes to one engine as a whole, which computes the prompt once.
+    What would only wait inside an engine waits here, where whichever engine has room first takes it.
+
+    Args:
+        windows: of each engine, the completions that it may hold at once.
+    """
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self._engines = [_Engine(window) for window in windows]
+        self._waiting: list[tuple[int, Sequence[int]]] = []  # tokens of a completion, and ids; the next chunk is last
+
+    def add(self, chunks: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Chunks that are to be sampled: the most tokens that each completion may take, and the ids of these."""
+        self._waiting += chunks
+        # The dearest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), of equals the oldest.
+        self._waiting.sort(key=lambda each: (each[0] * len(each[1]), -each[1][0]))
+
+    def send(self) -> list[tuple[int, Sequence[int]]]:
+        """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
+
+        Each chunk goes to the engine with room that has the fewest outstanding tokens.
+        """
+        sent: list[tuple[int, Sequence[int]]] = []
+        while self._waiting:
+            tokens, chunk = self._waiting[-1]
+            roomy = [number for number, engine in enumerate(self._engines) if engine.has_room(len(chunk))]
+            if not roomy:
+                break
+            self._waiting.pop()
+            number = min(roomy, key=lambda number: self._engines[number].tokens)
+            engine = self._engines[number]
+            engine.held.update(dict.fromkeys(chunk, tokens))
+            engine.tokens += tokens * len(chunk)
+            sent.append((number, chunk))
+        return sent
+
+    def answered(self, number: int, completion: int) -> None:
+        """By engine `number`, which may since have been told to forget it."""
+        engine = self._engines[number]
+        engine.tokens -= engine.held.pop(completion, 0)
+
+    def forget(self, completions: Iterable[int]) -> list[tuple[int, list[int]]]:
+        """Nobody wants these any more, whole chunks: which engine held which of them."""
+        ids = set(completions)
+        self._waiting = [each for each in self._waiting if each[1][0] not in ids]
+        taken = []
+        for number, engine in enumerate(self._engines):
+            if held := [completion for completion in engine.held if completion in ids]:
+                taken.append((number, held))
+                engine.tokens -= sum(engine.held.pop(completion) for completion in held)
+        return taken
+
+    def is_idle(self, number: int) -> bool:
+        return not self._engines[number].held
+
+    def fullest(self) -> int:
+        """The engine that holds most."""
+        return max(range(len(self._engines)), key=lambda number: len(self._engines[number].held))

@@ -1,0 +1,96 @@
+"""Whether all of a push arrived, told from vLLM's layer-wise reload before it is finalised.
+
+vLLM itself proves nothing about a push (0.31): `load_weights` returns `qkv_proj` as loaded with `v_proj` missing, the
+built-in worker throws that return value away, a layer that received nothing keeps its old tensors behind a log line,
+and a layer that received a part is completed with uninitialised memory.
+"""
+
+from collections.abc import Collection
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+
+class IncompletePushError(RuntimeError):
+    """A push left parameters of the engine without new values."""
+
+
+def unsent_names(*, known: Collection[str], received: Collection[str], held: Collection[str]) -> list[str]:
+    """One line for each tensor that earlier pushes brought, and that this one neither sends nor says to leave out; and
+    for each that it leaves out though no push has brought it.
+
+    Args:
+        known: names, as in the checkpoint, of all that earlier pushes brought.
+        held: names that this push says to leave out.
+    """
+    return [f"{name}: not sent, and not among the frozen ones" for name in sorted({*known} - {*received, *held})] + [
+        f"{name}: left out, but never sent before" for name in sorted({*held} - {*known})
+    ]
+
+
+def _padding_numel(layer: torch.nn.Module) -> int:
+    """Elements of a vocabulary layer that no checkpoint holds: the rows that round this shard up."""
+    if not isinstance(layer, VocabParallelEmbedding):
+        return 0
+    shard = layer.shard_indices
+    rows = layer.num_embeddings_per_partition - (shard.org_vocab_end_index - shard.org_vocab_start_index)
+    return rows * sum(
+        parameter.numel() // parameter.shape[0] for parameter in layer._parameters.values() if parameter is not None
+    )
+
+
+def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set[str]) -> list[str]:
+    """Which checkpoint modules of a fused layer did not arrive: `v_proj` of `…self_attn.qkv_proj`."""
+    parent, _, leaf = layer_name.rpartition(".")
+    anchor = parent.partition("layers.")[2] or parent  # prefixes differ between checkpoint and vLLM, layer paths do not
+    return [
+        f"{parent}.{part}"
+        for part in mapping.get(leaf, [leaf])
+        if not any(f"{anchor}.{part}." in name for name in received)
+    ]
+
+
+def incomplete_layers(
+    model: torch.nn.Module, *, tied: bool, received: set[str], pushed_before: bool = False
+) -> list[str]:
+    """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
+
+    Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
+    vLLM completes itself; buffers, which no checkpoint holds; and a layer of which nothing was sent and nothing is
+    missing since an earlier push.
+
+    Args:
+        tied: whether the model's configuration ties the head to the embedding.
+        received: names, as in the checkpoint, of all that was sent.
+        pushed_before: whether an earlier push was completed.
+    """
+    mapping = getattr(model, "packed_modules_mapping", None) or {}
+    done: set[int] = set()
+    for layer in model.modules():
+        if not get_layerwise_info(layer).can_load():
+            done.update(p.data_ptr() for p in layer._parameters.values() if p is not None and not p.is_meta)
+    lines = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue  # complete already, or completed at the end
+        expected = sum(get_tensor_load_numel(p) for p in layer._parameters.values() if p is not None)
+        if info.load_numel >= expected - _padding_numel(layer):
+            continue
+        missing = _missing_parts(name, mapping, received)
+        nothing_sent = info.load_numel == 0 and len(missing) == len(mapping.get(name.rpartition(".")[2], [name]))
+        if nothing_sent and pushed_before:
+            continue
+        if tied and isinstance(layer, ParallelLMHead) and info.load_numel == 0 and info.kernel_tensors is not None:
+            weight = info.kernel_tensors[0].get("weight")
+            embedding_came = any("embed" in other for other in received)
+            if weight is not None and (weight.data_ptr() in done or embedding_came):
+                continue
+        lines.append(
+            f"{name}: {info.load_numel} of {expected} elements arrived"
+            + (f", none from {', '.join(missing)}" if missing else "")
+        )
+    return lines

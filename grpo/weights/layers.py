@@ -1,0 +1,40 @@
+"""Which parameters end up in one layer of the engine, told from the trainer's model alone.
+
+vLLM fuses projections that read the same input (`qkv_proj`, `gate_up_proj`) and all experts of a block. A fused layer
+that receives only some of its elements in a push would be completed with uninitialised memory, so a layer travels
+whole or not at all. The groups here may be larger than the engine's layers, never smaller; the engine counts what
+arrives and refuses a push that splits one.
+"""
+
+from torch import nn
+
+# What writes back into the residual stream. vLLM cuts these along their input, so it never fuses them with a neighbour.
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "wo", "down_proj", "dense_4h_to_h", "fc2", "lm_head")
+
+
+def layer_groups(model: nn.Module) -> dict[str, str]:
+    """For each name in `model.named_parameters()` the group that it travels with."""
+    names = [name for name, _ in model.named_parameters()]
+    blocks = {name.partition(".experts.")[0] for name in names if ".experts." in name}
+    return {name: _group(model, name, blocks) for name in names}
+
+
+def _group(model: nn.Module, name: str, blocks: set[str]) -> str:
+    for block in blocks:
+        if name.startswith(f"{block}."):
+            return block  # router, shared experts and all: what of them the engine puts together differs by model
+    path = name.rpartition(".")[0]
+    parent, _, leaf = path.rpartition(".")
+    module = model.get_submodule(path)
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in module.parameters(recurse=False)]
+    is_norm = all(len(shape) < 2 for shape in shapes)
+    if is_norm or leaf in OUTPUT_PROJECTIONS or isinstance(module, nn.Embedding):
+        return path
+    return f"{parent}.*"  # may be fused with the other projections beside it
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Parameters of the groups in which nothing is trained: `requires_grad` is False on all of them."""
+    groups = layer_groups(model)
+    trained = {groups[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return frozenset(name for name, group in groups.items() if group not in trained)

@@ -1,0 +1,50 @@
+"""The short form of each benchmark, started as a user starts it: that it works and what it writes, not how fast."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, start
+
+SHORT_FORMS = {
+    # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
+    "startup": (
+        ("one after the other / side by side", "TRL", "bound by CPU time"),
+        {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},
+    ),
+    "scale": (
+        tuple(f"assumed, 4 nodes: {layout}" for layout in ("node-local", "central server", "central pool", "coloc")),
+        {"assumed, 4 nodes, node-local, lookahead 1: training GPUs idle": "%"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_FORMS)
+def test_the_short_form_works(name: str, tmp_path: Path) -> None:
+    ratios, figures = SHORT_FORMS[name]
+    output = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--short", "--output", str(output)]
+    job = start(lambda _: command, tmp_path / "job", env={"PYTHONPATH": str(ROOT)})
+    try:
+        assert job.wait(400) == [0], job.fail(f"bench.{name} failed")
+        assert job.traces() == set()
+    finally:
+        job.end()
+
+    result = json.loads(output.read_text())
+    assert result["benchmark"] == name
+    assert result["command"].startswith(f"python -m bench.{name} --device cpu --short")
+    assert result["settings"]["short"] is True
+    assert result["machine"]["cores"] >= 1
+    assert {"python", "torch", "trl"} <= result["versions"].keys()
+    assert len(result["ratios"]) >= len(ratios)
+    for ratio, beginning in zip(result["ratios"], ratios, strict=False):
+        assert ratio["name"].startswith(beginning)
+        assert all(0 < value < math.inf for value in ratio["values"])
+    units = {figure["name"]: figure["unit"] for figure in result["figures"]}
+    assert figures.items() <= units.items()
+    assert all(0 <= value < math.inf for figure in result["figures"] for value in figure["values"])
+    assert "│" in job.output()  # the table
