@@ -168,7 +168,7 @@ def measure_dispatch(options: Any, folder: Path) -> Report:
 
 
 def measure_engines(options: Any, folder: Path) -> Report:
-    window, num_groups, n, long, short = 8, 16, 4, 160, 16
+    window, num_groups, n, long, short = 8, 16, 4, 80, 8
     if options.short:
         window, num_groups, n, long, short = 4, 4, 4, 16, 4
     args = config(

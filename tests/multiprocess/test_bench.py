@@ -12,7 +12,7 @@ from tests.launching import ROOT, start
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
     "startup": (
-        ("one after the other / side by side", "TRL", "bound by CPU time"),
+        ("one after the other / side by side", "bound by CPU time"),
         {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},
     ),
     "scale": (
