@@ -168,7 +168,7 @@ def measure_dispatch(options: Any, folder: Path) -> Report:
 
 
 def measure_engines(options: Any, folder: Path) -> Report:
-    window, num_groups, n, long, short = 8, 16, 4, 80, 8
+    window, num_groups, n, long, short = 8, 16, 4, 160, 16
     if options.short:
         window, num_groups, n, long, short = 4, 4, 4, 16, 4
     args = config(
@@ -213,7 +213,7 @@ def measure_engines(options: Any, folder: Path) -> Report:
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="of the engines' made-up model")
+    parser.add_argument("--size", choices=("small", "tiny"), default="tiny", help="of the engines' made-up model")
     parser.set_defaults(repetitions=3)
     options = parser.parse_args()
     if options.short:

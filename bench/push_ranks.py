@@ -59,7 +59,6 @@ class Ranks:
             None if self.client is None else [self.client],
             backend=settings["backend"],
             tensor_parallel_size=1,
-            bucket_bytes=settings["bucket_mb"] * 2**20,
             timeout_s=CALL_S,
         )
 

@@ -212,7 +212,6 @@ class LocalVLLM:
             self._clients,
             backend=self.backend,
             tensor_parallel_size=self.topology.tensor_parallel_size,
-            bucket_bytes=bucket_bytes,
             timeout_s=self.args.vllm_sync_timeout,
         )
         with self._watch.during("push group"):

@@ -25,6 +25,8 @@ class NcclTransport:
     again when the engines have answered its update: they synchronise their device first, so the broadcast is over.
     """
 
+    in_flight = 1  # updates have to be taken up in the order of the broadcasts
+
     def __init__(self, *, num_buffers: int, buffer_bytes: int, num_workers: int) -> None:
         # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set (0.31).
         torch.cuda.set_stream(torch.cuda.current_stream())

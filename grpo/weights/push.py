@@ -27,8 +27,8 @@ class PushReport:
     """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
     NCCL, in queueing that on the GPU."""
     send_s: float
-    """The sending thread's time in calls to the engines: transport and loading, and the first and last call of a push.
-    0 on ranks that send nothing."""
+    """While calls to the engines were under way: transport and loading, the first and the last call of a push among
+    them. 0 on ranks that send nothing."""
     num_bytes: int
     """Bytes that each engine was sent; 0 on ranks that send nothing."""
 
@@ -90,7 +90,6 @@ class Pusher:
 
     Args:
         clients: the node's engines on its local main; None on every other rank.
-        bucket_bytes: for the memory of a push; the source, which cuts the buckets, has it too.
         timeout_s: deadline of one call to an engine.
     """
 
@@ -101,10 +100,8 @@ class Pusher:
         *,
         backend: str,
         tensor_parallel_size: int,
-        bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        del bucket_bytes
         self.source = source
         self.backend = backend
         self._clients = clients

@@ -1,5 +1,6 @@
-"""Sends filled buckets to the engines from a thread of its own, while the main thread gathers the next one."""
+"""Sends filled buckets to the engines from threads of its own, while the main thread gathers the next one."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,9 @@ from grpo.weights.buckets import NUM_BUFFERS, Bucket
 
 class Transport(Protocol):
     """Packed buffers, and how their content reaches the engines. For the main thread, but for `abort`."""
+
+    in_flight: int
+    """How many updates the engines may be told of before they have answered the first."""
 
     def open(self, engines: VLLMWeightSyncClient) -> None:
         """Meet the engines; once."""
@@ -34,7 +38,7 @@ class Transport(Protocol):
 
 
 class Sender:
-    """One push of a local main. Its thread makes socket calls alone; each has a deadline, and so all waits here end.
+    """One push of a local main. Its threads make socket calls alone; each has a deadline, and so all waits here end.
 
     After an engine's error nothing more is sent, and `free_buffer` says None.
 
@@ -51,10 +55,16 @@ class Sender:
         self._held = list(held)
         self._timeout_s = timeout_s
         self._error: EngineError | None = None
+        self._lock = threading.Lock()
+        self._calls, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._sent: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grpo-push")
-        self.busy_s = 0.0
-        self._started = self._submit(engines.start_weight_update)
+        self._threads = ThreadPoolExecutor(max_workers=transport.in_flight, thread_name_prefix="grpo-push")
+        self._started = self._threads.submit(self._call, engines.start_weight_update)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one call to the engines was under way; after `finish`."""
+        return self._busy_s
 
     def free_buffer(self) -> int | None:
         """The next buffer to fill, once the engines are done with what it held; None after an error."""
@@ -68,30 +78,38 @@ class Sender:
     def send(self, buffer: int, bucket: Bucket) -> None:
         """Send a filled buffer, the one of the last `free_buffer`."""
         info = self._transport.update_info(buffer, bucket) | {"held": self._held if not self._sent else []}
-        self._sent.append(self._submit(self._engines.update_weights, info))
+        self._sent.append(self._threads.submit(self._update, info))
         if self._error is None:
             self._transport.start_sending(buffer, bucket)
 
     def finish(self, complete: Callable[[], None]) -> EngineError | None:
         """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong in an engine."""
-        for call in (self._started, *self._sent, self._submit(complete)):
+        for call in (self._started, *self._sent):
             self._wait(call)
-        self._thread.shutdown()
+        self._wait(self._threads.submit(self._call, complete))
+        self._threads.shutdown()
         return self._error
 
-    def _submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        return self._thread.submit(self._run, call, *args)
+    def _update(self, info: dict[str, Any]) -> None:
+        self._wait(self._started)
+        self._call(self._engines.update_weights, info)
 
-    def _run(self, call: Callable[..., None], *args: Any) -> None:
+    def _call(self, call: Callable[..., None], *args: Any) -> None:
         if self._error is not None:
             return
-        begun = time.perf_counter()
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1:
+                self._busy_since = time.perf_counter()
         try:
             call(*args)
         except EngineError as error:
-            self._error = error
+            self._error = self._error or error  # what fails after it fails because of it
         finally:
-            self.busy_s += time.perf_counter() - begun
+            with self._lock:
+                self._calls -= 1
+                if self._calls == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
 
     def _wait(self, call: Future[None]) -> None:
         call.result((NUM_BUFFERS + 3) * self._timeout_s)  # it, and what may stand before it, end within their deadlines

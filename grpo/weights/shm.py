@@ -17,8 +17,10 @@ class ShmTransport:
 
     It needs no room in /dev/shm (64 MB in a plain container), no other user can open it, and it is gone with the last
     process that maps it, however that one ends. A buffer is free again when the engines have answered its update: they
-    copy what they keep.
+    copy what they keep. The next update waits at the engines when they answer one, so that they need not wait for it.
     """
+
+    in_flight = 2
 
     def __init__(self, *, num_buffers: int, buffer_bytes: int) -> None:
         self._num_bytes = num_buffers * buffer_bytes

@@ -46,7 +46,7 @@ def hold_phases() -> None:
 
     submit, collect, update = EnginePool.submit, EnginePool.collect, NodeEngines.update_weights
     send = EngineClient.submit
-    sent: dict[str, int] = {}  # requests by engine
+    sent: dict[str, int] = {}  # completions by engine
 
     def noted_submit(self, requests):
         asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
@@ -63,10 +63,11 @@ def hold_phases() -> None:
 
     def marked_collect(self, *args):
         mark("generate")
+        completions = collect(self, *args)
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(sorted(sent.values())) + "\n")
         sent.clear()
-        return collect(self, *args)
+        return completions
 
     def held_update(self, update_info):
         if trainer.state.global_step >= 1:

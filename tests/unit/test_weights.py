@@ -202,7 +202,8 @@ def test_nothing_frozen_is_told_from_nothing_trained() -> None:
 class ScriptedTransport:
     """A transport whose buffers hold nothing; records what was started."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight: int) -> None:
+        self.in_flight = in_flight
         self.started: list[int] = []
 
     def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
@@ -233,8 +234,8 @@ class ScriptedEngines:
             raise EngineError("does not take it")
 
 
-def sender_of(engines: ScriptedEngines) -> tuple[Sender, ScriptedTransport]:
-    transport = ScriptedTransport()
+def sender_of(engines: ScriptedEngines, in_flight: int = 1) -> tuple[Sender, ScriptedTransport]:
+    transport = ScriptedTransport(in_flight)
     return Sender(transport, engines, held=["kept"], timeout_s=5.0), transport  # type: ignore[arg-type]
 
 
@@ -259,6 +260,26 @@ def test_buckets_are_filled_while_others_are_sent_and_no_buffer_before_its_answe
     assert engines.calls == ["start", *updates, "finish"]
     assert transport.started == buffers
     assert sender.busy_s > 0.2
+
+
+def test_the_next_update_waits_at_the_engines_while_one_is_loaded() -> None:
+    engines = ScriptedEngines()
+    under_way = threading.Barrier(2)
+
+    def update(info: dict[str, Any]) -> None:
+        under_way.wait(5)  # broken unless two updates are there at once
+        engines.calls.append(info["names"][0])
+
+    engines.update_weights = update  # type: ignore[method-assign]
+    sender, _ = sender_of(engines, in_flight=2)
+    for index in range(4):
+        buffer = sender.free_buffer()
+        assert buffer is not None
+        sender.send(buffer, f"bucket {index}")  # type: ignore[arg-type]
+    assert sender.finish(lambda: engines.calls.append("finish")) is None
+    assert (engines.calls[0], engines.calls[-1]) == ("start", "finish")
+    assert sorted(engines.calls[1:-1]) == [f"bucket {index}" for index in range(4)]
+    assert 0 < sender.busy_s < 5
 
 
 def test_after_a_refusal_nothing_more_is_sent_and_the_error_is_kept() -> None:
@@ -378,9 +399,7 @@ def test_the_nccl_push_up_to_the_collective(monkeypatch: pytest.MonkeyPatch) -> 
     engines = [RecordingEngine(), RecordingEngine()]
     trained = model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=MB // 8)
-    settings: dict[str, Any] = {
-        "backend": "nccl", "tensor_parallel_size": 2, "bucket_bytes": MB // 8, "timeout_s": 5.0
-    }  # fmt: skip
+    settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
     pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]
     pusher.connect()
     assert (opened[0].master_address, opened[0].master_port, opened[0].world_size) == ("127.0.0.1", 4711, 5)
