@@ -12,7 +12,6 @@ from grpo.planning.model_shape import ModelShape
 
 KV_BLOCK_TOKENS = 16
 CPU_KV_CACHE_BYTES = GIB  # what `engine_args` gives an engine without GPUs
-DEFAULT_MAX_NUM_SEQS = 128  # of vLLM's asynchronous engine (0.31)
 ENGINE_OVERHEAD_BYTES = 3 * GIB  # an allowance, not measured: CUDA's context and graphs, NCCL, one batch's activations
 HOST_PROCESS_BYTES = 3 * GIB  # an allowance, not measured: CUDA's libraries and context on top of the next
 CPU_PROCESS_BYTES = GIB  # a rank or an engine's process without CUDA; 0.8 GiB was seen
@@ -82,8 +81,18 @@ def engine_memory(
         kv_bytes_per_sequence=per_sequence,
         sequence_tokens=sequence_tokens,
         sequences_at_once=max(0, kv_cache) // per_sequence if per_sequence else 0,
-        max_num_seqs=engine_kwargs.get("max_num_seqs") or DEFAULT_MAX_NUM_SEQS,
+        max_num_seqs=engine_kwargs.get("max_num_seqs") or default_max_num_seqs(capacity_bytes, tensor_parallel_size),
     )
+
+
+def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int) -> int:
+    """vLLM's own limit of sequences at once, for the offline use that our engines say they are for (0.31).
+
+    Of GPUs with 70 GiB and more it makes an exception for the A100, whose name a plan does not know: 256.
+    """
+    if capacity_bytes is None:
+        return 256 * tensor_parallel_size
+    return 1024 if capacity_bytes >= 70 * GIB else 256
 
 
 def fitting_tensor_parallel(shape: ModelShape, *, dtype_bytes: int, budget_bytes: int) -> list[int]:

@@ -11,6 +11,14 @@ from tests.launching import ROOT, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
+    "push": (("one parameter at a time / own push", "bound"), {"own push": "s", "memory of own push, rank 0": "MiB"}),
+    "overlap": (
+        ("steps/s, lookahead 1 / lookahead 0", "the same, at the bound", "bound of a step"),
+        {"step, lookahead 0": "s", "step, lookahead 1": "s"},
+    ),
+    "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
+    "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
+    "balance": (("balanced / every node for itself",), {"balanced": "tokens/s"}),
     "startup": (
         ("one after the other / side by side", "bound by CPU time"),
         {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.planning.batch import plan_batch
-from grpo.planning.engine_memory import engine_memory
+from grpo.planning.engine_memory import default_max_num_seqs, engine_memory
 from grpo.planning.job import EngineSettings, best_layout
 from grpo.planning.memory_budget import GIB, readable
 from grpo.planning.model_shape import ModelShape, shape_of
@@ -139,6 +139,16 @@ def sequences_of(shape: ModelShape, size: int, tokens: int, **kwargs: Any) -> in
         capacity_bytes=80 * GIB,
         engine_kwargs={"kv_cache_memory_bytes": 2**20, **kwargs},
     ).sequences_at_once
+
+
+def test_sequences_at_once_are_vllms_own_default() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    for workers in (1, 2):
+        _, limits = EngineArgs.get_batch_defaults(workers)
+        assert default_max_num_seqs(None, workers) == limits[UsageContext.LLM_CLASS]
+    assert (default_max_num_seqs(80 * GIB, 1), default_max_num_seqs(40 * GIB, 2)) == (1024, 256)
 
 
 def test_kv_cache_of_blocks_heads_and_windows() -> None:
