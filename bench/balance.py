@@ -12,7 +12,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from vllm.utils.network_utils import get_open_port
 
 from bench.engines import VOCAB_SIZE, config, save_model, started
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
@@ -137,9 +137,7 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
 
 def measure(options: Any, folder: Path) -> Report:
     save_model(folder / "model", options.size)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = get_open_port()
     context = multiprocessing.get_context("fork")  # everything is imported once
     nodes = [context.Process(target=run_node, args=(node, options, folder, port)) for node in range(NUM_NODES)]
     try:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from accelerate import PartialState
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm.utils.network_utils import get_open_port
 
 from bench.report import interleave
 from grpo.dispatch import Completions, Request, SingleValues
@@ -160,9 +160,7 @@ def run_rank(rank: int, settings: dict[str, Any]) -> None:
 
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        settings["port"] = probe.getsockname()[1]
+    settings["port"] = get_open_port()
     multiprocessing.start_processes(run_rank, (settings,), nprocs=settings["ranks"], start_method="fork")
 
 

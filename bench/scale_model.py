@@ -93,10 +93,7 @@ def node_local(node: Node, cluster: Cluster, *, nodes: int, reserved: int, looka
     train_s = node.completions * node.train_s / ranks
     gather_s, broadcast_s = _push_legs_s(node, cluster, nodes=nodes, ranks_per_node=ranks)
     push_s = max(gather_s, broadcast_s) / node.push_efficiency
-    if lookahead:
-        step_s = (max(generate_s, train_s) + push_s) / node.overlap_efficiency
-    else:
-        step_s = generate_s + push_s + train_s
+    step_s = _step_s(node, generate_s, train_s, push_s, lookahead)
     return Step(
         layout=f"node-local, lookahead {lookahead}",
         nodes=nodes,
@@ -118,37 +115,14 @@ def best_reserved(node: Node, cluster: Cluster, *, lookahead: int) -> int:
 
 def central_server(node: Node, cluster: Cluster, *, nodes: int, reserved: int) -> Step:
     """One node samples; on a single node, `reserved` of its GPUs."""
-    server_gpus = node.gpus if nodes > 1 else reserved
-    generate_s, train_s, push_s = _central(node, cluster, nodes=nodes, engine_gpus=server_gpus)
-    step_s = generate_s + push_s + train_s
-    return Step(
-        layout="central server",
-        nodes=nodes,
-        engine_gpus=server_gpus,
-        generate_s=generate_s,
-        train_s=train_s,
-        push_s=push_s,
-        step_s=step_s,
-        training_idle=1 - train_s / step_s,
-        engine_idle=1 - generate_s / step_s,
-    )
+    engine_gpus = node.gpus if nodes > 1 else reserved
+    return _central("central server", node, cluster, nodes=nodes, engine_gpus=engine_gpus, lookahead=0)
 
 
 def central_pool(node: Node, cluster: Cluster, *, nodes: int, reserved: int) -> Step:
     """As many engine GPUs as node-local engines have, in one pool, sampling ahead."""
-    generate_s, train_s, push_s = _central(node, cluster, nodes=nodes, engine_gpus=nodes * reserved)
-    step_s = (max(generate_s, train_s) + push_s) / node.overlap_efficiency
-    return Step(
-        layout="central pool, lookahead 1",
-        nodes=nodes,
-        engine_gpus=nodes * reserved,
-        generate_s=generate_s,
-        train_s=train_s,
-        push_s=push_s,
-        step_s=step_s,
-        training_idle=1 - train_s / step_s,
-        engine_idle=1 - generate_s / step_s,
-    )
+    engine_gpus = nodes * reserved
+    return _central("central pool, lookahead 1", node, cluster, nodes=nodes, engine_gpus=engine_gpus, lookahead=1)
 
 
 def colocated(node: Node, cluster: Cluster, *, nodes: int) -> Step:
@@ -158,7 +132,7 @@ def colocated(node: Node, cluster: Cluster, *, nodes: int) -> Step:
     gather_s, _ = _push_legs_s(node, cluster, nodes=nodes, ranks_per_node=node.gpus)
     sleep_and_wake_s = 2 * _seconds(node.parameters * WEIGHT_BYTES, cluster.host_gbps)
     push_s = gather_s / node.push_efficiency + sleep_and_wake_s
-    step_s = generate_s + push_s + train_s
+    step_s = _step_s(node, generate_s, train_s, push_s, lookahead=0)
     idle = 1 - (mean_s + train_s) / step_s
     return Step(
         layout="colocated, sleep and wake",
@@ -195,8 +169,8 @@ def slowest_of(engines: int, spread: float) -> float:
     return 1 + spread * math.sqrt(2 * math.log(engines))
 
 
-def _central(node: Node, cluster: Cluster, *, nodes: int, engine_gpus: int) -> tuple[float, float, float]:
-    """(generation, training, push): all requests in one queue, weights and completions over the network."""
+def _central(layout: str, node: Node, cluster: Cluster, *, nodes: int, engine_gpus: int, lookahead: int) -> Step:
+    """All requests in one queue, weights and completions over the network."""
     ranks = nodes * node.gpus - engine_gpus
     training_nodes = max(1, round(ranks / node.gpus))
     gather_s, _ = _push_legs_s(node, cluster, nodes=training_nodes, ranks_per_node=ranks // training_nodes)
@@ -204,11 +178,27 @@ def _central(node: Node, cluster: Cluster, *, nodes: int, engine_gpus: int) -> t
     send_s = _seconds(node.parameters * WEIGHT_BYTES, link_gbps)
     completions = nodes * node.completions
     transfer_s = _seconds(completions * node.completion_tokens * COMPLETION_TOKEN_BYTES, link_gbps)
-    return (
-        completions * node.sample_s / engine_gpus + transfer_s,
-        completions * node.train_s / ranks,
-        max(gather_s, send_s) / node.push_efficiency,
+    generate_s = completions * node.sample_s / engine_gpus + transfer_s
+    train_s = completions * node.train_s / ranks
+    push_s = max(gather_s, send_s) / node.push_efficiency
+    step_s = _step_s(node, generate_s, train_s, push_s, lookahead)
+    return Step(
+        layout=layout,
+        nodes=nodes,
+        engine_gpus=engine_gpus,
+        generate_s=generate_s,
+        train_s=train_s,
+        push_s=push_s,
+        step_s=step_s,
+        training_idle=1 - train_s / step_s,
+        engine_idle=1 - generate_s / step_s,
     )
+
+
+def _step_s(node: Node, generate_s: float, train_s: float, push_s: float, lookahead: int) -> float:
+    if lookahead:
+        return (max(generate_s, train_s) + push_s) / node.overlap_efficiency
+    return generate_s + push_s + train_s
 
 
 def _push_legs_s(node: Node, cluster: Cluster, *, nodes: int, ranks_per_node: int) -> tuple[float, float]:

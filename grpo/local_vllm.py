@@ -46,7 +46,6 @@ class PolicyLag:
 class _Ahead:
     """A generation batch from its submission to its use."""
 
-    prompts: list[list[int]]
     rollout: Rollout
     step: int
     """Optimizer step at its submission."""
@@ -322,7 +321,7 @@ class LocalVLLM:
             with self._watch.during("generate"):
                 if mode == "train" and self._ahead is not None:
                     ahead, self._ahead = self._ahead, None
-                    if ahead.prompts != prompts:
+                    if ahead.rollout.prompts != prompts:
                         raise RuntimeError(_OTHER_PROMPTS)
                 else:
                     ahead = self._submit(prompts)
@@ -359,9 +358,7 @@ class LocalVLLM:
         self._draws[mode] = (step, draw + 1)
         user_seed = (self.args.generation_kwargs or {}).get("seed")
         base = seed_base(seed=self.args.seed, step=step, mode=mode, draw=draw, user_seed=user_seed)
-        return _Ahead(
-            prompts=prompts, rollout=self._sampler.submit(prompts, base), step=step, pushes=self._pushes, sampled=None
-        )
+        return _Ahead(rollout=self._sampler.submit(prompts, base), step=step, pushes=self._pushes, sampled=None)
 
     def close(self) -> None:
         """End this node's engines. Safe to call twice."""

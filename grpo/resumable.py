@@ -241,7 +241,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         assert self._job is not None
         before, self._step_began_at = self._step_began_at, self._step
-        self._at_step_end = {"step": self._step, "batch": self._buffered_inputs, "rng": random_states()}
+        self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
             wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
             code = self._job.largest(0 if wish is None else 1 + (not wish.requeue))
@@ -348,7 +348,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         """After a generation that was dropped: the state of the last finished step. Collective."""
         if self._at_step_end is None or self._complete_step == self.state.global_step:
             return  # it stands already: what was resumed from, or saved at this step
-        self._step, self._buffered_inputs = self._at_step_end["step"], self._at_step_end["batch"]
+        self._step, self._buffered_inputs = self._step_began_at, self._at_step_end["batch"]
         restore_random_states(self._at_step_end["rng"])
         self._save_checkpoint(self.model_wrapped, None)
 

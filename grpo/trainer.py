@@ -20,7 +20,7 @@ from grpo.config import GRPOConfig
 from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
 from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
-from grpo.lookahead import FollowingPrompts
+from grpo.lookahead import prompts_of_batch
 from grpo.metrics import MetricsFile
 from grpo.node_groups import NodeGroups, agree_on_topology
 from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
@@ -156,14 +156,14 @@ class GRPOTrainer(ResumableTrainer):
         micro_batches_left -= self._step - self._step_began_at
         if not args.generation_lookahead or micro_batches_left <= self._steps_per_batch:
             return None
-        following = FollowingPrompts(
+        return prompts_of_batch(
+            self._step // self._steps_per_batch + 1,
             self._sampler,
             self.train_dataset,
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
         )
-        return following.of_batch(self._step // self._steps_per_batch + 1)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""

@@ -69,6 +69,15 @@ def meta_bytes(meta: ParamMeta) -> int:
     return meta.dtype.itemsize * torch.Size(meta.shape).numel()
 
 
+def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
+    """What vLLM's worker is told of the tensors of an update."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+    }
+
+
 def packed_bytes(metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """Room that `metas` take in a packed buffer."""
     return sum(-(-meta_bytes(meta) // alignment_bytes) * alignment_bytes for meta in metas)

@@ -7,10 +7,9 @@ import torch
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_common import trainer_init as open_trainer_endpoint
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.utils.network_utils import get_open_port
 
-from grpo.weights.buckets import Bucket, meta_bytes, packed_places
+from grpo.weights.buckets import Bucket, described, meta_bytes, packed_places
 
 DEVICE = "cuda"
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
@@ -67,12 +66,7 @@ class NcclTransport:
         return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
 
     def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
-        info = NCCLWeightTransferUpdateInfo(
-            names=[meta.name for meta in bucket.metas],
-            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in bucket.metas],
-            shapes=[list(meta.shape) for meta in bucket.metas],
-        )
-        return {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+        return described(bucket.metas)
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
         """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-from grpo.weights.buckets import Bucket, packed_offsets, packed_places
-from grpo.weights.worker import ShmInitInfo, ShmUpdateInfo
+from grpo.weights.buckets import Bucket, described, packed_offsets, packed_places
+from grpo.weights.worker import ShmInitInfo
 
 
 class ShmTransport:
@@ -42,13 +42,8 @@ class ShmTransport:
         return packed_places(self._buffers[index], bucket.metas)
 
     def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
-        info = ShmUpdateInfo(
-            names=[meta.name for meta in bucket.metas],
-            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in bucket.metas],
-            shapes=[list(meta.shape) for meta in bucket.metas],
-            offsets=[self._begins[index] + offset for offset in packed_offsets(bucket.metas)],
-        )
-        return asdict(info)
+        offsets = [self._begins[index] + offset for offset in packed_offsets(bucket.metas)]
+        return {**described(bucket.metas), "offsets": offsets}
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
         """Nothing to do: the engines read the buffer themselves."""

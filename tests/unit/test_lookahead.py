@@ -14,10 +14,11 @@ from torch.utils.data import BatchSampler
 from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import GRPOConfig, GRPOTrainer, local_vllm
+from grpo import trainer as trainer_module
 from grpo.engine.client import EngineError
 from grpo.engine.messages import Ready, Sample, Sampled
 from grpo.engine_pool import EnginePool
-from grpo.lookahead import FollowingPrompts
+from grpo.lookahead import prompts_of_batch
 from grpo.sampler import GenerationSampler
 
 
@@ -33,15 +34,16 @@ def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_
             dealt[rank] += list(BatchSamplerShard(batches, num_processes=world_size, process_index=rank))[::2]
     dataset = [{"prompt": row} for row in range(20)]
     for rank in range(world_size):
-        ahead = FollowingPrompts(
-            sampler,
-            dataset,
-            rank=rank,
-            world_size=world_size,
-            tokenize=lambda prompts: [[prompt, 99] for prompt in prompts],
-        )
         for number, rows in enumerate(dealt[rank]):
-            assert ahead.of_batch(number) == [[row, 99] for row in rows]
+            ahead = prompts_of_batch(
+                number,
+                sampler,
+                dataset,
+                rank=rank,
+                world_size=world_size,
+                tokenize=lambda prompts: [[prompt, 99] for prompt in prompts],
+            )
+            assert ahead == [[row, 99] for row in rows]
 
 
 class ScriptedEngine:
@@ -246,9 +248,10 @@ def test_a_data_set_that_changes_when_it_is_read_again_is_told(
     tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = iter(range(10, 10**6))
-    of_batch = FollowingPrompts.of_batch
     monkeypatch.setattr(
-        FollowingPrompts, "of_batch", lambda self, number: [[next(reads) % 7] for _ in of_batch(self, number)]
+        trainer_module,
+        "prompts_of_batch",
+        lambda *args, **kwargs: [[next(reads) % 7] for _ in prompts_of_batch(*args, **kwargs)],
     )
     with pytest.raises(RuntimeError, match=r"are not those that training asks for now.*generation_lookahead to 0"):
         train(tiny_model, tmp_path, story, generation_lookahead=1)
