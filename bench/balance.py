@@ -2,8 +2,7 @@
 
 Two nodes on one machine, each a process with an engine with made-up weights; completions of one length; no training.
 What is timed is a generation batch as training sees it: from the prompts until every rank has its completions. On a CPU
-each node has a core of its own, and the slow one shares it with processes that spin. On GPUs, where the processor
-hardly matters, the slow engine runs half as many sequences at once.
+each node has a core of its own. The slow node's engine is stopped and continued in turn, half of the time each.
 
     python -m bench.balance
 """
@@ -12,6 +11,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,25 +39,31 @@ PROMPT_TOKENS = 32
 SETTLING_BATCHES = 4  # until the nodes' speeds are known
 MAX_WAIT_S = 250.0
 
-NUM_SPINNERS = 2  # a scheduler favours whoever wakes up, as an engine's processes do all the time: one costs a third
-SPIN = """
-import os, sys
-while os.getppid() == int(sys.argv[1]):  # not longer than the benchmark
-    for _ in range(100_000):
-        pass
+SLICE_S = 0.01
+HALVE = """
+import os, signal, sys, time
+bench, engine, slice_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+try:
+    while os.getppid() == bench:  # not longer than the benchmark
+        for action in (signal.SIGSTOP, signal.SIGCONT):
+            os.killpg(engine, action)
+            time.sleep(slice_s)
+finally:
+    os.killpg(engine, signal.SIGCONT)
 """
 
 
 @contextlib.contextmanager
-def slowed_down() -> Iterator[None]:
-    """Others on this process's core."""
-    spinners = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]) for _ in range(NUM_SPINNERS)]
+def half_speed(engine_pid: int) -> Iterator[None]:
+    """An engine, with all its processes, runs every other slice of time."""
+    arguments = [str(os.getpid()), str(engine_pid), str(SLICE_S)]
+    halving = subprocess.Popen([sys.executable, "-c", HALVE, *arguments])
     try:
         yield
     finally:
-        for spinner in spinners:
-            spinner.kill()
-            spinner.wait()
+        halving.kill()
+        halving.wait()
+        os.killpg(engine_pid, signal.SIGCONT)
 
 
 def run_node(node: int, options: Any, folder: Path, port: int) -> None:
@@ -78,14 +84,13 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
     )
     watch = watch_for(topology, {node: pids[node]})
     groups = NodeGroups(topology, max_wait_s=MAX_WAIT_S)
-    halved = options.device == "cuda" and node == 1
     args = config(
         folder / f"node{node}",
         options.device,
         max_completion_length=options.tokens,
         vllm_max_model_length=PROMPT_TOKENS + options.tokens,
         vllm_gpu_memory_utilization=0.4,
-        vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": options.window // 2 if halved else options.window},
+        vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": options.window},
         generation_kwargs={"ignore_eos": True},
     )
     with watch.guard(), started(args, folder / "model", 1) as (clients, windows):
@@ -124,7 +129,7 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
         balanced, alone = sampler(True), sampler(False)
         batch(alone)()  # warm
         speeds.clear()
-        with slowed_down() if node == 1 and options.device == "cpu" else contextlib.nullcontext():
+        with half_speed(clients[0].pid) if node == 1 else contextlib.nullcontext():
             for _ in range(SETTLING_BATCHES):
                 batch(balanced)()
             seconds = interleave({"balanced": batch(balanced), "alone": batch(alone)}, options.repetitions)
@@ -176,7 +181,7 @@ def measure(options: Any, folder: Path) -> Report:
         },
         ratios=(ratio("balanced / every node for itself", balanced, alone, goal=1.3),),
         figures=(balanced, alone, speeds),
-        notes=("Two nodes on one machine; no training; what slows one down is two processes that spin on its core.",),
+        notes=("Two nodes on one machine; no training; the slow one's engine is stopped half of the time.",),
     )
 
 
