@@ -22,7 +22,7 @@ RUN_TIMEOUT_S = 900
 
 
 def train(model: Path, output_dir: Path, *, seed: int, lookahead: int, steps: int, device: str) -> tuple[float, float]:
-    """One run of the demo, as a user starts it. Returns its final reward and its seconds of training."""
+    """One run of the demo, as a user starts it. Returns its final reward and its seconds after the first step."""
     shutil.copytree(model, output_dir / "model")  # warmed up once, for all runs
     config = "cpu.yaml" if device == "cpu" else "1node.yaml"
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", "0"]
@@ -36,9 +36,9 @@ def train(model: Path, output_dir: Path, *, seed: int, lookahead: int, steps: in
     rewards = [line["reward"] for line in lines if "reward" in line]
     assert len(rewards) == steps, f"{len(rewards)} rewards of {steps} steps"
     final = sum(rewards[-LAST_STEPS:]) / min(LAST_STEPS, steps)
-    seconds = next(line["train_runtime"] for line in lines if "train_runtime" in line)
+    seconds = sum(line["step_time"] for line in lines[1:] if "step_time" in line)  # the first waits for the engine
     print(f"seed {seed}, lookahead {lookahead}: {rewards[0]:.3f} -> {final:.3f}")
-    return final, float(seconds)
+    return final, seconds
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
         Figure(name=f"reward of the last {LAST_STEPS} steps, lookahead {k}", unit="", values=tuple(rewards[k]))
         for k in (0, 1)
     )
-    times = [Figure(name=f"training, lookahead {k}", unit="s", values=tuple(seconds[k])) for k in (0, 1)]
+    times = [Figure(name=f"all steps but the first, lookahead {k}", unit="s", values=tuple(seconds[k])) for k in (0, 1)]
     report = Report(
         benchmark="learning",
         settings={"steps": args.steps, "seeds": args.repetitions},

@@ -21,7 +21,7 @@ SHORT_FORMS = {
     "balance": (("balanced / every node for itself",), {"balanced": "tokens/s"}),
     "learning": (
         ("final reward, lookahead 1 / lookahead 0", "steps/s"),
-        {"training, lookahead 0": "s", "training, lookahead 1": "s"},
+        {f"all steps but the first, lookahead {k}": "s" for k in (0, 1)},
     ),
     "startup": (
         ("one after the other / side by side", "bound by CPU time"),
