@@ -21,7 +21,9 @@ LAST_STEPS = 20  # whose mean is the final reward
 RUN_TIMEOUT_S = 900
 
 
-def train(model: Path, output_dir: Path, *, seed: int, lookahead: int, steps: int, device: str) -> tuple[float, float]:
+def train(
+    model: Path, output_dir: Path, *, seed: int, lookahead: int, steps: int, device: str, eager: bool
+) -> tuple[float, float]:
     """One run of the demo, as a user starts it. Returns its final reward and its seconds after the first step."""
     shutil.copytree(model, output_dir / "model")  # warmed up once, for all runs
     config = "cpu.yaml" if device == "cpu" else "1node.yaml"
@@ -29,6 +31,8 @@ def train(model: Path, output_dir: Path, *, seed: int, lookahead: int, steps: in
     command += ["--config_file", str(ROOT / "configs" / config), str(ROOT / "train.py")]
     command += ["--output_dir", str(output_dir), "--seed", str(seed), "--max_steps", str(steps)]
     command += ["--generation_lookahead", str(lookahead), "--logging_steps", "1", "--disable_tqdm", "True"]
+    if eager:  # an engine that is ready soon
+        command += ["--vllm_engine_kwargs", '{"enforce_eager": true}']
     run = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)} exited {run.returncode}:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
@@ -56,7 +60,13 @@ def main() -> None:
             for lookahead in (0, 1):
                 output_dir = Path(folder) / f"seed-{seed}-lookahead-{lookahead}"
                 reward, run_s = train(
-                    model, output_dir, seed=seed, lookahead=lookahead, steps=args.steps, device=args.device
+                    model,
+                    output_dir,
+                    seed=seed,
+                    lookahead=lookahead,
+                    steps=args.steps,
+                    device=args.device,
+                    eager=args.short,
                 )
                 rewards[lookahead].append(reward)
                 seconds[lookahead].append(run_s)

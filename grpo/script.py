@@ -106,10 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = parse_arguments(argv)
         output_dir = arguments.training.output_dir
-        if arguments.is_demo:
-            run_demo(arguments)
-        else:
-            run(arguments)
+        trainer = run_demo(arguments) if arguments.is_demo else run(arguments)
+        trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit
     except (*USERS_MISTAKES, SystemExit) as error:
         is_mistake = not isinstance(error, SystemExit) or error.code == 2  # argparse has told why
         if is_mistake and output_dir is not None and read_launch(os.environ).rank == 0:

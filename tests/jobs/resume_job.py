@@ -76,3 +76,4 @@ if rank == 0:
     (out / "weights").write_text(digest)
 trainer.save_model(str(out / "final"))
 torch.distributed.barrier()
+torch.distributed.destroy_process_group()

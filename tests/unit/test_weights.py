@@ -1,30 +1,18 @@
-"""Buckets, chunks, the probe, and all of the NCCL path up to the collective, against vLLM's own classes."""
+"""What a push sends, in which buckets, and how it is checked."""
 
-import dataclasses
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
-from grpo.engine.client import EngineError
-from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
-from grpo.weights import nccl
-from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, make_buckets, packed_bytes, packed_offsets, packed_places
+from grpo.weights.buckets import ParamMeta, make_buckets, packed_bytes, packed_offsets, packed_places
 from grpo.weights.completeness import unsent_names
 from grpo.weights.gather import put_rows
 from grpo.weights.layers import frozen_names, layer_groups
 from grpo.weights.proof import gap_between, is_due, probe_prompts
-from grpo.weights.push import NodeEngines, Pusher
-from grpo.weights.sender import Sender
 from grpo.weights.source import GatheredSource
-from grpo.weights.worker import NCCLUpdateInfo
 from tests.tiny_models import tiny_config
 
 MB = 2**20
@@ -196,108 +184,6 @@ def test_nothing_frozen_is_told_from_nothing_trained() -> None:
     assert frozen_names(trained) == {name for name, _ in trained.named_parameters()}
 
 
-# -- the sending thread ---------------------------------------------------------------------------------------------
-
-
-class ScriptedTransport:
-    """A transport whose buffers hold nothing; records what was started."""
-
-    def __init__(self, in_flight: int) -> None:
-        self.in_flight = in_flight
-        self.started: list[int] = []
-
-    def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
-        return []
-
-    def update_info(self, index: int, bucket: Any) -> dict[str, Any]:
-        return {"names": [bucket], "buffer": index}
-
-    def start_sending(self, index: int, bucket: Any) -> None:
-        self.started.append(index)
-
-
-class ScriptedEngines:
-    """Engines that answer an update when they are let, and refuse the one of bucket `refuses`."""
-
-    def __init__(self, refuses: str = "") -> None:
-        self.calls: list[Any] = []
-        self.may_answer = threading.Semaphore(0)
-        self._refuses = refuses
-
-    def start_weight_update(self) -> None:
-        self.calls.append("start")
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        assert self.may_answer.acquire(timeout=30)
-        self.calls.append((info["names"][0], info["buffer"], tuple(info["held"])))
-        if info["names"] == [self._refuses]:
-            raise EngineError("does not take it")
-
-
-def sender_of(engines: ScriptedEngines, in_flight: int = 1) -> tuple[Sender, ScriptedTransport]:
-    transport = ScriptedTransport(in_flight)
-    return Sender(transport, engines, held=["kept"], timeout_s=5.0), transport  # type: ignore[arg-type]
-
-
-def test_buckets_are_filled_while_others_are_sent_and_no_buffer_before_its_answer() -> None:
-    engines = ScriptedEngines()
-    sender, transport = sender_of(engines)
-    for index in range(NUM_BUFFERS):
-        assert sender.free_buffer() == index  # nothing has been answered yet
-        sender.send(index, f"bucket {index}")  # type: ignore[arg-type]
-    freed = threading.Event()
-    waiting = threading.Thread(target=lambda: (sender.free_buffer(), freed.set()))
-    waiting.start()
-    assert not freed.wait(0.3)
-    engines.may_answer.release()
-    assert freed.wait(5)
-    waiting.join()
-    sender.send(0, "bucket 3")  # type: ignore[arg-type]
-    engines.may_answer.release(NUM_BUFFERS)
-    assert sender.finish(lambda: engines.calls.append("finish")) is None
-    buffers = [*range(NUM_BUFFERS), 0]
-    updates = [(f"bucket {k}", buffer, ("kept",) if k == 0 else ()) for k, buffer in enumerate(buffers)]
-    assert engines.calls == ["start", *updates, "finish"]
-    assert transport.started == buffers
-    assert sender.busy_s > 0.2
-
-
-def test_the_next_update_waits_at_the_engines_while_one_is_loaded() -> None:
-    engines = ScriptedEngines()
-    under_way = threading.Barrier(2)
-
-    def update(info: dict[str, Any]) -> None:
-        under_way.wait(5)  # broken unless two updates are there at once
-        engines.calls.append(info["names"][0])
-
-    engines.update_weights = update  # type: ignore[method-assign]
-    sender, _ = sender_of(engines, in_flight=2)
-    for index in range(4):
-        buffer = sender.free_buffer()
-        assert buffer is not None
-        sender.send(buffer, f"bucket {index}")  # type: ignore[arg-type]
-    assert sender.finish(lambda: engines.calls.append("finish")) is None
-    assert (engines.calls[0], engines.calls[-1]) == ("start", "finish")
-    assert sorted(engines.calls[1:-1]) == [f"bucket {index}" for index in range(4)]
-    assert 0 < sender.busy_s < 5
-
-
-def test_after_a_refusal_nothing_more_is_sent_and_the_error_is_kept() -> None:
-    engines = ScriptedEngines(refuses="bucket 1")
-    engines.may_answer.release(10)
-    sender, _ = sender_of(engines)
-    sent = 0
-    for index in range(NUM_BUFFERS + 3):
-        buffer = sender.free_buffer()
-        if buffer is not None:
-            sender.send(buffer, f"bucket {index}")  # type: ignore[arg-type]
-            sent += 1
-    error = sender.finish(lambda: engines.calls.append("finish"))
-    assert isinstance(error, EngineError)
-    assert [call[0] for call in engines.calls[1:]] == ["bucket 0", "bucket 1"]  # and no finish
-    assert sent <= 1 + NUM_BUFFERS
-
-
 def test_the_probe_is_fixed_and_leaves_special_tokens_out() -> None:
     probe = probe_prompts(100, 4096, special_ids=(0, 1, 50))
     assert probe == probe_prompts(100, 4096, special_ids=(0, 1, 50))
@@ -311,125 +197,6 @@ def test_gaps() -> None:
     assert (gap.mean, gap.max) == (0.125, 0.5)
     assert gap_between([[float("nan")]], np.array([[-1.0]])).mean == float("inf")
     assert [number for number in range(1, 41) if is_due(number)] == [*range(1, 11), 20, 30, 40]
-
-
-# -- the push group of a node ---------------------------------------------------------------------------------------
-
-
-class RecordingEngine:
-    """Stands for an `EngineClient`; records what it is asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-        self.calls.append((method, kwargs))
-        return True
-
-
-def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> None:
-    engines = [RecordingEngine(), RecordingEngine(), RecordingEngine()]
-    client = NodeEngines(engines, tensor_parallel_size=2, timeout_s=1.0)  # type: ignore[arg-type]
-    assert isinstance(client, VLLMWeightSyncClient)
-    info = NCCLWeightTransferInitInfo(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=7)
-    client.init_weight_transfer_engine(dataclasses.asdict(info))
-    offsets = [engine.calls[0][1]["init_info"]["rank_offset"] for engine in engines]
-    assert offsets == [1, 3, 5]  # rank 0 sends; two workers for each engine
-    client.finish_weight_update("17")
-    assert all(engine.calls[-1] == ("finish_weight_update", {"weight_version": "17"}) for engine in engines)
-
-
-def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
-    """One engine fails at once; the other sits in a broadcast until the transport is aborted."""
-    aborted = threading.Event()
-
-    class Refusing(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            raise EngineError("does not take it")
-
-    class Waiting(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            assert aborted.wait(30)
-            raise EngineError("was aborted")
-
-    client = NodeEngines([Waiting(), Refusing()], tensor_parallel_size=1, timeout_s=30)  # type: ignore[list-item]
-    client.on_failure = aborted.set
-    with pytest.raises(EngineError, match="does not take it"):
-        client.update_weights({})
-    assert aborted.is_set()
-
-
-def test_both_backends_are_registered_once_under_our_names() -> None:
-    register()
-    register()
-    assert {NCCL_BACKEND, SHM_BACKEND} <= WeightTransferEngineFactory._registry.keys()
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    from grpo.weights.worker import CountedReload
-
-    for name in (NCCL_BACKEND, SHM_BACKEND):
-        assert issubclass(WeightTransferEngineFactory._registry[name](), CountedReload)
-    assert issubclass(WeightTransferEngineFactory._registry[NCCL_BACKEND](), NCCLWeightTransferEngine)
-
-
-class Communicator:
-    """Stands for vLLM's NCCL communicator, which needs GPUs."""
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
-        assert (src, tensor.dtype) == (0, torch.uint8)
-        self.sent.append(tensor.clone())
-
-
-class Stream:
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
-def test_the_nccl_push_up_to_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
-    opened, communicator = [], Communicator()
-    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: opened.append(info) or communicator)
-    monkeypatch.setattr(nccl, "get_open_port", lambda: 4711)
-    monkeypatch.setattr(nccl, "DEVICE", "cpu")
-    for name, stand_in in (("Stream", Stream), ("current_stream", Stream), ("set_stream", lambda stream: None)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    engines = [RecordingEngine(), RecordingEngine()]
-    trained = model("qwen2-tied")
-    source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=MB // 8)
-    settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
-    pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]
-    pusher.connect()
-    assert (opened[0].master_address, opened[0].master_port, opened[0].world_size) == ("127.0.0.1", 4711, 5)
-    worker_infos = [NCCLWeightTransferInitInfo(**engine.calls[0][1]["init_info"]) for engine in engines]
-    assert [info.rank_offset for info in worker_infos] == [1, 3]
-    assert all((info.world_size, info.master_port, info.packed) == (5, 4711, True) for info in worker_infos)
-
-    report, error = pusher.push(3)
-    assert error is None
-    calls = engines[1].calls
-    assert [calls[1][0], *(name for name, _ in calls[-2:])] == [
-        "start_weight_update", "finish_weight_update", "reset_prefix_cache"
-    ]  # fmt: skip
-    updates = [NCCLUpdateInfo(**kwargs["update_info"]) for name, kwargs in calls if name == "update_weights"]
-    assert len(updates) == len(communicator.sent) == len(source.plan().buckets) > 2
-    arrived = {}
-    for update, packed in zip(updates, communicator.sent, strict=True):
-        assert packed.numel() <= worker_infos[0].packed_buffer_size_bytes  # so the worker receives it in one piece
-        dtypes = [getattr(torch, name) for name in update.dtype_names]
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(update.shapes, dtypes, strict=True)]
-        arrived |= dict(unpack_tensor(packed, update.names, update.shapes, dtypes, sizes))
-    for name, parameter in trained.named_parameters():
-        assert torch.equal(arrived[name], parameter.to(torch.bfloat16)), name
-    assert report.num_bytes == sum(packed.numel() for packed in communicator.sent)
-
-    bystander = Pusher(source, None, **settings)  # a rank that is not its node's local main
-    bystander.connect()
-    assert len(opened) == 1
-    report, error = bystander.push(4)
-    assert (report.num_bytes, report.send_s, error) == (0, 0.0, None)
 
 
 def test_a_push_is_checked_by_name_too() -> None:

@@ -1,0 +1,137 @@
+"""The push group of a node: its protocol, and all of the NCCL path up to the collective, against vLLM's own classes."""
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+from grpo.engine.client import EngineError
+from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
+from grpo.weights import nccl
+from grpo.weights.push import NodeEngines, Pusher
+from grpo.weights.source import GatheredSource
+from grpo.weights.worker import NCCLUpdateInfo
+from tests.tiny_models import tiny_config
+
+
+class RecordingEngine:
+    """Stands for an `EngineClient`; records what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+        self.calls.append((method, kwargs))
+        return True
+
+
+def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> None:
+    engines = [RecordingEngine(), RecordingEngine(), RecordingEngine()]
+    client = NodeEngines(engines, tensor_parallel_size=2, timeout_s=1.0)  # type: ignore[arg-type]
+    assert isinstance(client, VLLMWeightSyncClient)
+    info = NCCLWeightTransferInitInfo(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=7)
+    client.init_weight_transfer_engine(dataclasses.asdict(info))
+    offsets = [engine.calls[0][1]["init_info"]["rank_offset"] for engine in engines]
+    assert offsets == [1, 3, 5]  # rank 0 sends; two workers for each engine
+    client.finish_weight_update("17")
+    assert all(engine.calls[-1] == ("finish_weight_update", {"weight_version": "17"}) for engine in engines)
+
+
+def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
+    """One engine fails at once; the other sits in a broadcast until the transport is aborted."""
+    aborted = threading.Event()
+
+    class Refusing(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            raise EngineError("does not take it")
+
+    class Waiting(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            assert aborted.wait(30)
+            raise EngineError("was aborted")
+
+    client = NodeEngines([Waiting(), Refusing()], tensor_parallel_size=1, timeout_s=30)  # type: ignore[list-item]
+    client.on_failure = aborted.set
+    with pytest.raises(EngineError, match="does not take it"):
+        client.update_weights({})
+    assert aborted.is_set()
+
+
+def test_both_backends_are_registered_once_under_our_names() -> None:
+    register()
+    register()
+    assert {NCCL_BACKEND, SHM_BACKEND} <= WeightTransferEngineFactory._registry.keys()
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    from grpo.weights.worker import CountedReload
+
+    for name in (NCCL_BACKEND, SHM_BACKEND):
+        assert issubclass(WeightTransferEngineFactory._registry[name](), CountedReload)
+    assert issubclass(WeightTransferEngineFactory._registry[NCCL_BACKEND](), NCCLWeightTransferEngine)
+
+
+class Communicator:
+    """Stands for vLLM's NCCL communicator, which needs GPUs."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+        assert (src, tensor.dtype) == (0, torch.uint8)
+        self.sent.append(tensor.clone())
+
+
+class Stream:
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def test_the_nccl_push_up_to_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
+    opened, communicator = [], Communicator()
+    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: opened.append(info) or communicator)
+    monkeypatch.setattr(nccl, "get_open_port", lambda: 4711)
+    monkeypatch.setattr(nccl, "DEVICE", "cpu")
+    for name, stand_in in (("Stream", Stream), ("current_stream", Stream), ("set_stream", lambda stream: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    engines = [RecordingEngine(), RecordingEngine()]
+    trained = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.float32)
+    source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**17)
+    settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
+    pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]
+    pusher.connect()
+    assert (opened[0].master_address, opened[0].master_port, opened[0].world_size) == ("127.0.0.1", 4711, 5)
+    worker_infos = [NCCLWeightTransferInitInfo(**engine.calls[0][1]["init_info"]) for engine in engines]
+    assert [info.rank_offset for info in worker_infos] == [1, 3]
+    assert all((info.world_size, info.master_port, info.packed) == (5, 4711, True) for info in worker_infos)
+
+    report, error = pusher.push(3)
+    assert error is None
+    calls = engines[1].calls
+    assert [calls[1][0], *(name for name, _ in calls[-2:])] == [
+        "start_weight_update", "finish_weight_update", "reset_prefix_cache"
+    ]  # fmt: skip
+    updates = [NCCLUpdateInfo(**kwargs["update_info"]) for name, kwargs in calls if name == "update_weights"]
+    assert len(updates) == len(communicator.sent) == len(source.plan().buckets) > 2
+    arrived = {}
+    for update, packed in zip(updates, communicator.sent, strict=True):
+        assert packed.numel() <= worker_infos[0].packed_buffer_size_bytes  # so the worker receives it in one piece
+        dtypes = [getattr(torch, name) for name in update.dtype_names]
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(update.shapes, dtypes, strict=True)]
+        arrived |= dict(unpack_tensor(packed, update.names, update.shapes, dtypes, sizes))
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(arrived[name], parameter.to(torch.bfloat16)), name
+    assert report.num_bytes == sum(packed.numel() for packed in communicator.sent)
+
+    bystander = Pusher(source, None, **settings)  # a rank that is not its node's local main
+    bystander.connect()
+    assert len(opened) == 1
+    report, error = bystander.push(4)
+    assert (report.num_bytes, report.send_s, error) == (0, 0.0, None)
