@@ -8,7 +8,7 @@ that TRL takes. Compared with TRL's own `VLLMGeneration.generate` in server mode
 
 The second part is two real engines with made-up weights, on a CPU each on a core of its own, and made-up lengths
 (`max_tokens` for each completion, `ignore_eos`). One pool over both engines against static halves: the first half of
-the prompts goes to the first engine.
+the prompts goes to the first engine, all at once.
 
     python -m bench.dispatch [--size small|tiny]
 """
@@ -118,11 +118,11 @@ class TwoEngines:
         of_seed = {first + row: int(length) for row, length in enumerate(lengths)}
         engines = [MadeUpLengths(client, of_seed) for client in self._clients]
         half = len(requests) // 2
-        shares = [(engines, requests)]
-        if not pooled:
-            shares = [(engines[:1], requests[:half]), (engines[1:], requests[half:])]
+        shares, window = [(engines, requests)], self._window
+        if not pooled:  # everything is sent at once, and waits inside the engines
+            shares, window = [(engines[:1], requests[:half]), (engines[1:], requests[half:])], len(lengths)
         pools = [
-            EnginePool(of_pool, max_num_seqs=[self._window] * len(of_pool), max_tokens=self._long)  # type: ignore[arg-type]
+            EnginePool(of_pool, max_num_seqs=[window] * len(of_pool), max_tokens=self._long)  # type: ignore[arg-type]
             for of_pool, _ in shares
         ]
         begun = time.perf_counter()

@@ -120,7 +120,7 @@ def transformers_seconds(model: Any, prompts: list[list[int]], max_tokens: int) 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--size", choices=("small", "tiny"), default="small", help="of the made-up model")
-    parser.add_argument("--prompts", type=int, default=16, help=f"of which each is sampled {NUM_GENERATIONS} times")
+    parser.add_argument("--prompts", type=int, default=8, help=f"of which each is sampled {NUM_GENERATIONS} times")
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
     options = parser.parse_args()
     if options.short:

@@ -12,18 +12,19 @@ class _Engine:
     tokens: int = 0
     """Of all that is held."""
 
-    def has_room(self, num_completions: int) -> bool:
-        return not self.held or len(self.held) + num_completions <= self.window
+    def has_room(self) -> bool:
+        return len(self.held) < self.window
 
 
 class RequestQueue:
     """The completions that a node owes, and which engine has them.
 
     Completions of one prompt come in chunks. A chunk goes to one engine as a whole, which computes the prompt once.
-    What would only wait inside an engine waits here, where whichever engine has room first takes it.
+    An engine with a free place takes the next one, and what has no place there waits inside it: less than a chunk.
+    Everything else waits here, where whichever engine has a free place first takes it.
 
     Args:
-        windows: of each engine, the completions that it may hold at once.
+        windows: of each engine, the completions that it samples at once.
     """
 
     def __init__(self, windows: Sequence[int]) -> None:
@@ -44,7 +45,7 @@ class RequestQueue:
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
             tokens, chunk = self._waiting[-1]
-            roomy = [number for number, engine in enumerate(self._engines) if engine.has_room(len(chunk))]
+            roomy = [number for number, engine in enumerate(self._engines) if engine.has_room()]
             if not roomy:
                 break
             self._waiting.pop()
