@@ -221,6 +221,8 @@ class FailureWatch:
             if self._alone:
                 self.record = record
                 self._tell()
+                if self._guarded and threading.current_thread() is not threading.main_thread():
+                    threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
                 return
             try:
                 first = self._main_store.compare_set(_RECORD_KEY, "", record.dumps())
@@ -362,6 +364,16 @@ class FailureWatch:
                 self._end(1)
         elif now - self._seen_since > STUCK_GRACE_S:
             self._end(1)
+
+    def _end_alone(self) -> None:
+        """What the watch's thread does elsewhere: NCCL, say, may hold the main thread for good."""
+        self._raise_in_main_thread()
+        deadline = time.monotonic() + STUCK_GRACE_S
+        while time.monotonic() < deadline:
+            if self._raising or not self._guarded:
+                return
+            time.sleep(0.1)
+        self._end(1)
 
     def _end(self, code: int) -> None:
         print(f"[grpo] rank {self.rank} ends: the job failed on {self.record}", file=sys.stderr, flush=True)

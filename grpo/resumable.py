@@ -140,13 +140,13 @@ class ResumableTrainer(trl.GRPOTrainer):
             checkpoint = self._choose(self.args, wish)
             self._begin(checkpoint)
             self._signals.open()
-            output = None
+            output, resume = None, None if checkpoint is None else str(checkpoint)
             try:
-                output = super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **kwargs)
-            except GenerationDropped as dropped:
-                self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
-                self._save_last_step()
-            try:
+                try:
+                    output = super().train(resume_from_checkpoint=resume, **kwargs)
+                except GenerationDropped as dropped:
+                    self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
+                    self._save_last_step()
                 self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
                 self._signals.close()  # a second SIGTERM is no reason to fail at the end
