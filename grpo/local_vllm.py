@@ -17,7 +17,8 @@ from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
 from grpo.engine_pool import EnginePool
-from grpo.failures import FailureRecord, FailureWatch
+from grpo.failure_record import FailureRecord
+from grpo.failures import FailureWatch
 from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
 from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
 from grpo.startup import StartupClock

@@ -28,7 +28,7 @@ from grpo.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.failures import USERS_MISTAKES, FailureRecord, GenerationDropped
+from grpo.failure_record import USERS_MISTAKES, FailureRecord, GenerationDropped
 from grpo.job_group import JobGroup
 from grpo.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 from grpo.run_folder import STATE_FILE, RunFolder, StopRequest

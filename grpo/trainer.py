@@ -19,7 +19,8 @@ from trl.extras.profiling import profiling_context
 from grpo.communication import WaitClock
 from grpo.config import GRPOConfig
 from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
-from grpo.failures import FailureRecord, watch_for
+from grpo.failure_record import FailureRecord
+from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
 from grpo.lookahead import prompts_of_batch
 from grpo.metrics import MetricsFile

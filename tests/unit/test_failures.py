@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.failure_record import FailureRecord, JobFailed
+from grpo.failures import FailureWatch
 from grpo.signals import StopSignals
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
