@@ -111,18 +111,15 @@ class TwoEngines:
         first = next(self._seeds)
         n = self._num_generations
         prompts = self._rng.integers(2, VOCAB_SIZE, size=(len(lengths) // n, PROMPT_TOKENS)).astype(np.int32)
-        requests = [
-            Request(row=n * number, token_ids=prompt, n=n, seed=first + n * number)
-            for number, prompt in enumerate(prompts)
-        ]
+        requests = [Request(token_ids=prompt, n=n, seed=first + n * number) for number, prompt in enumerate(prompts)]
         of_seed = {first + row: int(length) for row, length in enumerate(lengths)}
         engines = [MadeUpLengths(client, of_seed) for client in self._clients]
         half = len(requests) // 2
-        shares, window = [(engines, requests)], self._window
-        if not pooled:  # everything is sent at once, and waits inside the engines
-            shares, window = [(engines[:1], requests[:half]), (engines[1:], requests[half:])], len(lengths)
+        shares = [(engines, requests)]
+        if not pooled:  # a pool of one engine sends it everything at once
+            shares = [(engines[:1], requests[:half]), (engines[1:], requests[half:])]
         pools = [
-            EnginePool(of_pool, max_num_seqs=[window] * len(of_pool), max_tokens=self._long)  # type: ignore[arg-type]
+            EnginePool(of_pool, max_num_seqs=[self._window] * len(of_pool), max_tokens=self._long)  # type: ignore[arg-type]
             for of_pool, _ in shares
         ]
         begun = time.perf_counter()

@@ -141,7 +141,7 @@ def segment(trainer: GRPOTrainer, ends: StepEnds, lookahead: int) -> dict[str, f
 @contextlib.contextmanager
 def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int]]:
     with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
-        shape = SHAPES[args.device]
+        cores, shape = os.sched_getaffinity(0), SHAPES[args.device]
         sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
         num_parameters = save_model(Path(folder) / "model", **sizes)
         trainer = build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape)
@@ -156,6 +156,7 @@ def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int
             yield trainer, ends, num_parameters
         finally:
             trainer.close()
+            os.sched_setaffinity(0, cores)
 
 
 def main() -> None:

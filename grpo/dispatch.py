@@ -37,10 +37,8 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One prompt, to be sampled `n` times: for the rows `row` .. `row + n - 1`."""
+    """One prompt, to be sampled `n` times."""
 
-    row: int
-    """First of its rows in the node's batch."""
     token_ids: np.ndarray
     """[L] int32, the prompt; a view into the batch."""
     n: int
@@ -125,7 +123,6 @@ def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
     starts = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
     return [
         Request(
-            row=start,
             token_ids=prompts[start],
             n=stop - start,
             seed=(seed_base + node * NODE_SEED_STRIDE + start) % 2**63,

@@ -5,7 +5,7 @@ import shutil
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -31,12 +31,16 @@ class EngineModel:
 class PrivateFolder:
     """A folder for this user's eyes alone; gone with the object, emptied by the next run where this one is killed."""
 
+    _finalizers: ClassVar[dict[Path, weakref.finalize]] = {}
+
     def __init__(self, path: Path) -> None:
+        if (of_the_last := self._finalizers.pop(path, None)) is not None:
+            of_the_last.detach()  # a notebook's last trainer, which may be collected after this
         shutil.rmtree(path, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
         self.path = path
-        self._finalizer = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        self._finalizers[path] = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
 
 
 def describe_model(

@@ -90,7 +90,9 @@ class EnginePool:
         """Start sampling; returns at once. What goes wrong is raised by `collect`."""
         with self._changed:
             first = self._next_id
-            self._next_id += sum(request.n for request in requests)
+            num_completions = sum(request.n for request in requests)
+            self._next_id += num_completions
+            fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
             batch = Batch(requests, range(first, self._next_id), time.monotonic())
             chunks = []
             for request in requests:
@@ -101,7 +103,8 @@ class EnginePool:
                         request_id=completion, token_ids=request.token_ids, seed=request.seed + number
                     )
                     self._batches[completion] = batch
-                chunks.append((len(request.token_ids) + self._max_tokens, chunk))
+                tokens = len(request.token_ids) + self._max_tokens
+                chunks += [(tokens, chunk[begin : begin + fair_share]) for begin in range(0, request.n, fair_share)]
             if not requests:
                 batch.finished_at = batch.submitted_at
             self._queue.add(chunks)

@@ -1,4 +1,4 @@
-"""One failure record for the whole job, and the watch that brings it to every rank.
+"""The watch that brings the job's one failure record to every rank.
 
 The rank that sees a fault raises. The others may sit in a collective, which cannot be interrupted from Python, so every
 rank has a daemon thread with a connection of its own to the job's store. It looks for the record, for the deaths of the
@@ -9,7 +9,6 @@ given a moment to raise by itself; a rank that is still stuck writes the record 
 import contextlib
 import ctypes
 import itertools
-import json
 import multiprocessing.util
 import os
 import selectors
@@ -19,13 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from functools import partialmethod
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
+from grpo.failure_record import USERS_MISTAKES, FailureRecord, JobFailed
 from grpo.signals import StopSignals
 
 _RECORD_KEY = "failure"
@@ -37,51 +36,6 @@ POLL_S = 0.5
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
 STUCK_GRACE_S = 6.0  # from seeing the record until a rank that has not raised is ended
 EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureRecord:
-    """Who failed, when, and why."""
-
-    node: int
-    rank: int
-    host: str
-    phase: str
-    """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
-    cause: str
-    """The error's text; an engine's holds the last lines of its log."""
-    can_heal: bool = True
-    """False for a mistake in what the user wrote, which the next start would meet again."""
-
-    def __str__(self) -> str:
-        return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: str | bytes) -> "FailureRecord":
-        return FailureRecord(**json.loads(text))
-
-
-class JobFailed(RuntimeError):
-    """The job failed on some rank; `record` says where and why."""
-
-    def __init__(self, record: FailureRecord) -> None:
-        super().__init__(f"the job failed on {record}")
-        self.record = record
-
-
-class GenerationDropped(RuntimeError):
-    """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept")
-        self.why = why
-
-
-# Raised while the job starts, these would be raised again by the next start.
-USERS_MISTAKES = (ValueError, TypeError, ImportError, AttributeError, NotImplementedError, FileNotFoundError)
 
 
 class FailureWatch:
@@ -221,6 +175,8 @@ class FailureWatch:
             if self._alone:
                 self.record = record
                 self._tell()
+                if self._guarded and threading.current_thread() is not threading.main_thread():
+                    threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
                 return
             try:
                 first = self._main_store.compare_set(_RECORD_KEY, "", record.dumps())
@@ -362,6 +318,16 @@ class FailureWatch:
                 self._end(1)
         elif now - self._seen_since > STUCK_GRACE_S:
             self._end(1)
+
+    def _end_alone(self) -> None:
+        """What the watch's thread does elsewhere: NCCL, say, may hold the main thread for good."""
+        self._raise_in_main_thread()
+        deadline = time.monotonic() + STUCK_GRACE_S
+        while time.monotonic() < deadline:
+            if self._raising or not self._guarded:
+                return
+            time.sleep(0.1)
+        self._end(1)
 
     def _end(self, code: int) -> None:
         print(f"[grpo] rank {self.rank} ends: the job failed on {self.record}", file=sys.stderr, flush=True)

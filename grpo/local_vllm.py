@@ -17,7 +17,8 @@ from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
 from grpo.engine_pool import EnginePool
-from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
+from grpo.failure_record import FailureRecord
+from grpo.failures import FailureWatch
 from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
 from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
 from grpo.startup import StartupClock
@@ -221,7 +222,7 @@ class LocalVLLM:
             timer.daemon = True
             timer.start()
             try:
-                pusher.connect()
+                pusher.connect(lambda error: self._watch.report(self._watch.make_record(error)))
             except (EngineError, OSError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
             finally:
@@ -243,15 +244,15 @@ class LocalVLLM:
         self.collect_ahead()
         step, _ = self._progress()
         with self._watch.during("push"), self._pool.busy_otherwise() if self._pool else contextlib.nullcontext():
-            report, error = self._pusher.push(step)
-            self._pushes += 1
-            failure = None if error is None else self._watch.make_record(error)
-            gap = None
-            if is_due(self._pushes):
-                gap, failure = self._prove(failure)
             try:
+                report, error = self._pusher.push(step)
+                self._pushes += 1
+                failure = None if error is None else self._watch.make_record(error)
+                gap = None
+                if is_due(self._pushes):
+                    gap, failure = self._prove(failure)
                 answers = self._groups.exchange(self._watch, failure, (report, gap))
-            except (JobFailed, GenerationDropped):
+            except BaseException:
                 self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
         self.last_sync = _summarise(answers, step)
@@ -367,6 +368,8 @@ class LocalVLLM:
             self._pusher.close()
             self._pusher = None
         self._ender()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def _close_all(clients: list[EngineClient]) -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.dispatch import PackedRows
-from grpo.failures import FailureRecord, FailureWatch, GenerationDropped, JobFailed
+from grpo.failure_record import FailureRecord, GenerationDropped, JobFailed
+from grpo.failures import FailureWatch
 from grpo.topology import NodeTopology, check_nodes
 
 SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us

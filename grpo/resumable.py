@@ -28,7 +28,7 @@ from grpo.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.failures import USERS_MISTAKES, FailureRecord, GenerationDropped
+from grpo.failure_record import USERS_MISTAKES, FailureRecord, GenerationDropped
 from grpo.job_group import JobGroup
 from grpo.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 from grpo.run_folder import STATE_FILE, RunFolder, StopRequest
@@ -140,13 +140,13 @@ class ResumableTrainer(trl.GRPOTrainer):
             checkpoint = self._choose(self.args, wish)
             self._begin(checkpoint)
             self._signals.open()
-            output = None
+            output, resume = None, None if checkpoint is None else str(checkpoint)
             try:
-                output = super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **kwargs)
-            except GenerationDropped as dropped:
-                self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
-                self._save_last_step()
-            try:
+                try:
+                    output = super().train(resume_from_checkpoint=resume, **kwargs)
+                except GenerationDropped as dropped:
+                    self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
+                    self._save_last_step()
                 self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
                 self._signals.close()  # a second SIGTERM is no reason to fail at the end

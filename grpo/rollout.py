@@ -17,7 +17,8 @@ from grpo.dispatch import (
 )
 from grpo.engine.client import EngineError
 from grpo.engine_pool import Batch, EnginePool
-from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.failure_record import FailureRecord, JobFailed
+from grpo.failures import FailureWatch
 from grpo.node_balance import NodeBalance, Shares
 from grpo.node_groups import NodeGroups
 from grpo.topology import NodeTopology

@@ -20,7 +20,7 @@ from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig
 from grpo.demo import demo_dataset, ensure_demo_model
-from grpo.failures import USERS_MISTAKES
+from grpo.failure_record import USERS_MISTAKES
 from grpo.rewards import load_reward_funcs
 from grpo.run_folder import record_mistake
 from grpo.topology import read_launch

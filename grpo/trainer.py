@@ -6,6 +6,7 @@ samples come from and how the weights get there.
 """
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from trl.extras.profiling import profiling_context
 from grpo.communication import WaitClock
 from grpo.config import GRPOConfig
 from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
+from grpo.failure_record import FailureRecord
 from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
 from grpo.lookahead import prompts_of_batch
@@ -113,7 +115,13 @@ class GRPOTrainer(ResumableTrainer):
         )
         with self._watch.guard(), self._watch.during("start"):
             self.open_run(args, self._watch.signals)
-            self._watch.on_record = lambda record: self.record_failure(str(record), can_heal=record.can_heal)
+            me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive
+
+            def on_record(record: FailureRecord) -> None:
+                if (trainer := me()) is not None:
+                    trainer.record_failure(str(record), can_heal=record.can_heal)
+
+            self._watch.on_record = on_record
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
             groups = NodeGroups(self.topology, max_wait_s=longest_s)
             engine_model, private_folder = describe_model(
@@ -143,7 +151,8 @@ class GRPOTrainer(ResumableTrainer):
             self._last_loaded_step = -1
             self._local.attach(self.model, self.accelerator.autocast, self._following_prompts)
             if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
-                self._wait_clock = WaitClock(lambda: self._watch.phase == "train")
+                watch = self._watch
+                self._wait_clock = WaitClock(lambda: watch.phase == "train")
             ddp_memory_warning(self)
 
     def _progress(self) -> tuple[int, str]:
@@ -168,6 +177,7 @@ class GRPOTrainer(ResumableTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
         with self._guarded("train"):
+            self._last_loaded_step = -1  # TRL would leave out a second `train`'s first push where both begin at a step
             try:
                 return super().train(*args, **kwargs)
             finally:
@@ -254,6 +264,7 @@ class GRPOTrainer(ResumableTrainer):
             metrics[f"{name}_max"].append(max(values))
         metrics["rollout/policy_lag"].append(local.policy_lag.pushes)
         metrics["rollout/policy_lag_steps"].append(local.policy_lag.steps)
+        metrics["engine/policy_version"] = [self.state.global_step - local.policy_lag.steps]
         sync = local.last_sync
         if sync is None or self._logged_sync.get(mode) is sync:
             return
@@ -262,7 +273,6 @@ class GRPOTrainer(ResumableTrainer):
         metrics["push/gather_s"].append(sync.gather_s)
         metrics["push/send_s"].append(sync.send_s)
         metrics["push/bytes"].append(sync.num_bytes)
-        metrics["engine/policy_version"] = [sync.policy_version]
         if sync.gap is not None:
             metrics["push/logprob_gap_mean"].append(sync.gap.mean)
             metrics["push/logprob_gap_max"].append(sync.gap.max)

@@ -1,6 +1,7 @@
 """The trainer's side of the NCCL backend: one small communicator of the local main and its engines' workers."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_common import trainer_init as open_trainer_endpoint
 from vllm.utils.network_utils import get_open_port
 
+from grpo.engine.client import EngineError
 from grpo.weights.buckets import Bucket, described, meta_bytes, packed_places
 
 DEVICE = "cuda"
@@ -35,11 +37,15 @@ class NcclTransport:
         self._communicator: Any = None
         self._aborted = False
 
-    def open(self, engines: VLLMWeightSyncClient) -> None:
+    def open(self, engines: VLLMWeightSyncClient, on_refusal: Callable[[EngineError], None]) -> None:
         """Meet the workers.
 
+        Args:
+            on_refusal: told at once of an engine that will not come; this rank may wait for it for minutes.
+
         Raises:
-            RuntimeError: vLLM could not load NCCL here.
+            EngineError: an engine refused.
+            RuntimeError: vLLM could not load NCCL here, or the workers did not come.
         """
         info = NCCLWeightTransferInitInfo(
             master_address="127.0.0.1",
@@ -54,13 +60,26 @@ class NcclTransport:
         pool = ThreadPoolExecutor(max_workers=1)
         try:
             answer = pool.submit(engines.init_weight_transfer_engine, worker_init_payload(info))
-            self._communicator = open_trainer_endpoint(info)
+
+            def tell(done: Future[None]) -> None:
+                if isinstance(error := done.exception(), EngineError):
+                    on_refusal(error)
+
+            answer.add_done_callback(tell)
+            try:
+                self._communicator = open_trainer_endpoint(info)
+            except Exception:  # workers that failed do not come
+                if answer.done():
+                    answer.result()
+                raise
+            # vLLM goes on without NCCL when it cannot load it, and its broadcasts then do nothing.
+            if getattr(self._communicator, "disabled", False):
+                raise RuntimeError(
+                    "vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL"
+                )
             answer.result()
         finally:
             pool.shutdown(wait=False)
-        # vLLM goes on without NCCL when it cannot load it, and its broadcasts then do nothing.
-        if getattr(self._communicator, "disabled", False):
-            raise RuntimeError("vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL")
 
     def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
         return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
@@ -75,7 +94,11 @@ class NcclTransport:
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         num_bytes = sum(meta_bytes(meta) for meta in bucket.metas)
-        self._communicator.broadcast(self._buffers[index][:num_bytes], src=0, stream=self._stream)
+        try:
+            self._communicator.broadcast(self._buffers[index][:num_bytes], src=0, stream=self._stream)
+        except RuntimeError:
+            if not self._aborted:  # else an engine has failed, and its answer says why
+                raise
 
     def abort(self) -> None:
         """End every operation on the push group, from any thread; the group cannot be used again."""

@@ -110,8 +110,11 @@ class Pusher:
         self._engines = NodeEngines(clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
         self._transport: Transport | None = None
 
-    def connect(self) -> None:
+    def connect(self, on_refusal: Callable[[EngineError], None] = lambda error: None) -> None:
         """Open the push group of this node; not collective over ranks.
+
+        Args:
+            on_refusal: told of an engine's refusal at once, from any thread: over NCCL this call may go on for minutes.
 
         Raises:
             EngineError: an engine refused, on the local main.
@@ -127,7 +130,7 @@ class Pusher:
         else:
             self._transport = ShmTransport(num_buffers=NUM_BUFFERS, buffer_bytes=self.source.buffer_bytes)
         self._engines.on_failure = self._transport.abort
-        self._transport.open(self._engines)
+        self._transport.open(self._engines, on_refusal)
 
     def push(self, version: int) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
@@ -148,17 +151,22 @@ class Pusher:
             assert self._transport is not None, "push before connect"
             sender = Sender(self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s)
         gather_s = 0.0
-        for bucket in plan.buckets:
-            buffer = None if sender is None else sender.free_buffer()
-            gather_begun = time.perf_counter()
-            places = None if sender is None or buffer is None else sender.places(buffer, bucket)
-            self.source.fill(bucket, places)
-            gather_s += time.perf_counter() - gather_begun
-            if sender is not None and buffer is not None:
-                sender.send(buffer, bucket)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # training may write to the weights again
-        error = None if sender is None else sender.finish(lambda: self._finish(version))
+        try:
+            for bucket in plan.buckets:
+                buffer = None if sender is None else sender.free_buffer()
+                gather_begun = time.perf_counter()
+                places = None if sender is None or buffer is None else sender.places(buffer, bucket)
+                self.source.fill(bucket, places)
+                gather_s += time.perf_counter() - gather_begun
+                if sender is not None and buffer is not None:
+                    sender.send(buffer, bucket)
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()  # training may write to the weights again
+            error = None if sender is None else sender.finish(lambda: self._finish(version))
+        except BaseException as broken:  # an interrupted notebook cell, too
+            if sender is not None:
+                sender.abandon(broken)
+            raise
         if error is None:
             self.source.mark_sent()
         report = PushReport(

@@ -1,5 +1,6 @@
 """Sends filled buckets to the engines from threads of its own, while the main thread gathers the next one."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ class Transport(Protocol):
     in_flight: int
     """How many updates the engines may be told of before they have answered the first."""
 
-    def open(self, engines: VLLMWeightSyncClient) -> None:
-        """Meet the engines; once."""
+    def open(self, engines: VLLMWeightSyncClient, on_refusal: Callable[[EngineError], None]) -> None:
+        """Meet the engines; once. `on_refusal` is told, from any thread, of one that refuses."""
 
     def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
         """Where the parameters of a bucket stand in buffer `index`."""
@@ -29,7 +30,7 @@ class Transport(Protocol):
         """What the engines are told of a filled buffer."""
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
-        """What is left to do on this side once the engines were told; does not wait for them."""
+        """What is left to do on this side once the engines were told. May wait for them the first time."""
 
     def abort(self) -> None:
         """End what is in flight, from any thread."""
@@ -55,11 +56,12 @@ class Sender:
         self._held = list(held)
         self._timeout_s = timeout_s
         self._error: EngineError | None = None
+        self._failed_call = sys.maxsize
         self._lock = threading.Lock()
         self._calls, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._sent: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(max_workers=transport.in_flight, thread_name_prefix="grpo-push")
-        self._started = self._threads.submit(self._call, engines.start_weight_update)
+        self._started = self._threads.submit(self._call, 0, engines.start_weight_update)
 
     @property
     def busy_s(self) -> float:
@@ -78,7 +80,7 @@ class Sender:
     def send(self, buffer: int, bucket: Bucket) -> None:
         """Send a filled buffer, the one of the last `free_buffer`."""
         info = self._transport.update_info(buffer, bucket) | {"held": self._held if not self._sent else []}
-        self._sent.append(self._threads.submit(self._update, info))
+        self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
         if self._error is None:
             self._transport.start_sending(buffer, bucket)
 
@@ -86,15 +88,21 @@ class Sender:
         """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong in an engine."""
         for call in (self._started, *self._sent):
             self._wait(call)
-        self._wait(self._threads.submit(self._call, complete))
+        self._wait(self._threads.submit(self._call, 1 + len(self._sent), complete))
         self._threads.shutdown()
         return self._error
 
-    def _update(self, info: dict[str, Any]) -> None:
-        self._wait(self._started)
-        self._call(self._engines.update_weights, info)
+    def abandon(self, why: BaseException) -> None:
+        """Send nothing more and wait for nothing. The engines' update stays open: they are of no use any more."""
+        self._error = self._error or EngineError(f"the push was given up: {type(why).__name__}: {why}")
+        self._transport.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _call(self, call: Callable[..., None], *args: Any) -> None:
+    def _update(self, number: int, info: dict[str, Any]) -> None:
+        self._wait(self._started)
+        self._call(number, self._engines.update_weights, info)
+
+    def _call(self, number: int, call: Callable[..., None], *args: Any) -> None:
         if self._error is not None:
             return
         with self._lock:
@@ -104,7 +112,9 @@ class Sender:
         try:
             call(*args)
         except EngineError as error:
-            self._error = self._error or error  # what fails after it fails because of it
+            with self._lock:
+                if number < self._failed_call:  # what fails after it fails because of it
+                    self._failed_call, self._error = number, error
         finally:
             with self._lock:
                 self._calls -= 1

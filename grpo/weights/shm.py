@@ -2,12 +2,14 @@
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
+from grpo.engine.client import EngineError
 from grpo.weights.buckets import Bucket, described, packed_offsets, packed_places
 from grpo.weights.worker import ShmInitInfo
 
@@ -30,8 +32,9 @@ class ShmTransport:
         mapped = torch.frombuffer(mmap.mmap(self._descriptor, self._num_bytes), dtype=torch.uint8)
         self._buffers = mapped.split(buffer_bytes)
 
-    def open(self, engines: VLLMWeightSyncClient) -> None:
+    def open(self, engines: VLLMWeightSyncClient, on_refusal: Callable[[EngineError], None]) -> None:
         """Let the engines map the file, through this process's /proc entry."""
+        del on_refusal  # a refusal is raised at once
         try:
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             engines.init_weight_transfer_engine(asdict(ShmInitInfo(path=path, num_bytes=self._num_bytes)))

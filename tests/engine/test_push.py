@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from grpo import GRPOConfig
 from grpo.engine.lifetime import session_members
 from grpo.engine_model import EngineModel
-from grpo.failures import FailureWatch, JobFailed
+from grpo.failure_record import JobFailed
+from grpo.failures import FailureWatch
 from grpo.local_vllm import LocalVLLM
 from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology

@@ -141,7 +141,7 @@ def requests_of(rng: np.random.Generator, num_requests: int, *, first_seed: int 
     for _ in range(num_requests):
         n = int(rng.integers(1, 6))
         prompt = rng.integers(0, 9, size=rng.integers(0, 5)).astype(np.int32)
-        requests.append(Request(row=row, token_ids=prompt, n=n, seed=first_seed + row))
+        requests.append(Request(token_ids=prompt, n=n, seed=first_seed + row))
         row += n
     return requests
 
@@ -181,6 +181,14 @@ def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> 
     assert len(slow.told) == 1  # one chunk, which was all that it had room for
     slow.works.set()
     assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
+
+
+def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: Node) -> None:
+    first, second = FakeEngine("engine 0", num_slots=64), FakeEngine("engine 1", num_slots=64)
+    pool = node.pool(first, second)
+    requests = [Request(token_ids=np.array([7, 8], np.int32), n=13, seed=5)]
+    assert to_lists(pool.collect(pool.submit(requests), DEADLINE_S)) == expected_of(requests)
+    assert [len(ids) for engine in (first, second) for _, ids in engine.told] == [7, 6]
 
 
 def test_submitting_waits_for_no_engine(node: Node) -> None:
@@ -326,7 +334,7 @@ def test_idle_seconds_are_a_mean_over_engines(node: Node) -> None:
         engine.works.clear()
     pool = node.pool(*engines)
     pool.take_idle_s()
-    pool.submit([Request(row=0, token_ids=np.array([1], np.int32), n=1, seed=0)])  # on one of two
+    pool.submit([Request(token_ids=np.array([1], np.int32), n=1, seed=0)])  # on one of two
     begun = time.monotonic()
     time.sleep(0.2)
     with pool.busy_otherwise():

@@ -13,6 +13,7 @@ from grpo import GRPOConfig
 from grpo.engine.host import sampling_params
 from grpo.engine_model import (
     EngineModel,
+    PrivateFolder,
     check_init_kwargs,
     choose_backend,
     describe_model,
@@ -110,6 +111,15 @@ def test_a_model_object_is_described_in_a_private_folder_without_weights(tiny_mo
     path = folder.path
     del folder
     assert not path.exists()
+
+
+def test_a_folder_of_the_same_path_outlives_the_one_before_it(tmp_path: Path) -> None:
+    before = PrivateFolder(tmp_path / "engine")
+    after = PrivateFolder(tmp_path / "engine")
+    del before
+    assert after.path.exists()
+    del after
+    assert not (tmp_path / "engine").exists()
 
 
 def test_a_path_needs_no_folder(tiny_model: Path) -> None:

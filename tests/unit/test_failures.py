@@ -1,6 +1,8 @@
 """The failure record and the watch of a single process; the watch between ranks is in tests/multiprocess."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -8,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from grpo.failures import FailureRecord, FailureWatch, JobFailed
+from grpo.failure_record import FailureRecord, JobFailed
+from grpo.failures import FailureWatch
 from grpo.signals import StopSignals
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
@@ -109,4 +112,28 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 
     threading.Thread(target=fail_soon).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"), pair[0].guard():
+        busy(10)
+
+
+STUCK_ALONE = """
+import threading, time
+from grpo.failures import FailureWatch
+
+watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
+threading.Timer(0.3, lambda: watch.report(watch.make_record("the engine refused"))).start()
+with watch.guard(), watch.during("push group"):
+    time.sleep(120)  # as NCCL: nothing of Python gets through
+"""
+
+
+def test_a_lone_process_that_is_stuck_is_ended_with_the_cause() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK_ALONE], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "phase 'push group': the engine refused" in ended.stderr
+
+
+def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
+    watch = alone()
+    threading.Timer(0.3, watch.report, [RECORD]).start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
         busy(10)

@@ -1,5 +1,6 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
+import gc
 import queue
 import signal
 from collections.abc import Iterator
@@ -52,8 +53,13 @@ class ScriptedEngine:
     story: list[tuple]
     tokens_of: dict[tuple[int, ...], str]
 
+    started: list["ScriptedEngine"]
+    is_closed = False
+
     def __init__(self, spec: Any, *, name: str, on_death: Any, **kwargs: Any) -> None:
         self.name = name
+        self.on_death = on_death  # a real engine's thread holds it
+        self.started.append(self)
         self._answers: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()
 
     def wait_ready(self, timeout_s: float, check: Any) -> Ready:
@@ -83,6 +89,7 @@ class ScriptedEngine:
         return answer
 
     def close(self) -> None:
+        self.is_closed = True
         self._answers.put(None)
 
 
@@ -101,6 +108,7 @@ def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     events: list[tuple] = []
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     monkeypatch.setattr(ScriptedEngine, "story", events, raising=False)
+    monkeypatch.setattr(ScriptedEngine, "started", [], raising=False)
     monkeypatch.setattr(local_vllm, "EngineClient", ScriptedEngine)
     monkeypatch.setattr(local_vllm, "is_due", lambda push: False)
     submit, collect = EnginePool.submit, EnginePool.collect
@@ -131,7 +139,7 @@ class Steps(TrainerCallback):
             (self.output_dir / "stop").touch()
 
 
-def train(
+def make_trainer(
     tiny_model: Path, output_dir: Path, story: list[tuple], *, num_prompts: int = 40, stop_at: int = 0, **config: Any
 ) -> GRPOTrainer:
     def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -160,6 +168,11 @@ def train(
         eval_dataset=rows.select(range(4)),
         callbacks=[Steps(story, stop_at, output_dir)],
     )
+    return trainer
+
+
+def train(tiny_model: Path, output_dir: Path, story: list[tuple], **settings: Any) -> GRPOTrainer:
+    trainer = make_trainer(tiny_model, output_dir, story, **settings)
     try:
         trainer.train()
     finally:
@@ -182,6 +195,7 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
     lines = [line for line in trainer.state.log_history if "reward" in line]
     assert [line["rollout/policy_lag"] for line in lines] == [0, 1, 1]
     assert [line["rollout/policy_lag_steps"] for line in lines] == [0, 1, 1]
+    assert [line["engine/policy_version"] for line in lines] == [0, 0, 1]
     for line in lines:
         assert 0 <= line["sampling/importance_sampling_ratio/clipped_share"] <= 1
         assert line["rollout/wait_s_max"] >= 0
@@ -196,6 +210,40 @@ def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tupl
         ("push", 1), ("submit", second), ("collect", second), ("score", second), ("step", 2),
     ]  # fmt: skip
     assert {line["rollout/policy_lag"] for line in trainer.state.log_history if "reward" in line} == {0}
+
+
+def test_a_second_training_begins_with_a_push(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
+    try:
+        trainer.train()
+        trainer.args.max_steps = 2
+        trainer.train()
+    finally:
+        trainer.close()
+    assert of_kind(story, "push", "step") == [0, 1, 0, 1, 1, 2]
+
+
+def test_after_a_failed_training_a_signal_ends_the_process_again(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
+    trainer = make_trainer(tiny_model, tmp_path, story)
+    trainer.reward_funcs[0] = lambda **kwargs: 1 / 0
+    try:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert not trainer._signals.is_open
+    finally:
+        trainer.close()
+
+
+def test_a_trainer_that_nobody_holds_ends_its_engines(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
+    trainer.train()
+    (engine,) = ScriptedEngine.started
+    assert not engine.is_closed
+    del trainer
+    gc.collect()
+    assert engine.is_closed
 
 
 CASES = {

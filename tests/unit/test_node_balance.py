@@ -107,9 +107,7 @@ def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int
         rows = np.cumsum([0, *sizes])
         asked.append(
             [
-                Request(
-                    row=int(row), token_ids=np.array([node, number], np.int32), n=n, seed=1000 * node + int(row) * trial
-                )
+                Request(token_ids=np.array([node, number], np.int32), n=n, seed=1000 * node + int(row) * trial)
                 for number, (row, n) in enumerate(zip(rows, sizes, strict=False))
             ]
         )
@@ -146,7 +144,7 @@ def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
 
 def test_where_one_node_refuses_its_prompts_nothing_moves() -> None:
     nodes = Nodes(2)
-    requests = [Request(row=0, token_ids=np.array([7], np.int32), n=4, seed=row) for row in range(6)]
+    requests = [Request(token_ids=np.array([7], np.int32), n=4, seed=row) for row in range(6)]
 
     def run(node: int) -> Any:
         balance = NodeBalance(nodes.of(node))

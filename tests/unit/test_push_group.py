@@ -2,6 +2,8 @@
 
 import dataclasses
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from grpo.engine.client import EngineError
 from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
 from grpo.weights import nccl
+from grpo.weights.buckets import ParamMeta
 from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
 from grpo.weights.worker import NCCLUpdateInfo
@@ -93,16 +96,87 @@ class Stream:
         pass
 
 
-def test_the_nccl_push_up_to_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
-    opened, communicator = [], Communicator()
-    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: opened.append(info) or communicator)
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only streams, which need GPUs, stand in."""
     monkeypatch.setattr(nccl, "get_open_port", lambda: 4711)
     monkeypatch.setattr(nccl, "DEVICE", "cpu")
     for name, stand_in in (("Stream", Stream), ("current_stream", Stream), ("set_stream", lambda stream: None)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
+    without_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[EngineError] = []
+
+    class Refusing(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            raise EngineError("does not take it")
+
+    def open_endpoint(info: Any) -> None:
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise RuntimeError("wait timeout")  # as vLLM's store, for a worker that does not come
+
+    monkeypatch.setattr(nccl, "open_trainer_endpoint", open_endpoint)
+    source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
+    pusher = Pusher(source, [Refusing()], backend="nccl", tensor_parallel_size=1, timeout_s=5.0)  # type: ignore[list-item]
+    with pytest.raises(EngineError, match="does not take it"):
+        pusher.connect(told.append)
+    assert [str(error) for error in told] == ["does not take it"]
+
+
+def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) -> None:
+    transport = nccl.NcclTransport(num_buffers=1, buffer_bytes=16, num_workers=1)
+
+    class Aborted(Communicator):
+        def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+            transport.abort()  # as an engine's failure does from another thread, meanwhile
+            raise RuntimeError("NCCL error: unhandled system error")
+
+        def destroy(self) -> None:
+            pass
+
+    transport._communicator = Aborted()
+    bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
+    transport.start_sending(0, bucket)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_push_goes_on_with_nothing(without_gpus: None) -> None:
+    before = set(threading.enumerate())
+    source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
+    engine = RecordingEngine()
+    pusher = Pusher(source, [engine], backend="shm", tensor_parallel_size=1, timeout_s=5.0)  # type: ignore[list-item]
+    pusher.connect()
+    fill, filled = source.fill, []
+
+    def interrupted(bucket: Any, places: Any) -> None:
+        if len(filled) == 1:
+            raise KeyboardInterrupt
+        filled.append(bucket)
+        fill(bucket, places)
+
+    source.fill = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        pusher.push(1)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert "finish_weight_update" not in [method for method, _ in engine.calls]
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+
+
+def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
+    opened, communicator = [], Communicator()
+    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: opened.append(info) or communicator)
     engines = [RecordingEngine(), RecordingEngine()]
-    trained = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.float32)
+    trained = tiny_model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
     pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ class ScriptedTransport:
     def __init__(self, in_flight: int) -> None:
         self.in_flight = in_flight
         self.started: list[int] = []
+        self.aborted = False
 
     def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
         return []
@@ -25,6 +26,9 @@ class ScriptedTransport:
 
     def start_sending(self, index: int, bucket: Any) -> None:
         self.started.append(index)
+
+    def abort(self) -> None:
+        self.aborted = True
 
 
 class ScriptedEngines:
@@ -107,3 +111,35 @@ def test_after_a_refusal_nothing_more_is_sent_and_the_error_is_kept() -> None:
     assert isinstance(error, EngineError)
     assert [call[0] for call in engines.calls[1:]] == ["bucket 0", "bucket 1"]  # and no finish
     assert sent <= 1 + NUM_BUFFERS
+
+
+def test_the_first_of_two_refusals_is_the_cause() -> None:
+    engines = ScriptedEngines()
+    under_way, second_failed = threading.Barrier(2), threading.Event()
+
+    def update(info: dict[str, Any]) -> None:
+        under_way.wait(5)
+        if info["names"] == ["bucket 0"]:
+            assert second_failed.wait(5)
+            raise EngineError("does not take it")
+        threading.Timer(0.2, second_failed.set).start()
+        raise EngineError("no update is under way")
+
+    engines.update_weights = update  # type: ignore[method-assign]
+    sender, _ = sender_of(engines, in_flight=2)
+    sender.send(0, "bucket 0")  # type: ignore[arg-type]
+    sender.send(1, "bucket 1")  # type: ignore[arg-type]
+    assert str(sender.finish(lambda: None)) == "does not take it"
+
+
+def test_a_push_that_is_given_up_sends_nothing_more() -> None:
+    engines = ScriptedEngines()
+    sender, transport = sender_of(engines)
+    for index in range(NUM_BUFFERS):
+        sender.send(index, f"bucket {index}")  # type: ignore[arg-type]
+    sender.abandon(KeyboardInterrupt())
+    assert transport.aborted
+    engines.may_answer.release(NUM_BUFFERS)
+    sender.abandon(KeyboardInterrupt())  # twice does no harm
+    sender._threads.shutdown()
+    assert engines.calls[1:] in ([], [("bucket 0", 0, ("kept",))])  # what was under way

@@ -1,0 +1,49 @@
+"""What a failed job says of itself: one record, and the errors that carry it."""
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRecord:
+    """Who failed, when, and why."""
+
+    node: int
+    rank: int
+    host: str
+    phase: str
+    """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
+    cause: str
+    """The error's text; an engine's holds the last lines of its log."""
+    can_heal: bool = True
+    """False for a mistake in what the user wrote, which the next start would meet again."""
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str | bytes) -> "FailureRecord":
+        return FailureRecord(**json.loads(text))
+
+
+class JobFailed(RuntimeError):
+    """The job failed on some rank; `record` says where and why."""
+
+    def __init__(self, record: FailureRecord) -> None:
+        super().__init__(f"the job failed on {record}")
+        self.record = record
+
+
+class GenerationDropped(RuntimeError):
+    """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept")
+        self.why = why
+
+
+# Raised while the job starts, these would be raised again by the next start.
+USERS_MISTAKES = (ValueError, TypeError, ImportError, AttributeError, NotImplementedError, FileNotFoundError)
