@@ -88,6 +88,7 @@ def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape
             max_completion_length=shape["completion_tokens"],
             vllm_max_model_length=shape["completion_tokens"] + 64,
             generation_kwargs={"ignore_eos": True},
+            vllm_engine_kwargs={"enforce_eager": True} if args.short else None,  # an engine that is ready soon
             vllm_importance_sampling_mode="token_truncate",
             learning_rate=1e-5,
             lr_scheduler_type="constant",

@@ -20,10 +20,6 @@ SHORT_FORMS = {
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
     "balance": (("balanced / every node for itself",), {"balanced": "tokens/s"}),
-    "learning": (
-        ("final reward, lookahead 1 / lookahead 0", "steps/s"),
-        {f"all steps but the first, lookahead {k}": "s" for k in (0, 1)},
-    ),
     "startup": (
         ("one after the other / side by side", "bound by CPU time"),
         {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},

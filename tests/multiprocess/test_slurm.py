@@ -132,6 +132,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tmp_path: Pat
         output_dir,
         [BIN],
         *("--max_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "100"),
+        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),  # an engine that is ready soon
         options=["--partition=cpu", "--nodes=2", "--time=30"],
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         TORCH_EXTENSIONS_DIR=str(extensions),

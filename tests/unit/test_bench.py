@@ -1,13 +1,15 @@
 """The frame of the benchmarks and the simulated cluster, by numbers worked out by hand."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench import tables
+from bench import learning, tables
 from bench.report import RESULTS as RESULTS_FOLDER
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, number, ratio
 from bench.scale import draw, measured_node, read_result, share_of_bound
@@ -22,6 +24,7 @@ from bench.scale_model import (
     simulate,
     slowest_of,
 )
+from grpo.script import parse_arguments
 
 SLOW = Figure(name="one at a time", unit="s", values=(6.0, 4.0, 9.0))
 FAST = Figure(name="in buckets", unit="s", values=(2.0, 4.0, 3.0))
@@ -172,7 +175,7 @@ def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_wha
     assert reporting == set(tables.BENCHMARKS)
     makefile = (RESULTS_FOLDER.parent.parent / "Makefile").read_text()
     run_by_make = makefile.partition("BENCHMARKS := ")[2].partition("\n")[0].split()
-    assert reporting - set(run_by_make) == {"learning"}  # takes a quarter of an hour
+    assert reporting - set(run_by_make) == {"learning"}  # six runs of the demo
     assert run_by_make[-1] == "scale"  # reads what the others have written
 
 
@@ -292,3 +295,31 @@ def test_a_node_of_measured_devices(tmp_path: Path) -> None:
     assert (node.parameters, node.completions, node.completion_tokens) == (5_000, 256, 64)
     assert node.sample_s == 4 / 32
     assert node.train_s == (10 - 4 - 1) / 32
+
+
+def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs themselves are the demo, which has tests of its own."""
+    asked = []
+
+    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
+        training = parse_arguments(command[command.index(str(learning.ROOT / "train.py")) + 1 :]).training
+        asked.append((training.seed, training.generation_lookahead, training.max_steps))
+        reward = 0.5 + 0.1 * training.generation_lookahead
+        lines = [{"step": step, "reward": reward, "step_time": 9.0 if step == 1 else 2.0} for step in range(1, 4)]
+        metrics = Path(training.output_dir) / "metrics.jsonl"
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"train_runtime": 13.0}]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def demo_model(folder: Path, max_steps: int | None) -> Path:
+        folder.mkdir()
+        return folder
+
+    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(learning, "ensure_demo_model", demo_model)
+    output = tmp_path / "learning.json"
+    monkeypatch.setattr(sys, "argv", ["bench.learning", "--device", "cpu", "--short", "--output", str(output)])
+    learning.main()
+    assert asked == [(42, 0, 3), (42, 1, 3)]
+    result = json.loads(output.read_text())
+    assert [ratio["values"] for ratio in result["ratios"]] == [[pytest.approx(1.2)], [1.0]]
+    assert [figure["values"] for figure in result["figures"][2:]] == [[4.0], [4.0]]
