@@ -124,7 +124,7 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "Limit of the mean gap between engine and trainer log-probabilities, in nats, when a push is "
-            "proved. None: by the engine's dtype."
+            "proved. None: by the engine's dtype, and tighter once the first push has shown what rounding costs."
         },
     )
     vllm_start_timeout: float = field(
