@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.topology import Launch, device_tokens, plan_node
+from grpo.devices import device_tokens
+from grpo.topology import Launch, plan_node
 from tests import slurm
 from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
 
