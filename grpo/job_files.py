@@ -62,7 +62,9 @@ def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def wishes_of(args: argparse.Namespace) -> Wishes | None:
-    """None when the command was told of no job. Raises ValueError for a file that cannot be read."""
+    """None when the command was told of no job. Raises ValueError for a file that cannot be read, or a stray word."""
+    if args.train_flags and not args.train_flags[0].startswith("-"):
+        raise ValueError(f"{args.train_flags[0]} is no option; flags of train.py follow behind ` -- `")
     if not (args.config_file or args.config or args.train_flags):
         return None
     config = ["--config", args.config] if args.config else []

@@ -59,8 +59,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.job = wishes_of(args)
     except ValueError as error:
         parser.error(str(error))
+    args.on_gpus = torch.cuda.is_available() and not (args.job is not None and args.job.use_cpu)
     wished = None if args.job is None else args.job.backend
-    args.backend = args.backend or wished or ("nccl" if torch.cuda.is_available() else "gloo")
+    args.backend = args.backend or wished or ("nccl" if args.on_gpus else "gloo")
     args.size_mb = args.size_mb or (256 if args.backend == "nccl" else 16)
     if args.params_b is not None:
         args.model_bytes = round(args.params_b * 1e9 * _BYTES_PER_PARAMETER)
@@ -115,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group(
             args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
         )
+        device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
         sizes = Sizes.of(args.size_mb * MB, launch.world_size)
-        training_device = _training_device(launch)
+        training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
         watch.enter("number formats")
         broken = find_broken(
             dist.group.WORLD,
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             training_device,
             DTYPES if args.job is None else args.job.dtypes,
         )
-        inside, across, pairs = measure(launch, _device(args.backend, launch), sizes, watch, patience)
+        inside, across, pairs = measure(launch, device, sizes, watch, patience)
         result = RankResult(
             node=launch.node,
             host=host,
@@ -171,17 +173,10 @@ def _route_to_another_node(launch: Launch, shared: dist.Store) -> str:
     return route_to(shared.get(f"host/{partner}").decode(), read_interfaces())[0]
 
 
-def _training_device(launch: Launch) -> torch.device:
-    """Where this rank's weights and gradients are: on its local rank's GPU, with either backend."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+def _gpu(launch: Launch) -> torch.device:
+    """On which this rank's weights and gradients are, with either backend: its local rank's."""
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)
-
-
-def _device(backend: str, launch: Launch) -> torch.device:
-    """Where this rank measures: gloo in host memory."""
-    return _training_device(launch) if backend == "nccl" else torch.device("cpu")
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from grpo.devices import count_gpus, device_tokens, why_no_gpu
 from grpo.engine.client import engine_environment
 from grpo.job_files import read_wishes
 from grpo.launch_request import asks_for_cpu
+from grpo.planning.job import PlannedConfig, read_launcher, read_training
 from grpo.topology import NodeTopology, check_nodes, read_topology
 from tests.launching import ROOT
 from tests.unit.test_topology import torchrun_env
@@ -246,6 +247,14 @@ def test_the_configuration_stops_before_anything_is_loaded(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     with pytest.raises(ValueError, match=r"slices of a GPU \(MIG\)"):
         config()
+
+
+def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks_built_for(monkeypatch, "12.9", 0)
+    launcher = read_launcher(str(ROOT / "configs" / "4node.yaml"), None, None)
+    planned = read_training(None, [], launcher).training
+    assert isinstance(planned, PlannedConfig)
+    assert planned.refusal is None
 
 
 def test_who_asks_for_cpus(tmp_path: Path) -> None:

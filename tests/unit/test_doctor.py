@@ -15,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from grpo import doctor
+from grpo.cli import main
 from grpo.doctor import gpus, installation, leftovers, network, storage
 from grpo.doctor.agreement import compare, judge
 from grpo.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
@@ -110,6 +111,11 @@ def test_the_head_is_the_first_or_the_one_that_is_named() -> None:
 def test_a_place_that_does_not_follow(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place(**arguments)
+
+
+def test_a_stray_word_is_no_flag_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nodes", "n1", "n2", "--node-name", "n1"]) == 2
+    assert "grpo doctor: n2 is no option" in capsys.readouterr().err
 
 
 def test_pods_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
