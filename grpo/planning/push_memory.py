@@ -127,14 +127,15 @@ def push_lines(
             ),
         ]
     if backend == "nccl":
+        packed = min(NUM_BUFFERS, len(push.buckets))
         lines.append(
             Line(
                 key="push_packed",
                 what="packed buffers",
                 phase="push",
                 holder="local main",
-                num_bytes=NUM_BUFFERS * push.buffer_bytes,
-                how=f"{NUM_BUFFERS} x {readable(push.buffer_bytes)}, the limit of a bucket or the largest tensor",
+                num_bytes=packed * push.buffer_bytes,
+                how=f"{packed} x {readable(push.buffer_bytes)}, the limit of a bucket or the largest tensor",
             )
         )
     elif shard and gathers_on_device:

@@ -79,7 +79,7 @@ def push_over(transport: str) -> int:
     group, by_nccl = source._group, transport == "nccl"
     assert group is not None
     source._gather = ShardGather(group, dtype=source._wire_dtype, receives=sends, all_gather=by_nccl)
-    packed = [source.buffer_bytes] * NUM_BUFFERS if sends else []
+    packed = [source.buffer_bytes] * min(NUM_BUFFERS, len(source.plan().buckets)) if sends else []
 
     def push() -> None:
         buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in packed]
