@@ -105,7 +105,7 @@ def measured(case: Case, folder: Path) -> Iterator[list[dict[str, Any]]]:
         env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     try:
-        assert job.wait(300) == [0], job.fail(f"the engine did not finish its step: {asdict(case)}")
+        assert job.wait(900) == [0], job.fail(f"the engine did not finish its step: {asdict(case)}")
         yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(case.ranks)]
     finally:
         job.end()
