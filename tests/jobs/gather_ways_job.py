@@ -29,3 +29,5 @@ for receivers in ([0], [0, num_ranks - 1]):
             assert sum(room._memory.numel() for room in rooms) > 0
             gather.release()
             assert sum(room._memory.numel() for room in rooms) == 0
+dist.barrier()
+dist.destroy_process_group()  # a gloo group that is left to the interpreter's end may abort the process
