@@ -1,8 +1,7 @@
 """What `grpo plan` says that a rank holds, phase by phase, against the tensors of a real engine and a real push."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the model's configuration."""
-    folder = tmp_path_factory.mktemp("plan")
+def save_config(case: Case, folder: Path) -> Path:
     config = tiny_config(case.family)
     config.update({"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **case.sizes})
     if getattr(config, "layer_types", None):
@@ -73,42 +64,49 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def measured(case: Case, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """What each rank holds."""
-    settings = folder / "settings.json"
-    settings.write_text(
-        json.dumps(
-            {
-                "model": str(folder),
-                "deepspeed": {
-                    "train_micro_batch_size_per_gpu": SEQUENCES,
-                    "zero_optimization": case.zero,
-                    "bf16": {"enabled": case.dtype == "bfloat16"},
-                    "zero_allow_untested_optimizer": True,
-                    "zero_force_ds_cpu_optimizer": False,  # its own Adam has to be compiled; the states are the same
-                },
-                "sequences": SEQUENCES,
-                "tokens": case.tokens,
-                "checkpointing": case.checkpointing,
-                "tile_columns": TILE_COLUMNS,
-                "bucket_bytes": BUCKET_BYTES,
-                "wire": case.dtype,
-                "defaults": DEFAULTS,
-                "out": str(folder),
-            }
-        )
-    )
+def settings_of(case: Case, folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "deepspeed": {
+            "train_micro_batch_size_per_gpu": SEQUENCES,
+            "zero_optimization": case.zero,
+            "bf16": {"enabled": case.dtype == "bfloat16"},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # its own Adam has to be compiled; the states are the same
+        },
+        "sequences": SEQUENCES,
+        "tokens": case.tokens,
+        "checkpointing": case.checkpointing,
+        "tile_columns": TILE_COLUMNS,
+        "bucket_bytes": BUCKET_BYTES,
+        "wire": case.dtype,
+        "defaults": DEFAULTS,
+        "out": str(folder),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_hold_is_planned(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_memory, "HEAD_TILE_COLUMNS", TILE_COLUMNS)
+    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
+    folders = {name: save_config(case, tmp_path / name.replace(" ", "-")) for name, case in cases.items()}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps([settings_of(case, folders[name]) for name, case in cases.items()]))
     job = start(
-        lambda _: torchrun_command([str(JOB), str(settings)], ranks=case.ranks),
-        folder / "out",
+        lambda _: torchrun_command([str(JOB), str(settings)], ranks=ranks),
+        tmp_path / "out",
         env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     try:
-        assert job.wait(900) == [0], job.fail(f"the engine did not finish its step: {asdict(case)}")
-        yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(case.ranks)]
+        assert job.wait(550) == [0], job.fail("an engine did not finish its step")
     finally:
         job.end()
+    for name, case in cases.items():
+        measured = [json.loads((folders[name] / f"{rank}.json").read_text()) for rank in range(ranks)]
+        print(f"--- {name}")
+        states_and_buffers_agree(case, folders[name], measured)
+        every_phase_agrees(case, folders[name], measured)
+        what_a_push_adds_agrees(case, folders[name], measured)
 
 
 def planned(case: Case, folder: Path, transport: str) -> Budget:
@@ -140,9 +138,7 @@ def planned(case: Case, folder: Path, transport: str) -> Budget:
     )
 
 
-def test_states_and_buffers_are_what_a_real_engine_holds(
-    case: Case, folder: Path, measured: list[dict[str, Any]]
-) -> None:
+def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
     shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
     assert shape.num_parameters > 4_000_000
     dtype_bytes = getattr(torch, case.dtype).itemsize
@@ -160,10 +156,8 @@ def test_states_and_buffers_are_what_a_real_engine_holds(
     assert measured[0]["defaults"] == {name: getattr(defaults, name) for name in DEFAULTS}
 
 
-def test_every_phase_is_planned_to_within_a_tenth(
-    case: Case, folder: Path, measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_memory, "HEAD_TILE_COLUMNS", TILE_COLUMNS)
+def every_phase_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+    """To within a tenth."""
     sharding = read_sharding(case.zero, hidden_size=HIDDEN)
     shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
     host_bytes = states_of(shape, sharding, world_size=case.ranks, dtype_bytes=2).host_bytes  # the same memory here
@@ -177,7 +171,8 @@ def test_every_phase_is_planned_to_within_a_tenth(
                 assert value == pytest.approx(seen, rel=0.1), f"{transport}, rank {rank}, {held.phase}"
 
 
-def test_what_a_push_adds_is_planned_and_dropped(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+def what_a_push_adds_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+    """And is dropped again."""
     for transport in ("nccl", "shm"):
         always, *_, push = planned(case, folder, transport).held
         for rank, result in enumerate(measured):
