@@ -1,6 +1,7 @@
 """`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
 
 import os
+import warnings
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import trl
 
 from grpo.devices import count_gpus
 from grpo.launch_request import asks_for_cpu, parent_argv
-from grpo.topology import read_launch
+from grpo.topology import Launch, plan_node, read_launch
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
 _SERVER_FIELDS = (
@@ -157,7 +158,10 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.local_mode and not vars(self)["use_cpu"]:
             # Before anything slow: GPUs that were meant and are not there, or that engines cannot be given.
-            count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
+            num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
+            launch = read_launch(os.environ)
+            if num_gpus and launch.launched:
+                self._check_placement(launch, num_gpus)
         if self.local_mode and not torch.accelerator.is_available():
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.
@@ -175,6 +179,21 @@ class GRPOConfig(trl.GRPOConfig):
             raise ValueError(
                 f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
                 f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
+            )
+
+    def _check_placement(self, launch: Launch, num_gpus: int) -> None:
+        """What this rank can tell alone, before transformers makes the process group.
+
+        DeepSpeed opens the NCCL communicator of all ranks there (0.19); a rank without a GPU fails, and the others wait.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
+            plan_node(
+                launch,
+                [str(index) for index in range(num_gpus)],
+                reserved_gpus=self.vllm_reserved_gpus,
+                tensor_parallel_size=self.vllm_tensor_parallel_size,
+                engines_per_node=self.vllm_engines_per_node,
             )
 
     def _make_world_group(self, backend: str) -> None:
@@ -218,6 +237,11 @@ class GRPOConfig(trl.GRPOConfig):
         for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.vllm_sync_timeout >= self.ddp_timeout:
+            raise ValueError(
+                f"vllm_sync_timeout is {self.vllm_sync_timeout:g} s, but ranks that wait for a push in a collective "
+                f"are ended after ddp_timeout, {self.ddp_timeout} s, without the engine's word: set ddp_timeout higher"
+            )
         if self.vllm_max_logprob_gap is not None and self.vllm_max_logprob_gap <= 0:
             raise ValueError(f"vllm_max_logprob_gap is {self.vllm_max_logprob_gap}; it must be above 0, or None")
         if not 0 < self.vllm_gpu_memory_utilization <= 1:  # type: ignore[operator]

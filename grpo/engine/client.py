@@ -66,6 +66,11 @@ def engine_environment(
         env["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], "grpo"]))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if devices:
+        # vLLM keeps what it compiles, inductor's kernels too, under this folder, in the home by default: one that all
+        # nodes share, and it writes parts of it in place (0.31, `compilation/backends.py`).
+        env.setdefault("VLLM_CACHE_ROOT", f"{tempfile.gettempdir()}/vllm_{getpass.getuser()}/{devices[0]}")
+        if tensor_parallel_size > 1:
+            _drop_expandable_segments(env)
         return env
     cores = sorted(os.sched_getaffinity(0))
     if tensor_parallel_size > 1:
@@ -78,6 +83,18 @@ def engine_environment(
         env["OMP_NUM_THREADS"] = str(max(1, len(cores) // engines_per_node))
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores from the ranks that train
     return env
+
+
+def _drop_expandable_segments(env: dict[str, str]) -> None:
+    """Take a setting of the trainer's allocator out of an engine's environment.
+
+    With it workers cannot give each other their CUDA graphs' buffers (`cudaIpcGetMemHandle` refuses such memory), and
+    end after graph capture without a word (vLLM 0.31, `custom_all_reduce.py`).
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in env:
+            kept = [part for part in env[name].split(",") if not part.strip().startswith("expandable_segments")]
+            env[name] = ",".join(kept)
 
 
 class EngineClient:

@@ -36,8 +36,6 @@ class NcclTransport:
     device = "cuda"
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
-        # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set (0.31).
-        torch.cuda.set_stream(torch.cuda.current_stream())
         self._buffer_bytes = buffer_bytes
         self._buffers: dict[int, torch.Tensor] = {}  # [bytes] uint8, by index, during a push
         self._stream = torch.cuda.Stream()
@@ -59,6 +57,9 @@ class NcclTransport:
         from vllm.distributed.weight_transfer import nccl_common
         from vllm.utils.network_utils import get_open_port
 
+        # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set since it was
+        # imported (0.31).
+        torch.cuda.set_stream(torch.cuda.current_stream())
         info = nccl_common.NCCLWeightTransferInitInfo(
             master_address="127.0.0.1",
             master_port=get_open_port(),

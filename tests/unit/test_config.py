@@ -7,7 +7,7 @@ import pytest
 import torch
 import trl
 
-from grpo import GRPOConfig
+from grpo import GRPOConfig, config
 from grpo.config import OWN_ENGINE_KEYS
 
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
@@ -53,6 +53,10 @@ REFUSED = {
     "bucket": ({"vllm_sync_bucket_mb": 0}, r"vllm_sync_bucket_mb is 0; it must be above 0"),
     "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),
     "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
+    "push outlasts collectives": (
+        {"vllm_sync_timeout": 1800.0},
+        r"vllm_sync_timeout is 1800 s, but .* after ddp_timeout, 1800 s.*: set ddp_timeout higher",
+    ),
     "two ahead": (
         {"generation_lookahead": 2},
         r"generation_lookahead is 2; it is 0 or 1: .*completions older",
@@ -87,6 +91,25 @@ def test_engine_kwargs_that_another_setting_decides_are_refused_by_name(key: str
 
 def test_engine_kwargs_come_as_json_on_the_command_line() -> None:
     assert GRPOConfig(**CPU, vllm_engine_kwargs='{"max_num_seqs": 32}').vllm_engine_kwargs == {"max_num_seqs": 32}
+
+
+@pytest.mark.parametrize(("launched", "refused"), [(True, True), (False, False)])
+def test_more_ranks_than_gpus_are_refused_before_there_is_a_process_group(
+    launched: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In it a rank without a GPU fails, and those of other nodes wait for it."""
+    monkeypatch.setattr(config, "count_gpus", lambda env, use_cpu: 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
+    made: list[None] = []
+    monkeypatch.setattr(trl.GRPOConfig, "__post_init__", lambda self: made.append(None))
+    monkeypatch.setattr(GRPOConfig, "_check_local", lambda self: None)
+    if refused:
+        with pytest.raises(ValueError, match=r"leave 1 training processes, but num_processes is 3.*--gpus-per-node"):
+            GRPOConfig(output_dir="unused")
+    else:
+        GRPOConfig(output_dir="unused")
+    assert len(made) == (not refused)
 
 
 @pytest.mark.parametrize(("launched", "expected"), [(True, ["gloo"]), (False, [])])

@@ -1,5 +1,7 @@
 """What an engine host inherits, and what it must not see."""
 
+import tempfile
+
 from grpo.engine.client import engine_environment
 
 LAUNCHED = {
@@ -54,3 +56,27 @@ def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
     assert environment(engines=2)["OMP_NUM_THREADS"] == "2"
     assert environment(size=2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|1,3"
     assert environment({"VLLM_CPU_OMP_THREADS_BIND": "all"})["VLLM_CPU_OMP_THREADS_BIND"] == "all"
+
+
+def test_an_engine_of_several_gpus_does_not_get_the_trainers_expandable_segments() -> None:
+    conf = {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"
+    }
+    for devices in (("6", "7"), ("GPU-a", "GPU-b")):
+        env = environment(conf, devices=devices, size=2)
+        assert env["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:4]"
+    assert (
+        environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, devices=("6", "7"), size=2)[
+            "PYTORCH_ALLOC_CONF"
+        ]
+        == ""
+    )
+    assert environment(conf, devices=("7",))["PYTORCH_CUDA_ALLOC_CONF"] == conf["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+def test_what_is_compiled_for_gpus_stays_on_the_node() -> None:
+    first, second = (environment(devices=(device,))["VLLM_CACHE_ROOT"] for device in "67")
+    assert first != second
+    assert first.startswith(tempfile.gettempdir())
+    assert environment({"VLLM_CACHE_ROOT": "/fast"}, devices=("6",))["VLLM_CACHE_ROOT"] == "/fast"
+    assert "VLLM_CACHE_ROOT" not in environment()
