@@ -184,7 +184,7 @@ class GRPOConfig(trl.GRPOConfig):
     def _check_placement(self, launch: Launch, num_gpus: int) -> None:
         """What this rank can tell alone, before transformers makes the process group.
 
-        DeepSpeed opens the NCCL communicator of all ranks there (0.19); a rank without a GPU fails, and the others wait.
+        DeepSpeed opens NCCL's communicator of all ranks there (0.19): a rank without a GPU fails, and the others wait.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes

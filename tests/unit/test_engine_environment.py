@@ -59,12 +59,11 @@ def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
 
 
 def test_an_engine_of_several_gpus_does_not_get_the_trainers_expandable_segments() -> None:
-    conf = {
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"
-    }
+    others = ("max_split_size_mb:512", "roundup_power2_divisions:[256:1,>:4]")
+    conf = {"PYTORCH_CUDA_ALLOC_CONF": ",".join([others[0], "expandable_segments:True", others[1]])}
     for devices in (("6", "7"), ("GPU-a", "GPU-b")):
         env = environment(conf, devices=devices, size=2)
-        assert env["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:4]"
+        assert env["PYTORCH_CUDA_ALLOC_CONF"] == ",".join(others)
     assert (
         environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, devices=("6", "7"), size=2)[
             "PYTORCH_ALLOC_CONF"
