@@ -12,7 +12,10 @@ from tests.launching import ROOT, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
-    "push": (("one parameter at a time / own push", "bound"), {"own push": "s", "memory of own push, rank 0": "MiB"}),
+    "push": (
+        ("one parameter at a time / own push", "bound", "experts one by one / at once"),
+        {"own push": "s", "memory of own push, rank 0": "MiB", "experts at once": "s"},
+    ),
     "overlap": (
         ("steps/s, lookahead 1 / lookahead 0", "the same, at the bound", "bound of a step"),
         {"step, lookahead 0": "s", "step, lookahead 1": "s"},
