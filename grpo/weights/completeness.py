@@ -100,6 +100,7 @@ def incomplete_layers(
         pushed_before: whether an earlier push was completed.
     """
     mapping = getattr(model, "packed_modules_mapping", None) or {}
+    received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}  # vLLM counts none
     done: set[int] = set()
     for layer in model.modules():
         if not get_layerwise_info(layer).can_load():

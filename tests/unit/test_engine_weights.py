@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.layer = Layer()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        renamed = ((name.replace("mlp.", "layer."), weight) for name, weight in weights)
+        renamed = ((name.removeprefix("model."), weight) for name, weight in weights)
         return AutoWeightsLoader(self).load_weights(renamed)
 
 
@@ -80,9 +80,9 @@ class Engine(CountedReload):
 
 def weights(value: float = 1.0, scalar: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     return {
-        "mlp.gate.weight": torch.full((4, 3), value),
-        "mlp.gate.e_score_correction_bias": torch.full((4,), value),
-        "mlp.experts.layer_scalar": torch.full((1,), value, dtype=scalar),
+        "model.layer.gate.weight": torch.full((4, 3), value),
+        "model.layer.gate.e_score_correction_bias": torch.full((4,), value),
+        "model.layer.experts.layer_scalar": torch.full((1,), value, dtype=scalar),
     }
 
 
@@ -101,7 +101,7 @@ def test_what_a_push_brings_stands_in_the_tensors_that_kernels_hold() -> None:
 @pytest.mark.parametrize("missing", ["gate.e_score_correction_bias", "experts.layer_scalar"])
 def test_what_vllm_does_not_count_is_missed_by_name(missing: str) -> None:
     engine = Engine()
-    sent = {name: weight for name, weight in weights().items() if name != f"mlp.{missing}"}
+    sent = {name: weight for name, weight in weights().items() if name != f"model.layer.{missing}"}
     with pytest.raises(IncompletePushError, match=rf"in 1 places: layer\.{missing}: no push has brought it"):
         engine.push(sent)
 
@@ -118,7 +118,7 @@ def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory()
 def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
     engine = Engine()
     engine.push(weights(1.0))
-    router = "mlp.gate.weight"
+    router = "model.layer.gate.weight"
     engine.push({name: weight for name, weight in weights(2.0).items() if name != router}, held=[router])
     gate = engine.model.layer.gate
     assert (gate.weight.unique().item(), gate.e_score_correction_bias.unique().item()) == (1.0, 2.0)
@@ -129,15 +129,15 @@ def test_a_tensor_in_another_dtype_is_refused_by_name(name: str) -> None:
     engine = Engine()
     engine.push(weights())
     wrong = weights()
-    wrong[f"mlp.{name}"] = wrong[f"mlp.{name}"].bfloat16()
+    wrong[f"model.layer.{name}"] = wrong[f"model.layer.{name}"].bfloat16()
     with pytest.raises(IncompletePushError, match=rf"layer\.{name} was sent in torch.bfloat16, .* in torch.float32"):
         engine.push(wrong)
 
 
 def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
-    names = {"mlp.gate.weight": (4, 3), "mlp.gate.e_score_correction_bias": (4,), "mlp.experts.layer_scalar": (1,)}
+    names = {name: tuple(weight.shape) for name, weight in weights().items()}
     metas = [ParamMeta(name, torch.bfloat16, shape) for name, shape in {**names, **shapes}.items()]
-    return {"metas": described(metas), "experts": [{"name": "stack", "parts": [["mlp.gate.weight"]]}]}
+    return {"metas": described(metas), "experts": [{"name": "stack", "parts": [["model.layer.gate.weight"]]}]}
 
 
 def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
@@ -146,7 +146,7 @@ def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
     kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     values = {name: tensor.clone() for name, tensor in kept.items()}
     assert engine.wire_format(question()) == {
-        "dtypes": {"mlp.gate.weight": "float32", "mlp.gate.e_score_correction_bias": "float32"},
+        "dtypes": {"model.layer.gate.weight": "float32", "model.layer.gate.e_score_correction_bias": "float32"},
         "whole_experts": [],
     }
     after = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
