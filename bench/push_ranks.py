@@ -283,7 +283,8 @@ class ExpertRanks:
         answer: list[WireFormat | None] = [None]
         if self.client is not None:
             self.client.wait_ready(START_S)
-            answer = [ask_engines([self.client], self._source.checkpoint_metas, self._source.experts, CALL_S)]
+            source = self._source
+            answer = [ask_engines([self.client], source.checkpoint_metas, source.experts, source.buffers, CALL_S)]
         dist.broadcast_object_list(answer, src=0)
         assert answer[0] is not None
         self._formats = {"experts at once": answer[0], "experts one by one": replace(answer[0], whole_experts=())}

@@ -191,7 +191,11 @@ class LocalVLLM:
                         self._clients, max_num_seqs=max_num_seqs, max_tokens=self.args.max_completion_length
                     )
                     wire_format = ask_engines(
-                        self._clients, source.checkpoint_metas, source.experts, self.args.vllm_sync_timeout
+                        self._clients,
+                        source.checkpoint_metas,
+                        source.experts,
+                        source.buffers,
+                        self.args.vllm_sync_timeout,
                     )
             except (EngineError, RuntimeError) as error:
                 failure = self._watch.make_record(error)

@@ -6,10 +6,11 @@ tensors are replaced, for a dry run that loads nothing, or watched while they lo
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,7 @@ class Arrival:
 
 
 def arrivals_of(
-    model: torch.nn.Module, metas: dict[str, tuple[torch.dtype, Sequence[int]]]
+    model: torch.nn.Module, metas: dict[str, tuple[torch.dtype, Sequence[int]]], optional: Collection[str] = ()
 ) -> dict[str, list[Arrival]]:
     """Which loaders `load_weights` calls for each name; none of them runs.
 
@@ -130,9 +131,10 @@ def arrivals_of(
 
     Args:
         metas: dtype and shape of all tensors of the checkpoint, by their names.
+        optional: those that this model need not know.
 
     Raises:
-        ValueError: vLLM's, of a name that this model does not know.
+        ValueError, KeyError: the model's own, of any other name that it does not know.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
     weights = [(name, torch.empty(tuple(shape), dtype=dtype, device="meta")) for name, (dtype, shape) in metas.items()]
@@ -153,7 +155,11 @@ def arrivals_of(
     watched = WatchedLoaders(model, replace)
     try:
         with disable_mtp_completeness_check():
-            model.load_weights(iter(weights))
+            model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
+            for name, tensor in weights:
+                if name in optional:
+                    with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
+                        model.load_weights(iter([(name, tensor)]))
     finally:
         watched.remove()
     return dict(arrivals)

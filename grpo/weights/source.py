@@ -76,7 +76,12 @@ class GatheredSource:
 
     def adopt(self, wire_format: WireFormat) -> None:
         """Take what the engines answered; on every rank, before the push group is opened."""
-        self._units = [_in_format(unit, wire_format) for unit in self._described]
+        computed = {*wire_format.computed}
+        self._units = [
+            _in_format(unit, wire_format)
+            for unit in self._described
+            if not computed.issuperset(meta.name for meta in unit.metas)
+        ]
         total = sum(packed_bytes(unit.metas) for unit in self._units)
         self._bucket_bytes = bucket_limit(self._asked_bytes, total)
         self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
@@ -92,6 +97,16 @@ class GatheredSource:
     @property
     def experts(self) -> list[StackedExperts]:
         return [unit.experts for unit in self._described if unit.experts is not None]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names in the checkpoint of what are buffers here."""
+        return [
+            meta.name
+            for unit in self._described
+            if not any(isinstance(self._tensors[name], nn.Parameter) for name in unit.names)
+            for meta in unit.metas
+        ]
 
     @property
     def buffer_bytes(self) -> int:

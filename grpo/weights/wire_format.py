@@ -30,31 +30,45 @@ class WireFormat:
     """By the checkpoint's name: what the engine holds in another dtype than its own, a router's bias in float32."""
     whole_experts: tuple[str, ...] = ()
     """Names of the `StackedExperts` that the engine loads in one call for each part; others travel one by one."""
+    computed: tuple[str, ...] = ()
+    """Buffers that the engine takes from no checkpoint, since it computes them itself: they stay at home."""
 
 
 def ask_engines(
     clients: Sequence[EngineClient],
     metas: Sequence[ParamMeta],
     experts: Sequence[StackedExperts],
+    buffers: Sequence[str],
     timeout_s: float,
 ) -> WireFormat:
     """Ask every engine of a node, each in turn.
 
     Args:
         metas: all that a push takes, under the checkpoint's names, experts one by one, in the engine's dtype.
+        buffers: those of the names that are buffers.
 
     Raises:
-        EngineError: an engine does not know a name, or did not answer in time.
+        EngineError: an engine does not know a parameter's name, or did not answer in time.
         RuntimeError: two of them, or two workers of one, differ.
     """
     question = {
         "metas": described(metas),
+        "buffers": list(buffers),
         "experts": [{"name": stack.name, "parts": [list(part) for part in stack.parts]} for stack in experts],
     }
     answers: list[dict[str, Any]] = []
     for client in clients:
         answers += client.call("wire_format", timeout_s, question=question)
-    return agreed([WireFormat(dtypes=a["dtypes"], whole_experts=tuple(a["whole_experts"])) for a in answers])
+    return agreed(
+        [
+            WireFormat(
+                dtypes=each["dtypes"],
+                whole_experts=tuple(each["whole_experts"]),
+                computed=tuple(each["computed"]),
+            )
+            for each in answers
+        ]
+    )
 
 
 def agreed(answers: Sequence[WireFormat]) -> WireFormat:
@@ -66,8 +80,10 @@ def agreed(answers: Sequence[WireFormat]) -> WireFormat:
     first = answers[0]
     for other in answers[1:]:
         if other != first:
-            odd = sorted(dict(first.dtypes.items() ^ other.dtypes.items())) or sorted(
-                {*first.whole_experts} ^ {*other.whole_experts}
+            odd = sorted(
+                dict(first.dtypes.items() ^ other.dtypes.items()).keys()
+                | ({*first.whole_experts} ^ {*other.whole_experts})
+                | ({*first.computed} ^ {*other.computed})
             )
             raise RuntimeError(
                 f"two engines hold {odd[:3]} in different forms, and one push cannot serve both: run the same vLLM on "

@@ -102,14 +102,14 @@ class CountedReload(WeightTransferEngine):
             question: of `grpo.weights.wire_format.ask_engines`.
 
         Raises:
-            ValueError: vLLM's, of a name that this model does not know.
+            ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
         """
         asked = question["metas"]
         dtypes = {name: getattr(torch, each) for name, each in zip(asked["names"], asked["dtype_names"], strict=True)}
         metas = {name: (dtypes[name], shape) for name, shape in zip(asked["names"], asked["shapes"], strict=True)}
         initialize_layerwise_reload(self.model)
         try:
-            arrivals = arrivals_of(self.model, metas)
+            arrivals = arrivals_of(self.model, metas, question["buffers"])
             held = held_dtypes(arrivals, dtypes)
             loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
         finally:
@@ -120,6 +120,7 @@ class CountedReload(WeightTransferEngine):
         return {
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
             "whole_experts": list(self._whole_experts),
+            "computed": [name for name in question["buffers"] if name not in arrivals],
         }
 
     def start_weight_update(self) -> None:

@@ -137,7 +137,9 @@ def test_a_tensor_in_another_dtype_is_refused_by_name(name: str) -> None:
 def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
     names = {name: tuple(weight.shape) for name, weight in weights().items()}
     metas = [ParamMeta(name, torch.bfloat16, shape) for name, shape in {**names, **shapes}.items()]
-    return {"metas": described(metas), "experts": [{"name": "stack", "parts": [["model.layer.gate.weight"]]}]}
+    buffers = [name for name in shapes if name.startswith("buffer")]
+    experts = [{"name": "stack", "parts": [["model.layer.gate.weight"]]}]
+    return {"metas": described(metas), "buffers": buffers, "experts": experts}
 
 
 def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
@@ -145,9 +147,10 @@ def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
     engine.push(weights(2.0))
     kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     values = {name: tensor.clone() for name, tensor in kept.items()}
-    assert engine.wire_format(question()) == {
+    assert engine.wire_format(question(buffer_of_the_trainers=(2,))) == {
         "dtypes": {"model.layer.gate.weight": "float32", "model.layer.gate.e_score_correction_bias": "float32"},
         "whole_experts": [],
+        "computed": ["buffer_of_the_trainers"],
     }
     after = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     assert all(after[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in kept.items())

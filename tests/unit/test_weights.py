@@ -125,6 +125,9 @@ def test_buffers_travel_as_they_are_held_and_rotary_frequencies_do_not() -> None
     for name in biases | routers:
         assert torch.equal(sent[name], state[name]), name
     assert sent[next(iter(biases))].abs().max() == 0.5
+    assert {*source.buffers} == biases
+    source.adopt(WireFormat(computed=tuple(biases)))  # an engine that takes them from no checkpoint
+    assert walk(source).keys() == sent.keys() - biases
 
 
 def test_a_bucket_of_several_dtypes_is_taken_apart_by_vllms_own_worker() -> None:
