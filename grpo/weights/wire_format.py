@@ -1,6 +1,6 @@
 """In which form the trainer's tensors travel: what the engines are asked once, before the first push, and answer.
 
-Plain records, known to both sides; imports neither vLLM nor DeepSpeed.
+Imports neither vLLM nor DeepSpeed.
 """
 
 from collections.abc import Sequence

@@ -227,6 +227,7 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: NCCLUpdateInfo) -> None:
         """As vLLM's own, but for experts that come whole."""
+        assert self.model_update_group is not None, "receive_weights before init_transfer_engine"
         self.note_received(update_info.names, update_info.held)
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         packed_nccl_broadcast_consumer(
