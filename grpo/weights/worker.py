@@ -86,8 +86,7 @@ class CountedReload(WeightTransferEngine):
     _watched: WatchedLoaders | None = None
     _places: Sequence[Destination] = ()  # during a push: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
-
-    _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same, the checkpoint's names
+    _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
 
     @property
     def _tied(self) -> bool:
