@@ -1,12 +1,14 @@
 """One rank of `bench.push`, started by torchrun: `python -m bench.push_ranks SETTINGS.json`; writes `<rank>.json`."""
 
 import ctypes
+import functools
 import gc
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -26,9 +28,33 @@ from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, p
 from grpo.weights.gather import ShardGather
 from grpo.weights.push import Pusher
 from grpo.weights.source import GatheredSource, PushPlan
+from grpo.weights.wire_format import WireFormat, ask_engines
 
 START_S, CALL_S = 200.0, 60.0
 WIRE_DTYPE = torch.bfloat16
+
+
+def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig) -> EngineClient:
+    config.save_pretrained(model)
+    arguments = {
+        "model": str(model),
+        "tokenizer": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "weight_transfer_config": f"grpo_{settings['backend']}",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": 2**28,
+    }
+    gpus = device_tokens(os.environ, settings["gpus"]) if settings["gpus"] else ()
+    return EngineClient(
+        EngineSpec(engine_args=arguments, sampling={}),
+        name="the engine",
+        environment=engine_environment(os.environ, devices=gpus[-1:], tensor_parallel_size=1, engines_per_node=1),
+        log_path=model.with_suffix(".log"),
+    )
 
 
 class Ranks:
@@ -45,7 +71,7 @@ class Ranks:
             tie_word_embeddings=True,
             architectures=["Qwen2ForCausalLM"],
         )
-        self.client = self._start_engine(folder, config) if self.rank == 0 else None
+        self.client = start_engine(settings, folder / "model", config) if self.rank == 0 else None
         with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}}):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if self.client is not None:
@@ -60,29 +86,6 @@ class Ranks:
             backend=settings["backend"],
             tensor_parallel_size=1,
             timeout_s=CALL_S,
-        )
-
-    def _start_engine(self, folder: Path, config: Qwen2Config) -> EngineClient:
-        model = folder / "model"
-        config.save_pretrained(model)
-        arguments = {
-            "model": str(model),
-            "tokenizer": str(model),
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "weight_transfer_config": f"grpo_{self.settings['backend']}",
-            "max_model_len": 256,
-            "enforce_eager": True,
-            "disable_log_stats": True,
-            "kv_cache_memory_bytes": 2**28,
-        }
-        gpus = device_tokens(os.environ, self.settings["gpus"]) if self.settings["gpus"] else ()
-        return EngineClient(
-            EngineSpec(engine_args=arguments, sampling={}),
-            name="the engine",
-            environment=engine_environment(os.environ, devices=gpus[-1:], tensor_parallel_size=1, engines_per_node=1),
-            log_path=folder / "engine.log",
         )
 
     # -- the two ways of pushing --------------------------------------------------------------------------------------
@@ -294,16 +297,83 @@ class Ranks:
         }
 
 
-def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
-    deepspeed.init_distributed(dist_backend="nccl" if settings["device"] == "cuda" else "gloo")
-    ranks = Ranks(settings)
+class ExpertRanks:
+    """A mixture of experts, pushed to one engine in two ways in turn: every projection of a layer's experts as one
+    tensor, which the engine loads in one call for each part, and experts one by one.
+
+    Its constructor and `measure` are collective.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings, rank = settings, dist.get_rank()
+        config = Qwen3MoeConfig(
+            **settings["experts"],
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            num_experts_per_tok=8,
+            vocab_size=4096,
+            max_position_embeddings=1024,
+            mlp_only_layers=[],
+            architectures=["Qwen3MoeForCausalLM"],
+        )
+        folder = Path(settings["folder"])
+        self.client = start_engine(settings, folder / "experts", config) if rank == 0 else None
+        with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}}):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._source = GatheredSource(model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
+        answer: list[WireFormat | None] = [None]
+        if self.client is not None:
+            self.client.wait_ready(START_S)
+            source = self._source
+            answer = [ask_engines([self.client], source.checkpoint_metas, source.experts, source.buffers, CALL_S)]
+        dist.broadcast_object_list(answer, src=0)
+        assert answer[0] is not None
+        self._formats = {"experts at once": answer[0], "experts one by one": replace(answer[0], whole_experts=())}
+        self.pusher = Pusher(
+            self._source,
+            None if self.client is None else [self.client],
+            backend=settings["backend"],
+            tensor_parallel_size=1,
+            timeout_s=CALL_S,
+        )
+
+    def _push(self, name: str) -> float:
+        self._source.adopt(self._formats[name])
+        dist.barrier()
+        report, error = self.pusher.push(0)
+        if error is not None:
+            raise error
+        return report.total_s
+
+    def measure(self) -> dict[str, Any]:
+        variants = {name: functools.partial(self._push, name) for name in self._formats}
+        self._source.adopt(self._formats["experts one by one"])  # what needs more room in a buffer
+        self.pusher.connect()
+        for run in variants.values():
+            run()
+        tensors = {}
+        for name, wire_format in self._formats.items():
+            self._source.adopt(wire_format)
+            tensors[name] = len(self._source.plan().metas)
+        return {"seconds": interleave(variants, self._settings["repetitions"]), "tensors": tensors}
+
+
+def measured(ranks: Ranks | ExpertRanks) -> dict[str, Any]:
     try:
-        found = ranks.measure()
+        return ranks.measure()
     finally:
         ranks.pusher.close()
         if ranks.client is not None:
             ranks.client.close()
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    deepspeed.init_distributed(dist_backend="nccl" if settings["device"] == "cuda" else "gloo")
+    ranks = Ranks(settings)
+    found = measured(ranks)
+    found["experts"] = measured(ExpertRanks(settings))
     (Path(settings["folder"]) / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -40,6 +40,7 @@ OWN_ENGINE_KEYS = {
     "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
     "load_format": "nothing: the first push brings the weights",
     "weight_transfer_config": "vllm_sync_backend",
+    "worker_extension_cls": "nothing: the workers are asked by one of our own how they hold the weights",
     "logprobs_mode": "nothing: importance sampling needs processed_logprobs",
     "enable_lora": "nothing: LoRA is not supported",
     "seed": "seed",

@@ -26,6 +26,7 @@ from grpo.topology import NodeTopology
 from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
 from grpo.weights.source import GatheredSource
+from grpo.weights.wire_format import agreed, ask_engines
 
 _OTHER_PROMPTS = (
     "the prompts that were sampled ahead are not those that training asks for now: the data set, its transform or the "
@@ -175,7 +176,9 @@ class LocalVLLM:
 
     def _connect(self) -> Pusher:
         assert self._trained_model is not None, "sync_weights before attach"
-        failure, startup_s, max_model_len = None, 0.0, 0
+        failure, startup_s, max_model_len, wire_format = None, 0.0, 0, None
+        bucket_bytes = self.args.vllm_sync_bucket_mb * 2**20
+        source = GatheredSource(self._trained_model, wire_dtype=self._model.dtype, bucket_bytes=bucket_bytes)
         with self._watch.during("engine start"), self.startup.waiting():
             try:
                 max_num_seqs = []
@@ -189,9 +192,17 @@ class LocalVLLM:
                     self._pool = EnginePool(
                         self._clients, max_num_seqs=max_num_seqs, max_tokens=self.args.max_completion_length
                     )
-            except EngineError as error:
+                    wire_format = ask_engines(
+                        self._clients,
+                        source.checkpoint_metas,
+                        source.experts,
+                        source.buffers,
+                        self.args.vllm_sync_timeout,
+                    )
+            except (EngineError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
-            starts = self._groups.exchange(self._watch, failure, (startup_s, max_model_len))
+            starts = self._groups.exchange(self._watch, failure, (startup_s, max_model_len, wire_format))
+        source.adopt(agreed([answer for _, _, answer in starts if answer is not None]))
         self._sampler = NodeSampler(
             self._groups,
             self._watch,
@@ -202,15 +213,14 @@ class LocalVLLM:
             timeout_s=self.args.vllm_generate_timeout,
             balance_nodes=self.args.vllm_balance_nodes,
         )
-        self.startup.engine_s = max(seconds for seconds, _ in starts)
+        self.startup.engine_s = max(seconds for seconds, _, _ in starts)
         self._probe = probe_prompts(
             self._trained_model.get_input_embeddings().num_embeddings,
-            min(length for _, length in starts if length),  # local mains know, the other ranks say 0
+            min(length for _, length, _ in starts if length),  # local mains know, the other ranks say 0
             self._model.special_ids,
         )
-        bucket_bytes = self.args.vllm_sync_bucket_mb * 2**20
         pusher = Pusher(
-            GatheredSource(self._trained_model, wire_dtype=self._model.dtype, bucket_bytes=bucket_bytes),
+            source,
             self._clients,
             backend=self.backend,
             tensor_parallel_size=self.topology.tensor_parallel_size,

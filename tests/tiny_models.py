@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512  # more than one vLLM padding unit of 64, and more than the characters
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -41,6 +41,22 @@ FAMILIES = {
             "mlp_only_layers": [],
         },
     ),
+    # Its router's bias is a buffer, large enough to choose other experts (`save_tiny_model`), and the engine holds
+    # bias and router in float32 whatever its dtype.
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
 }
 
 
@@ -58,6 +74,16 @@ def tiny_config(family: str):
     return CONFIG_MAPPING[model_type](**{**_COMMON, **special})
 
 
+def tiny_model(family: str) -> PreTrainedModel:
+    """Random, in float32; routers' biases from -0.5 to 0.5."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.5, 0.5, len(buffer))[torch.randperm(len(buffer))])
+    return model
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}= {% endif %}"
 )
@@ -65,8 +91,7 @@ CHAT_TEMPLATE = (
 
 def save_tiny_model(family: str, folder: Path, *, chat: bool = False) -> Path:
     """A random model with its tokenizer, as a plain Hugging Face folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model = tiny_model(family)
     model.save_pretrained(folder)
     tokenizer = tiny_tokenizer()
     if chat:

@@ -140,6 +140,8 @@ class Host:
             return await engine.reset_prefix_cache()
         if method == "weight_version":
             return await engine.get_weight_version()
+        if method == "wire_format":
+            return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
         if method == "prompt_logprobs":
             return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
@@ -230,6 +232,7 @@ def main() -> None:
 
         backend = spec.engine_args["weight_transfer_config"]
         spec.engine_args["weight_transfer_config"] = WeightTransferConfig(backend=backend)
+        spec.engine_args["worker_extension_cls"] = "grpo.weights.worker.AskedWorker"
         asyncio.run(run(connection, spec, started))
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()

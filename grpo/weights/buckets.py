@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import nn
 
 # One packed buffer is being filled, one loaded, and one waits between the two where their times differ.
 NUM_BUFFERS = 3
@@ -30,10 +29,19 @@ class ParamMeta:
 class Bucket:
     """A run of parameters that is gathered together and travels in one packed buffer."""
 
-    parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Under the model's names."""
+    parameters: tuple[tuple[str, torch.Tensor], ...]
+    """And buffers; under the model's names."""
     metas: tuple[ParamMeta, ...]
-    """What they come out as: under the checkpoint's names, whole, in the wire dtype."""
+    """What they come out as: under the checkpoint's names, whole, in the dtypes that the engine holds."""
+
+
+def aligned(metas: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
+    """In an order in which each stands at a multiple of its dtype's size, even packed without gaps: the widest first.
+
+    vLLM's worker views each slice of a packed buffer in its dtype, which torch refuses at any other place: "offset must
+    be divisible by" (`unpack_tensor` in weight_transfer/packed_tensor.py, vLLM 0.31).
+    """
+    return tuple(sorted(metas, key=lambda meta: -meta.dtype.itemsize))
 
 
 def bucket_limit(bucket_bytes: int, model_bytes: int) -> int:

@@ -11,7 +11,10 @@ import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from grpo.weights.destinations import Destination, is_set_by_vllm
 
 
 class IncompletePushError(RuntimeError):
@@ -29,6 +32,35 @@ def unsent_names(*, known: Collection[str], received: Collection[str], held: Col
     return [f"{name}: not sent, and not among the frozen ones" for name in sorted({*known} - {*received, *held})] + [
         f"{name}: left out, but never sent before" for name in sorted({*held} - {*known})
     ]
+
+
+def unreached_tensors(
+    places: Collection[Destination], *, tied: bool, filled: Collection[str], reached: Collection[str]
+) -> list[str]:
+    """One line for each tensor of the engine that would hold no value of a push when the reload is finalised.
+
+    Either no push has ever filled it, and it holds what dummy loading left there; or others of its layer came and it
+    did not, and vLLM would complete the layer with uninitialised memory.
+
+    Args:
+        places: all that a checkpoint may fill.
+        tied: whether the model's configuration ties the head to the embedding.
+        filled: paths of what a weight loader has filled in this push.
+        reached: paths of what one has filled in this push or an earlier one.
+    """
+    touched = {id(place.layer) for place in places if place.path in filled and place.name not in SKIP_TENSORS}
+    lines = []
+    for place in places:
+        if place.path not in reached and not is_set_by_vllm(place, tied=tied):
+            lines.append(f"{place.path}: no push has brought it, it holds the noise that vLLM started with")
+        elif (
+            place.path not in filled
+            and id(place.layer) in touched
+            and place.name not in SKIP_TENSORS  # they stay where they are
+            and not is_deferred_attention_layer(place.layer)
+        ):
+            lines.append(f"{place.path}: not sent, though others of its layer were")
+    return lines
 
 
 def _padding_numel(layer: torch.nn.Module) -> int:
@@ -59,8 +91,8 @@ def incomplete_layers(
     """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
 
     Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
-    vLLM completes itself; buffers, which no checkpoint holds; and a layer of which nothing was sent and nothing is
-    missing since an earlier push.
+    vLLM completes itself; buffers, which `unreached_tensors` looks after; and a layer of which nothing was sent and
+    nothing is missing since an earlier push.
 
     Args:
         tied: whether the model's configuration ties the head to the embedding.
@@ -68,6 +100,7 @@ def incomplete_layers(
         pushed_before: whether an earlier push was completed.
     """
     mapping = getattr(model, "packed_modules_mapping", None) or {}
+    received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}  # vLLM counts none
     done: set[int] = set()
     for layer in model.modules():
         if not get_layerwise_info(layer).can_load():
@@ -77,7 +110,11 @@ def incomplete_layers(
         info = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue  # complete already, or completed at the end
-        expected = sum(get_tensor_load_numel(p) for p in layer._parameters.values() if p is not None)
+        expected = sum(
+            get_tensor_load_numel(parameter)
+            for leaf, parameter in layer._parameters.items()
+            if parameter is not None and leaf not in SKIP_LOAD_TENSORS  # they are not counted when they arrive
+        )
         if info.load_numel >= expected - _padding_numel(layer):
             continue
         missing = _missing_parts(name, mapping, received)

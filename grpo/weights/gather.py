@@ -8,20 +8,19 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 
-def is_zero3(parameter: nn.Parameter) -> bool:
+def is_zero3(parameter: torch.Tensor) -> bool:
     """Whether DeepSpeed ZeRO-3 holds this parameter partitioned."""
     return hasattr(parameter, "ds_id")
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Shape of the whole parameter; `parameter.shape` is empty while ZeRO-3 has it partitioned."""
     return torch.Size(parameter.ds_shape) if is_zero3(parameter) else parameter.shape
 
 
-def has_plain_shards(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> bool:
+def has_plain_shards(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether a ZeRO-3 parameter is what its shards over `group` hold, end to end, with padding behind the last.
 
     Not so, and left to DeepSpeed's own gather: shards on NVMe, shards that are quantised or quantised for each gather
@@ -40,7 +39,7 @@ def has_plain_shards(parameter: nn.Parameter, group: dist.ProcessGroup | None) -
     )
 
 
-def _quantises(parameter: nn.Parameter) -> bool:
+def _quantises(parameter: torch.Tensor) -> bool:
     """Whether the `deepspeed.zero.Init` that partitioned this parameter holds a quantiser, which it makes for no other
     reason than to use it. The parameter's methods are closures over that object (DeepSpeed 0.19)."""
     cells = dict(zip(parameter.all_gather.__code__.co_freevars, parameter.all_gather.__closure__, strict=True))
@@ -118,7 +117,7 @@ class ShardGather:
         self._received = _Room(dtype, self._device)  # [ranks, shards of a bucket]
         self._sent = _Room(dtype, self._device)  # [shards of a bucket]
 
-    def gather(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor] | None) -> None:
+    def gather(self, parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None) -> None:
         """Gather one bucket.
 
         Args:

@@ -6,10 +6,26 @@ whole or not at all. The groups here may be larger than the engine's layers, nev
 arrives and refuses a push that splits one.
 """
 
+import torch
 from torch import nn
 
 # What writes back into the residual stream. vLLM cuts these along their input, so it never fuses them with a neighbour.
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "wo", "down_proj", "dense_4h_to_h", "fc2", "lm_head")
+
+
+# vLLM leaves this one out of its count of a layer's elements and loads it where it stands (`SKIP_LOAD_TENSORS`, 0.31).
+UNCOUNTED_BUFFERS = ("e_score_correction_bias",)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a checkpoint holds, each once. Not rotary frequencies and the like, which are computed."""
+    computed = {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules()
+        for leaf in module._non_persistent_buffers_set
+    }
+    left_out = {*computed, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
 
 
 def layer_groups(model: nn.Module) -> dict[str, str]:
@@ -34,7 +50,16 @@ def _group(model: nn.Module, name: str, blocks: set[str]) -> str:
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Parameters of the groups in which nothing is trained: `requires_grad` is False on all of them."""
+    """Parameters of the groups in which nothing is trained: `requires_grad` is False on all of them.
+
+    Buffers are not among them: code that balances experts changes them while nothing is trained, and they are small, so
+    they travel in every push. The parameters beside one, in a module that the engine counts together, go with it.
+    """
     groups = layer_groups(model)
-    trained = {groups[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return frozenset(name for name, group in groups.items() if group not in trained)
+    travelling = {groups[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for buffer in persistent_buffers(model):
+        path, _, leaf = buffer.rpartition(".")
+        if leaf not in UNCOUNTED_BUFFERS:
+            own = [f"{path}.{each}" if path else each for each in model.get_submodule(path)._parameters]
+            travelling |= {groups[name] for name in own if name in groups}
+    return frozenset(name for name, group in groups.items() if group not in travelling)

@@ -1,17 +1,19 @@
 """The trainer's weights as they travel: which of them a push takes, in which buckets, under the checkpoint's names."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from grpo.pending_weights import conversion_units
-from grpo.weights.buckets import Bucket, ParamMeta, bucket_limit, make_buckets, meta_bytes, packed_bytes
+from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, make_buckets, meta_bytes, packed_bytes
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3, whole_shape
-from grpo.weights.layers import frozen_names
+from grpo.weights.layers import frozen_names, persistent_buffers
+from grpo.weights.wire_format import StackedExperts, WireFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,41 +36,77 @@ class PushPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Parameters that become a checkpoint's tensors together; one, for most."""
+    """Tensors of the model that become a checkpoint's tensors together; one, for most."""
 
     names: tuple[str, ...]
     metas: tuple[ParamMeta, ...]
     as_it_is: bool
     """One tensor under its own name."""
+    experts: StackedExperts | None = None
+    """What it is, if it is all experts of one projection."""
 
 
 class GatheredSource:
-    """Every parameter of `model` once, whole, in the engine's dtype, a bucket at a time.
+    """Every parameter and persistent buffer of `model` once, whole, in the dtype that the engine holds, a bucket at a
+    time: what `save_pretrained` writes.
 
     Under ZeRO-3 `meet` and `fill` are collective over the trainer's ranks, which go through the buckets of the same
-    plan in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered.
+    plan in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered; nor are buffers, which are
+    whole on every rank.
 
-    A tied weight comes once, under its first name. Experts that transformers holds fused in memory come split, as
-    `save_pretrained` writes them (`transformers.core_model_loading.revert_weight_conversion`).
+    A tied weight comes once, under its first name. Experts that transformers holds fused in memory come as they are
+    where the engine said so (`adopt`), or split, as `save_pretrained` writes them
+    (`transformers.core_model_loading.revert_weight_conversion`).
 
     Args:
         model: the unwrapped transformers model.
-        wire_dtype: dtype in which floating-point parameters travel: the engine's.
+        wire_dtype: dtype in which floating-point tensors travel: the engine's, but for what `adopt` says.
         bucket_bytes: upper size of a bucket as it travels; a larger parameter is a bucket of its own.
     """
 
     def __init__(self, model: nn.Module, *, wire_dtype: torch.dtype, bucket_bytes: int) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
-        self._parameters = dict(model.named_parameters())  # a tied parameter appears once
-        self._units = self._describe_units()
-        total = sum(packed_bytes(unit.metas) for unit in self._units)
-        self._bucket_bytes = bucket_limit(bucket_bytes, total)
-        self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
-        self._sent: frozenset[str] = frozenset()  # parameters that were frozen when the engines last got them
-        self._plans: dict[frozenset[str], PushPlan] = {}  # by the parameters that stay behind
+        self._asked_bytes = bucket_bytes
+        self._tensors = _travelling(model)
+        self._described = self._describe_units()
         self._gather: ShardGather | None = None
         self._group: dist.ProcessGroup | None = None
+        self.adopt(WireFormat())
+
+    def adopt(self, wire_format: WireFormat) -> None:
+        """Take what the engines answered; on every rank, before the push group is opened."""
+        computed = {*wire_format.computed}
+        self._units = [
+            _in_format(unit, wire_format)
+            for unit in self._described
+            if not computed.issuperset(meta.name for meta in unit.metas)
+        ]
+        total = sum(packed_bytes(unit.metas) for unit in self._units)
+        self._bucket_bytes = bucket_limit(self._asked_bytes, total)
+        self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
+        self._travel_dtypes = {name: _common_dtype(unit) for unit in self._units for name in unit.names}
+        self._sent: frozenset[str] = frozenset()  # parameters that were frozen when the engines last got them
+        self._plans: dict[frozenset[str], PushPlan] = {}  # by the parameters that stay behind
+
+    @property
+    def checkpoint_metas(self) -> list[ParamMeta]:
+        """All that there is, under the checkpoint's names, experts one by one, in the wire dtype."""
+        return [meta for unit in self._described for meta in unit.metas]
+
+    @property
+    def experts(self) -> list[StackedExperts]:
+        return [unit.experts for unit in self._described if unit.experts is not None]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names in the checkpoint of what are buffers here."""
+        return [
+            meta.name
+            for unit in self._described
+            if not any(isinstance(self._tensors[name], nn.Parameter) for name in unit.names)
+            for meta in unit.metas
+        ]
 
     @property
     def buffer_bytes(self) -> int:
@@ -100,24 +138,52 @@ class GatheredSource:
 
     def _bucket(self, units: Sequence[_Unit]) -> Bucket:
         return Bucket(
-            parameters=tuple((name, self._parameters[name]) for unit in units for name in unit.names),
-            metas=tuple(meta for unit in units for meta in unit.metas),
+            parameters=tuple((name, self._tensors[name]) for unit in units for name in unit.names),
+            metas=aligned([meta for unit in units for meta in unit.metas]),
         )
 
     def _describe_units(self) -> list[_Unit]:
         placeholders = {
-            name: torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
-            for name, parameter in self._parameters.items()
+            name: torch.empty(whole_shape(tensor), dtype=self._dtype_of(tensor), device="meta")
+            for name, tensor in self._tensors.items()
         }
         units = []
         for names in conversion_units(self._to_checkpoint, placeholders):
             tensors = self._to_checkpoint({name: placeholders[name] for name in names})
-            metas = tuple(
-                ParamMeta(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()
+            units.append(
+                _Unit(
+                    names=tuple(names),
+                    metas=tuple(ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()),
+                    as_it_is=len(names) == 1 and tensors.get(names[0]) is placeholders[names[0]],
+                    experts=self._stacked(names[0], placeholders[names[0]], len(tensors)) if len(names) == 1 else None,
+                )
             )
-            as_it_is = len(names) == 1 and tensors.get(names[0]) is placeholders[names[0]]
-            units.append(_Unit(names=tuple(names), metas=metas, as_it_is=as_it_is))
         return units
+
+    def _stacked(self, name: str, placeholder: torch.Tensor, num_outputs: int) -> StackedExperts | None:
+        """Whether `num_outputs` tensors of the checkpoint are equal parts of each expert's rows, as they stand.
+
+        Told from what the conversion makes of a small tensor with a different number in every place.
+        """
+        if placeholder.dim() != 3 or num_outputs < 2 or num_outputs % len(placeholder):
+            return None
+        experts, num_parts = len(placeholder), num_outputs // len(placeholder)
+        numbers = torch.arange(experts * 2 * num_parts * 3).view(experts, 2 * num_parts, 3)
+        wanted = {
+            tuple(part.flatten().tolist()): (index, expert)
+            for index, parts in enumerate(numbers.chunk(num_parts, dim=1))
+            for expert, part in enumerate(parts)
+        }
+        names: dict[tuple[int, int], str] = {}
+        for output, tensor in self._to_checkpoint({name: numbers}).items():
+            place = wanted.get(tuple(tensor.flatten().tolist()))
+            if place is None or tensor.shape != (2, 3):
+                return None
+            names[place] = output
+        if len(names) != num_outputs:
+            return None
+        parts = tuple(tuple(names[part, expert] for expert in range(experts)) for part in range(num_parts))
+        return StackedExperts(name=name, shape=tuple(placeholder.shape), parts=parts)
 
     def _to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -132,7 +198,7 @@ class GatheredSource:
         Args:
             receives: whether this rank will ask for what it gathers, ever.
         """
-        sharded = [parameter for parameter in self._parameters.values() if is_zero3(parameter)]
+        sharded = [tensor for tensor in self._tensors.values() if is_zero3(tensor)]
         if sharded and self._gather is None:
             self._group = sharded[0].ds_process_group
             self._gather = ShardGather(self._group, dtype=self._wire_dtype, receives=receives)
@@ -153,32 +219,32 @@ class GatheredSource:
         wholes = None if places is None else self._wholes(bucket, places)
         plain: list[str] = []
         left: list[str] = []
-        for name, parameter in bucket.parameters:
-            is_plain = is_zero3(parameter) and has_plain_shards(parameter, self._group)
-            (plain if is_plain else left).append(name)
+        for name, tensor in bucket.parameters:
+            is_plain = is_zero3(tensor) and has_plain_shards(tensor, self._group)
+            (plain if is_plain and self._travel_dtypes[name] == self._wire_dtype else left).append(name)
         if plain:
             assert self._gather is not None, "fill before meet"
             flat = None if wholes is None else [wholes[name].view(-1) for name in plain]
-            self._gather.gather([self._parameters[name] for name in plain], flat)
-        with _gathered([self._parameters[name] for name in left]):
+            self._gather.gather([self._tensors[name] for name in plain], flat)
+        with _gathered([self._tensors[name] for name in left]):
             for name, whole in (wholes or {}).items():
                 if name in left:
-                    whole.copy_(self._parameters[name])
+                    whole.copy_(self._tensors[name])
         if wholes is not None and places is not None:
             self._convert(bucket, wholes, places)
 
     def _wholes(self, bucket: Bucket, places: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where each parameter is put together: its place, or memory for the time being if it travels as others."""
+        """Where each tensor is put together: its place, or memory for the time being if it travels as others."""
         by_name = {meta.name: place for meta, place in zip(bucket.metas, places, strict=True)}
         return {
             name: by_name[name]
             if name in self._as_they_are
-            else torch.empty(whole_shape(parameter), dtype=self._dtype_of(parameter), device=parameter.device)
-            for name, parameter in bucket.parameters
+            else torch.empty(whole_shape(tensor), dtype=self._travel_dtypes[name], device=tensor.device)
+            for name, tensor in bucket.parameters
         }
 
-    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._wire_dtype if parameter.is_floating_point() else parameter.dtype
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._wire_dtype if tensor.is_floating_point() else tensor.dtype
 
     def _convert(self, bucket: Bucket, wholes: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         to_convert = {name: whole for name, whole in wholes.items() if name not in self._as_they_are}
@@ -188,8 +254,36 @@ class GatheredSource:
                 place.copy_(converted[meta.name])
 
 
-def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-    partitioned = [parameter for parameter in parameters if is_zero3(parameter)]
+def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, in the order of the modules; a tied parameter appears once."""
+    buffers = persistent_buffers(model)
+    names = [name for path, module in model.named_modules() for name in _own_names(path, module)]
+    tensors = dict(model.named_parameters()) | buffers
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _own_names(path: str, module: nn.Module) -> list[str]:
+    return [f"{path}.{leaf}" if path else leaf for leaf in (*module._parameters, *module._buffers)]
+
+
+def _in_format(unit: _Unit, wire_format: WireFormat) -> _Unit:
+    dtypes = {name: getattr(torch, dtype) for name, dtype in wire_format.dtypes.items()}
+    metas = tuple(replace(meta, dtype=dtypes.get(meta.name, meta.dtype)) for meta in unit.metas)
+    stack = unit.experts
+    if stack is None or stack.name not in wire_format.whole_experts:
+        return replace(unit, metas=metas)
+    assert len({meta.dtype for meta in metas}) == 1, f"{stack.name}: experts of one layer in several dtypes"
+    whole = ParamMeta(stack.name, metas[0].dtype, stack.shape)
+    return replace(unit, metas=(whole,), as_it_is=True)
+
+
+def _common_dtype(unit: _Unit) -> torch.dtype:
+    """In which the tensors of a unit are put together before they are converted."""
+    return functools.reduce(torch.promote_types, (meta.dtype for meta in unit.metas))
+
+
+def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    partitioned = [tensor for tensor in tensors if is_zero3(tensor)]
     if not partitioned:
         return contextlib.nullcontext()
     import deepspeed

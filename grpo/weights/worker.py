@@ -4,11 +4,14 @@ Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
 
 import contextlib
+import functools
+import itertools
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +22,24 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo.weights.completeness import IncompletePushError, incomplete_layers, unsent_names
+from grpo.weights.completeness import IncompletePushError, incomplete_layers, unreached_tensors, unsent_names
+from grpo.weights.destinations import (
+    Destination,
+    Loader,
+    WatchedLoaders,
+    WholeLoad,
+    arrivals_of,
+    destinations,
+    held_dtypes,
+    loaded_weight,
+    whole_loads,
+)
 
 
 def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
@@ -67,20 +82,91 @@ class CountedReload(WeightTransferEngine):
     """The layer-wise reload with a proof of completeness at its end; mixed into both transports."""
 
     _known: frozenset[str] = frozenset()  # checkpoint names that finished pushes have brought
+    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished pushes have filled
+    _watched: WatchedLoaders | None = None
+    _places: Sequence[Destination] = ()  # during a push: all that it may fill
+    _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
+    _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def wire_format(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Before the first push: which dtypes this engine holds, and which experts it can load at once.
+
+        A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
+
+        Args:
+            question: of `grpo.weights.wire_format.ask_engines`.
+
+        Raises:
+            ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
+        """
+        asked = question["metas"]
+        dtypes = {name: getattr(torch, each) for name, each in zip(asked["names"], asked["dtype_names"], strict=True)}
+        metas = {name: (dtypes[name], shape) for name, shape in zip(asked["names"], asked["shapes"], strict=True)}
+        initialize_layerwise_reload(self.model)
+        try:
+            arrivals = arrivals_of(self.model, metas, question["buffers"])
+            held = held_dtypes(arrivals, dtypes)
+            loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
+        finally:
+            with _without_warnings():
+                finalize_layerwise_reload(self.model, self.model_config)
+        self._whole_experts = {name: each for name, each in loads.items() if each is not None}
+        self._parts = {each["name"]: list(itertools.chain(*each["parts"])) for each in question["experts"]}
+        return {
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
+            "whole_experts": list(self._whole_experts),
+            "computed": [name for name in question["buffers"] if name not in arrivals],
+        }
 
     def start_weight_update(self) -> None:
         self._received: set[str] = set()
         self._held: set[str] = set()
+        self._filled: set[str] = set()  # paths of the engine's tensors
         initialize_layerwise_reload(self.model)
+        self._places = destinations(self.model)
+        self._watched = WatchedLoaders(self.model, self._watch)
+
+    def _watch(self, destination: Destination, loader: Loader) -> Loader:
+        path, held = destination.path, destination.tensor.dtype
+
+        @functools.wraps(loader)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            sent = loaded_weight(args, kwargs).dtype
+            if sent != held and sent.is_floating_point and held.is_floating_point:
+                raise IncompletePushError(f"{path} was sent in {sent}, but this engine holds it in {held}")
+            self._filled.add(path)
+            return loader(*args, **kwargs)
+
+        return watched
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load what one update brings: experts that came whole part by part, all else through the model's own way."""
+        for name, weight in weights:
+            if loads := self._whole_experts.get(name):
+                for each, part in zip(loads, weight.chunk(len(loads), dim=1), strict=True):
+                    each.load(part)
+        others = [(name, weight) for name, weight in weights if name not in self._whole_experts]
+        if others:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(others)
 
     def finish_weight_update(self) -> None:
         """Complete the reload.
 
         Raises:
-            IncompletePushError: a layer did not get all of its elements; names the layers and what is missing.
+            IncompletePushError: a layer did not get all of its elements, or a tensor has never been filled by a push;
+                names the layers and what is missing.
         """
-        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        lines = incomplete_layers(self.model, tied=tied, received=self._received, pushed_before=bool(self._known))
+        reached = self._reached | self._filled
+        lines = incomplete_layers(self.model, tied=self._tied, received=self._received, pushed_before=bool(self._known))
+        layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
+        for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
+            if line.partition(": ")[0].rpartition(".")[0] not in layers:
+                lines.append(line)
         lines += unsent_names(known=self._known, received=self._received, held=self._held)
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
@@ -92,17 +178,22 @@ class CountedReload(WeightTransferEngine):
         }
         with _without_warnings():
             finalize_layerwise_reload(self.model, self.model_config)
+        assert self._watched is not None, "finish_weight_update before start_weight_update"
+        self._watched.remove()
         if self.device.type == "cpu":
             refresh_packed_weights(self.model, reloaded)
+        self._places = ()
         self._known |= self._received
+        self._reached = reached
 
     def note_received(self, names: list[str], held: list[str]) -> None:
         """Record what one update brings; a name that comes twice would make the count believe in a full layer."""
-        twice = [name for name in names if name in self._received]
-        if twice:
-            raise IncompletePushError(f"the push sends {twice[:3]} twice")
-        self._received.update(names)
-        self._held.update(held)
+        for name in names:
+            parts = self._parts.get(name, [name])
+            if not self._received.isdisjoint(parts):
+                raise IncompletePushError(f"the push sends {name} twice")
+            self._received.update(parts)
+        self._held.update(part for name in held for part in self._parts.get(name, [name]))
 
 
 @dataclass
@@ -111,6 +202,15 @@ class NCCLUpdateInfo(NCCLWeightTransferUpdateInfo):
 
     held: list[str] = field(default_factory=list)
     """Checkpoint names that this engine has from an earlier push; said once."""
+
+
+class AskedWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`): vLLM's weight transfer has no call that answers."""
+
+    weight_transfer_engine: CountedReload
+
+    def grpo_wire_format(self, question: dict[str, Any]) -> dict[str, Any]:
+        return self.weight_transfer_engine.wire_format(question)
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
@@ -125,8 +225,19 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
             raise RuntimeError("vLLM could not load NCCL in the engine: set vllm_sync_backend to 'shm', or mend NCCL")
 
     def receive_weights(self, update_info: NCCLUpdateInfo) -> None:
+        """As vLLM's own, but for experts that come whole."""
+        assert self.model_update_group is not None, "receive_weights before init_transfer_engine"
         self.note_received(update_info.names, update_info.held)
-        super().receive_weights(update_info)
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        packed_nccl_broadcast_consumer(
+            iterator=zip(update_info.names, zip(update_info.shapes, dtypes, strict=True), strict=True),
+            group=self.model_update_group,
+            src=0,
+            post_unpack_func=self.load,
+            buffer_size_bytes=self.packed_buffer_size_bytes,
+            num_buffers=self.packed_num_buffers,
+            device=self.device,
+        )
 
 
 @dataclass
@@ -187,8 +298,7 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdat
             # A copy: the layer-wise reload keeps references until a whole layer has arrived, and the trainer fills
             # this buffer again before that. Without it weights are wrong and nothing says so.
             weights.append((name, view.to(self.device, copy=True)))
-        with disable_mtp_completeness_check():
-            self.model.load_weights(weights)
+        self.load(weights)
 
     def shutdown(self) -> None:
         self._buffer = None

@@ -18,6 +18,7 @@ from grpo.node_groups import NodeGroups
 from grpo.topology import read_topology
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
+from grpo.weights.wire_format import WireFormat
 from tests.tiny_models import save_tiny_model
 
 
@@ -42,7 +43,13 @@ def model(tiny_model: Path) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def started(tiny_model: Path, model: torch.nn.Module, progress: Progress, output_dir: Path) -> Iterator[LocalVLLM]:
+def started(
+    tiny_model: Path,
+    model: torch.nn.Module,
+    progress: Progress,
+    output_dir: Path,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[LocalVLLM]:
     args = GRPOConfig(
         output_dir=str(output_dir),
         use_cpu=True,
@@ -56,7 +63,7 @@ def started(tiny_model: Path, model: torch.nn.Module, progress: Progress, output
     topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
     local = LocalVLLM(
         args,
-        EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=torch.float32),
+        EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=dtype),
         topology,
         NodeGroups(topology, max_wait_s=60),
         FailureWatch(None, node=0, rank=0, host="here", local_pids={}),
@@ -203,9 +210,17 @@ FROZEN_WHOLE = ("embed_tokens", "layers.0.self_attn", "layers.0.mlp", "layers.0.
 FROZEN_PARTS = ("layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj.bias", "layers.1.mlp.gate_proj")
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "qwen3-moe"])
+def balance(model: torch.nn.Module) -> None:
+    """What code that balances experts does between two pushes, at its largest: other experts are chosen now."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.roll(buffer, 3))
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "qwen3-moe", "glm4-moe"])
 def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_path: Path) -> None:
-    """Tied (with biases), untied, experts; a large change of what is trained before every push."""
+    """Tied (with biases), untied, experts, experts with a router's bias; a large change of what is trained before every
+    one of five pushes, and of the router's bias, which travels though the router is frozen."""
     path = save_tiny_model(family, tmp_path / family)
     trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     progress = Progress()
@@ -218,6 +233,7 @@ def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_p
 
     def push_and_prove() -> int:
         train()
+        balance(trained)
         progress.step += 1
         local.sync_weights()
         assert local.last_sync is not None
@@ -239,3 +255,26 @@ def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_p
         assert [push_and_prove() for _ in range(3)] == [everything, everything - stays, everything - stays]
         trained.requires_grad_(True)
         assert push_and_prove() == everything
+
+
+def test_a_router_keeps_float32_in_a_bfloat16_engine(tmp_path: Path) -> None:
+    path = save_tiny_model("glm4-moe", tmp_path / "model")
+    trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    progress = Progress()
+    with started(path, trained, progress, tmp_path / "engine", dtype=torch.bfloat16) as local:
+        for step in range(2):
+            balance(trained)
+            progress.step = step
+            local.sync_weights()
+            assert local.last_sync is not None
+            assert local.last_sync.gap is not None
+            assert local.last_sync.gap.mean < 0.01
+        assert local._pusher is not None
+        source = local._pusher.source
+        in_float32 = {meta.name for meta in source.plan().metas if meta.dtype == torch.float32}
+        router = ("weight", "e_score_correction_bias")
+        assert in_float32 == {f"model.layers.{layer}.mlp.gate.{name}" for layer in range(2) for name in router}
+        wire_format = WireFormat(whole_experts=tuple(stack.name for stack in source.experts))
+        source.adopt(wire_format)  # a trainer that takes all for bfloat16
+        with pytest.raises(JobFailed, match=r"gate\.\w+ was sent in torch.bfloat16, but .* holds it in torch.float32"):
+            local.sync_weights()

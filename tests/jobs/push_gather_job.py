@@ -1,7 +1,8 @@
 """What a push gathers from real ZeRO-3 shards, against DeepSpeed's own gather; started by torchrun.
 
-`python push_gather_job.py SETTINGS.json`: `out`, a folder for `<rank>.json`; `cases`, each with ZeRO-3's configuration
-and the dtype of training, compared after an optimizer step; `layers` of the model whose memory is measured.
+`python push_gather_job.py SETTINGS.json`: `out`, a folder for `<rank>.json`; `cases`, each with ZeRO-3's configuration,
+the dtype of training, parts of names that travel in `float32`, and whether experts travel `whole`, compared after an
+optimizer step; `layers` of the model whose memory is measured.
 """
 
 import ctypes
@@ -21,10 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
-from grpo.weights.gather import ShardGather, has_plain_shards
+from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3
 from grpo.weights.push import Pusher
 from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
+from grpo.weights.wire_format import WireFormat
 from tests.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
 from tests.tiny_models import tiny_config
 
@@ -58,6 +60,9 @@ def trained_model(case: dict) -> nn.Module:
     ids = torch.randint(0, config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(rank))
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.5, 0.5)
     return engine.module
 
 
@@ -79,15 +84,18 @@ def filled(source: GatheredSource, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 def by_deepspeed(source: GatheredSource, bucket: Bucket) -> dict[str, torch.Tensor]:
     """The same bucket out of `GatheredParameters`, cast afterwards."""
-    with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket.parameters]):
-        whole = {name: parameter.detach().clone() for name, parameter in bucket.parameters}
-    return source._to_checkpoint(whole)
+    with deepspeed.zero.GatheredParameters([tensor for _, tensor in bucket.parameters if is_zero3(tensor)]):
+        whole = {name: tensor.detach().clone() for name, tensor in bucket.parameters}
+    return source._to_checkpoint(dict(whole)) | whole
 
 
 def compare(case: dict) -> dict:
     model = trained_model(case)
     wire = DTYPES[case["wire"]]
     source = GatheredSource(model, wire_dtype=wire, bucket_bytes=2**18)
+    in_float32 = [meta.name for meta in source.checkpoint_metas if any(part in meta.name for part in case["float32"])]
+    whole = [stack.name for stack in source.experts] if case["whole"] else []
+    source.adopt(WireFormat(dtypes=dict.fromkeys(in_float32, "float32"), whole_experts=tuple(whole)))
     receives = rank in case["receivers"]
     source.meet(receives=receives)
     group = source._group
@@ -99,7 +107,7 @@ def compare(case: dict) -> dict:
         theirs = by_deepspeed(source, bucket)
         for name, tensor in mine.items():
             compared += tensor.numel()
-            if not torch.equal(tensor, theirs[name].to(wire)):
+            if not torch.equal(tensor, theirs[name].to(torch.float32 if name in in_float32 else wire)):
                 different.append(name)
     parameters = list(model.parameters())
     return {

@@ -13,12 +13,13 @@ from tests.launching import ROOT, start
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
     "push": (
-        ("one parameter at a time / own push", "bound"),
+        ("one parameter at a time / own push", "bound", "bound", "own push / slower", "experts one by one / at once"),
         {
             "own push": "s",
             "own push by all-gather": "s",
             "memory of own push, rank 0": "MiB",
             "received by all-gather, rank 1": "MiB",
+            "experts at once": "s",
         },
     ),
     "overlap": (

@@ -1,19 +1,30 @@
 """What a push sends, in which buckets, and how it is checked."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
-from grpo.weights.buckets import ParamMeta, make_buckets, packed_bytes, packed_offsets, packed_places
+from grpo.weights.buckets import (
+    ParamMeta,
+    aligned,
+    make_buckets,
+    meta_bytes,
+    packed_bytes,
+    packed_offsets,
+    packed_places,
+)
 from grpo.weights.completeness import unsent_names
 from grpo.weights.gather import put_rows
 from grpo.weights.layers import frozen_names, layer_groups
+from grpo.weights.nccl import UNALIGNED
 from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts
 from grpo.weights.source import GatheredSource
-from tests.tiny_models import tiny_config
+from grpo.weights.wire_format import WireFormat, agreed
+from tests.tiny_models import tiny_model
 
 MB = 2**20
 
@@ -61,11 +72,6 @@ def test_shards_are_put_together_without_their_padding(numel: int, ranks: int) -
     assert torch.equal(one_by_one, expected)
 
 
-def model(family: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-
-
 def walk(source: GatheredSource) -> dict[str, torch.Tensor]:
     """Everything that the next push of `source` takes."""
     taken = {}
@@ -78,11 +84,11 @@ def walk(source: GatheredSource) -> dict[str, torch.Tensor]:
     return taken
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "gemma2-tied", "phi3-fused", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "gemma2-tied", "phi3-fused", "qwen3-moe", "glm4-moe"])
 def test_the_source_yields_what_save_pretrained_writes(family: str, tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
-    trained = model(family)
+    trained = tiny_model(family)
     trained.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB // 4)
@@ -97,15 +103,94 @@ def test_the_source_yields_what_save_pretrained_writes(family: str, tmp_path: An
 
 
 def test_a_tied_weight_travels_once_and_in_the_wire_dtype() -> None:
-    trained = model("qwen2-tied")
+    trained = tiny_model("qwen2-tied")
     sent = walk(GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=MB))
     assert "lm_head.weight" not in sent
     for name, parameter in trained.named_parameters():
         assert torch.equal(sent[name], parameter.to(torch.bfloat16)), name
 
 
+def test_buffers_travel_as_they_are_held_and_rotary_frequencies_do_not() -> None:
+    trained = tiny_model("glm4-moe")
+    biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
+    assert any("inv_freq" in name for name, _ in trained.named_buffers())
+    source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=MB)
+    routers = {name.replace("e_score_correction_bias", "weight") for name in biases}
+    source.adopt(WireFormat(dtypes=dict.fromkeys(biases | routers, "float32")))
+    sent = walk(source)
+    assert not [name for name in sent if "inv_freq" in name]
+    for name, tensor in sent.items():
+        assert tensor.dtype == (torch.float32 if name in biases | routers else torch.bfloat16), name
+    state = trained.state_dict()
+    for name in biases | routers:
+        assert torch.equal(sent[name], state[name]), name
+    assert sent[next(iter(biases))].abs().max() == 0.5
+    assert {*source.buffers} == biases
+    source.adopt(WireFormat(computed=tuple(biases)))  # an engine that takes them from no checkpoint
+    assert walk(source).keys() == sent.keys() - biases
+
+
+def test_a_bucket_of_several_dtypes_is_taken_apart_by_vllms_own_worker() -> None:
+    """Without gaps, in any order that the model has: an odd number of bfloat16 before a float32 cannot be viewed."""
+    metas = [
+        ParamMeta("odd", torch.bfloat16, (3,)),
+        ParamMeta("bias", torch.float32, (5,)),
+        ParamMeta("none", torch.float32, (0, 2)),
+        ParamMeta("table", torch.int64, (1,)),
+        ParamMeta("byte", torch.uint8, (3,)),
+        ParamMeta("last", torch.float32, (1,)),
+    ]
+
+    def travel(metas: Sequence[ParamMeta]) -> dict[str, torch.Tensor]:
+        buffer = torch.zeros(packed_bytes(metas, UNALIGNED), dtype=torch.uint8)
+        for index, place in enumerate(packed_places(buffer, metas, UNALIGNED)):
+            place.fill_(index + 1)
+        dtypes = [meta.dtype for meta in metas]
+        shapes = [list(meta.shape) for meta in metas]
+        return dict(unpack_tensor(buffer, [m.name for m in metas], shapes, dtypes, [meta_bytes(m) for m in metas]))
+
+    with pytest.raises(RuntimeError, match="divisible"):
+        travel(metas)
+    arrived = travel(aligned(metas))
+    assert arrived.keys() == {meta.name for meta in metas}
+    for index, meta in enumerate(aligned(metas)):
+        tensor = arrived[meta.name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (meta.dtype, meta.shape)
+        assert (tensor == index + 1).all()
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_experts_that_the_engine_loads_at_once_travel_as_the_trainer_holds_them(family: str) -> None:
+    trained = tiny_model(family)
+    source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
+    one_by_one = walk(source)
+    names = {stack.name for stack in source.experts}
+    assert names == {name for name, parameter in trained.named_parameters() if parameter.dim() == 3}
+    for stack in source.experts:
+        whole = trained.get_parameter(stack.name)
+        for part, values in zip(stack.parts, whole.chunk(len(stack.parts), dim=1), strict=True):
+            for name, value in zip(part, values, strict=True):
+                assert torch.equal(one_by_one[name], value), name
+    source.adopt(WireFormat(whole_experts=tuple(names)))
+    whole = walk(source)
+    assert names < whole.keys()
+    assert whole.keys() - names == {name for name in one_by_one if ".experts." not in name}
+    for name in names:
+        assert torch.equal(whole[name], trained.get_parameter(name))
+    assert sum(tensor.nbytes for tensor in whole.values()) == sum(tensor.nbytes for tensor in one_by_one.values())
+
+
+def test_engines_that_hold_different_forms_are_refused() -> None:
+    one = WireFormat(dtypes={"gate.bias": "float32"}, whole_experts=("experts",))
+    assert agreed([one, one]) == one
+    with pytest.raises(RuntimeError, match=r"gate\.bias.* different forms"):
+        agreed([one, WireFormat(whole_experts=("experts",))])
+    with pytest.raises(RuntimeError, match=r"experts.* different forms"):
+        agreed([one, WireFormat(dtypes=one.dtypes)])
+
+
 def test_buckets_keep_to_the_limit_and_a_small_model_is_cut_too() -> None:
-    trained = model("qwen2-tied")
+    trained = tiny_model("qwen2-tied")
     for limit in (MB // 8, MB, 512 * MB):
         source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=limit)
         largest = max(packed_bytes(bucket.metas) for bucket in source.plan().buckets)
@@ -117,7 +202,7 @@ def test_buckets_keep_to_the_limit_and_a_small_model_is_cut_too() -> None:
 
 
 def test_which_parameters_may_share_a_layer_of_the_engine() -> None:
-    groups = layer_groups(model("qwen2-tied"))
+    groups = layer_groups(tiny_model("qwen2-tied"))
     layer = "model.layers.1"
     fused = [f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
     assert len({groups[name] for name in fused}) == 1
@@ -126,9 +211,9 @@ def test_which_parameters_may_share_a_layer_of_the_engine() -> None:
     apart = {groups[f"{layer}.{name}.weight"] for name in alone}
     apart |= {groups[name] for name in ("model.embed_tokens.weight", "model.norm.weight", fused[0])}
     assert len(apart) == 7
-    untied = layer_groups(model("llama-untied"))
+    untied = layer_groups(tiny_model("llama-untied"))
     assert untied["lm_head.weight"] != untied["model.embed_tokens.weight"]
-    experts = layer_groups(model("qwen3-moe"))
+    experts = layer_groups(tiny_model("qwen3-moe"))
     assert len({group for name, group in experts.items() if ".layers.0.mlp." in name}) == 1  # router and experts
 
 
@@ -160,7 +245,7 @@ def test_vllm_fuses_no_two_parameters_that_are_told_apart() -> None:
 
 
 def test_a_frozen_layer_is_sent_once_and_a_layer_with_one_trained_parameter_always() -> None:
-    trained = model("qwen2-tied")
+    trained = tiny_model("qwen2-tied")
     for name, parameter in trained.named_parameters():
         trains = name in ("model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.down_proj.weight")
         parameter.requires_grad_(trains)
@@ -178,10 +263,20 @@ def test_a_frozen_layer_is_sent_once_and_a_layer_with_one_trained_parameter_alwa
 
 
 def test_nothing_frozen_is_told_from_nothing_trained() -> None:
-    trained = model("llama-untied")
+    trained = tiny_model("llama-untied")
     assert frozen_names(trained) == frozenset()
     trained.requires_grad_(False)
     assert frozen_names(trained) == {name for name, _ in trained.named_parameters()}
+
+
+def test_a_frozen_router_leaves_its_bias_to_travel_and_other_parameters_go_with_their_buffer() -> None:
+    trained = tiny_model("glm4-moe")
+    trained.requires_grad_(False)
+    trained.model.norm.register_buffer("scale", torch.ones(1))
+    source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
+    source.mark_sent()
+    biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
+    assert walk(source).keys() == biases | {"model.norm.scale", "model.norm.weight"}
 
 
 def test_the_probe_is_fixed_and_leaves_special_tokens_out() -> None:

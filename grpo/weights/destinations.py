@@ -1,0 +1,235 @@
+"""Where each tensor of a checkpoint goes in the engine, told by vLLM's own `load_weights`.
+
+Names do not tell: vLLM fuses projections, renames, and every model has its own mapping. Here the weight loaders of all
+tensors are replaced, for a dry run that loads nothing, or watched while they load.
+
+Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention.attention import should_load_quant_weights
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+Loader = Callable[..., Any]
+
+# Of an attention layer: the scales of its KV cache. vLLM sets the first four to 1 itself at the end of every reload
+# (`set_default_quant_scales` in attention.py:601, mla_attention.py:1341, vLLM 0.31), unless the model is quantised; the
+# others exist between that model's loading and its processing, which nobody reads without a quantised cache.
+KV_CACHE_SCALES = frozenset(
+    ["_k_scale", "_v_scale", "_q_scale", "_prob_scale", "k_scale", "v_scale", "q_scale", "prob_scale"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Destination:
+    """A tensor of the engine that a checkpoint may fill."""
+
+    path: str
+    layer: torch.nn.Module
+    name: str
+    """In its layer."""
+    tensor: torch.Tensor
+
+
+def destinations(model: torch.nn.Module) -> list[Destination]:
+    """Parameters and persistent buffers, each once, under its first path; what `load_format="dummy"` fills, too.
+
+    Those that vLLM leaves out of its count of a layer's elements are among them (`SKIP_LOAD_TENSORS` in
+    model_loader/reload/meta.py, vLLM 0.31: a router's `e_score_correction_bias`): it stays where it is in a reload, and
+    its loader writes to it at once.
+    """
+    found: dict[int, Destination] = {}
+    for layer_path, layer in model.named_modules():
+        for name, tensor in get_layer_tensors(layer).items():
+            if name not in layer._non_persistent_buffers_set:
+                path = f"{layer_path}.{name}" if layer_path else name
+                found.setdefault(id(tensor), Destination(path=path, layer=layer, name=name, tensor=tensor))
+    return list(found.values())
+
+
+def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
+    """Whether vLLM gives this tensor its value itself, and no push needs to.
+
+    Args:
+        tied: whether the model's configuration ties the head to the embedding.
+    """
+    layer = destination.layer
+    if not destination.tensor.is_floating_point():
+        return True  # expert maps and the like, set in constructors; dummy loading leaves them alone
+    if is_deferred_attention_layer(layer) and destination.name in KV_CACHE_SCALES:
+        return not should_load_quant_weights(getattr(layer, "quant_method", None)) or not is_quantized_kv_cache(
+            getattr(layer, "kv_cache_dtype", "auto")
+        )
+    return tied and isinstance(layer, ParallelLMHead)  # its tensor is the embedding's
+
+
+class WatchedLoaders:
+    """Weight loaders of a model that wait for a reload, replaced until `remove`.
+
+    Args:
+        replace: makes a tensor's loader out of the one that it has. A loader that keeps the name of the first
+            (`functools.wraps`) is taken for it: vLLM unwraps its own by their name.
+    """
+
+    def __init__(self, model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> None:
+        self._replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
+        for destination in destinations(model):
+            tensor = destination.tensor
+            before = getattr(tensor, "weight_loader", None)
+            loader = replace(destination, before or default_weight_loader)
+            tensor.weight_loader = loader
+            self._replaced.append((tensor, before, loader))
+
+    def remove(self) -> None:
+        for tensor, before, loader in self._replaced:
+            if getattr(tensor, "weight_loader", None) is not loader:
+                continue  # vLLM has put back the original
+            if before is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = before
+
+
+def loaded_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What a loader is to load: it is called with a parameter, this, and what differs by kind."""
+    return kwargs["loaded_weight"] if "loaded_weight" in kwargs else args[1]
+
+
+# -- a dry run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One call of a weight loader."""
+
+    destination: Destination
+    details: dict[str, Any]
+    """What the loader was told beside parameter and weight: `shard_id`, `expert_id` …"""
+
+
+def arrivals_of(
+    model: torch.nn.Module, metas: dict[str, tuple[torch.dtype, Sequence[int]]], optional: Collection[str] = ()
+) -> dict[str, list[Arrival]]:
+    """Which loaders `load_weights` calls for each name; none of them runs.
+
+    The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
+
+    Args:
+        metas: dtype and shape of all tensors of the checkpoint, by their names.
+        optional: those that this model need not know.
+
+    Raises:
+        ValueError, KeyError: the model's own, of any other name that it does not know.
+    """
+    arrivals: dict[str, list[Arrival]] = defaultdict(list)
+    weights = [(name, torch.empty(tuple(shape), dtype=dtype, device="meta")) for name, (dtype, shape) in metas.items()]
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights}  # views of it are handed on
+
+    def replace(destination: Destination, loader: Loader) -> Loader:
+        signature = inspect.signature(loader)
+
+        def note(*args: Any, **kwargs: Any) -> bool:
+            name = by_storage.get(loaded_weight(args, kwargs).untyped_storage()._cdata)
+            if name is not None:
+                details = dict(list(signature.bind(*args, **kwargs).arguments.items())[2:])
+                arrivals[name].append(Arrival(destination=destination, details=details))
+            return True  # experts: loaded here
+
+        return note
+
+    watched = WatchedLoaders(model, replace)
+    try:
+        with disable_mtp_completeness_check():
+            model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
+            for name, tensor in weights:
+                if name in optional:
+                    with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
+                        model.load_weights(iter([(name, tensor)]))
+    finally:
+        watched.remove()
+    return dict(arrivals)
+
+
+def held_dtypes(arrivals: dict[str, list[Arrival]], dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """By the checkpoint's name: in which floating-point dtype the engine holds it, where that is not `dtypes`'."""
+    held = {
+        name: functools.reduce(torch.promote_types, {call.destination.tensor.dtype for call in calls})
+        for name, calls in arrivals.items()
+    }
+    return {
+        name: other
+        for name, other in held.items()
+        if other != dtypes[name] and other.is_floating_point and dtypes[name].is_floating_point
+    }
+
+
+# -- experts in one call -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeLoad:
+    """How one part of all experts of a layer is loaded at once: vLLM's loader takes [experts, rows, columns], too."""
+
+    layer: RoutedExperts
+    name: str
+    weight_name: str
+    shard_id: str
+
+    def load(self, weight: torch.Tensor) -> None:
+        parameter = getattr(self.layer, self.name)
+        parameter.weight_loader(
+            param=parameter,
+            loaded_weight=weight,
+            weight_name=self.weight_name,
+            shard_id=self.shard_id,
+            expert_id=0,
+            return_success=True,
+        )
+
+
+def whole_loads(parts: Sequence[Sequence[str]], arrivals: dict[str, list[Arrival]]) -> list[WholeLoad] | None:
+    """One load for each part, if all experts go, in order, to one tensor of a layer that holds them all, as they are.
+
+    Args:
+        parts: the checkpoint's names, part by part, expert by expert.
+
+    Returns:
+        None where experts have to come one by one: expert parallelism, redundant experts, quantised ones.
+    """
+    return None if None in (loads := [_whole_load(part, arrivals) for part in parts]) else loads  # type: ignore[return-value]
+
+
+def _whole_load(names: Sequence[str], arrivals: dict[str, list[Arrival]]) -> WholeLoad | None:
+    calls = [arrivals.get(name, []) for name in names]
+    if any(len(each) != 1 for each in calls):
+        return None
+    first = calls[0][0]
+    layer, details = first.destination.layer, first.details
+    one_tensor = all(call.destination is first.destination for (call,) in calls)
+    one_shard = all(call.details.get("shard_id") == details.get("shard_id") for (call,) in calls)
+    in_order = [call.details.get("expert_id") for (call,) in calls] == list(range(len(names)))
+    if not (one_tensor and one_shard and in_order and isinstance(layer, RoutedExperts)):
+        return None
+    holds_all = layer.local_num_experts == layer.global_num_experts == len(names) == len(first.destination.tensor)
+    as_they_are = type(layer.quant_method) is UnquantizedFusedMoEMethod
+    padded = layer.moe_config.tp_shard_with_padding
+    transposed = getattr(first.destination.tensor, "is_transposed", False)
+    if not (holds_all and as_they_are) or padded or transposed:
+        return None
+    weight_name = details["weight_name"]
+    return WholeLoad(layer=layer, name=first.destination.name, weight_name=weight_name, shard_id=details["shard_id"])

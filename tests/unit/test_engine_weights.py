@@ -1,0 +1,167 @@
+"""The engine's side of a push, over vLLM's own reload of a model of a few tensors, without an engine."""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from grpo.weights.buckets import ParamMeta, described
+from grpo.weights.completeness import IncompletePushError
+from grpo.weights.destinations import Arrival, Destination, whole_loads
+from grpo.weights.worker import CountedReload
+
+BIAS = "layer.gate.e_score_correction_bias"
+
+
+class Router(nn.Module):
+    """As in Glm4MoE: what vLLM counts, and what it leaves out of its count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(torch.full([4], 1e-3), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """Holds its router's bias, too, and a scale as Gemma 4's layers do."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.e_score_correction_bias = bias
+        self.register_buffer("layer_scalar", torch.full([1], 1e-3, dtype=torch.bfloat16))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+        self._expert_map: torch.Tensor
+        self.register_buffer("_expert_map", torch.arange(4))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Router()
+        self.experts = Experts(self.gate.e_score_correction_bias)
+
+
+class Model(nn.Module):
+    """Renames, as many of vLLM's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        renamed = ((name.removeprefix("model."), weight) for name, weight in weights)
+        return AutoWeightsLoader(self).load_weights(renamed)
+
+
+class Engine(CountedReload):
+    """Without a transport."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        record_metadata_for_reloading(self.model)
+        self.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=SimpleNamespace())  # type: ignore[assignment]
+        self.device = torch.device("cpu")
+
+    def init_transfer_engine(self, init_info: Any) -> None: ...
+    def receive_weights(self, update_info: Any) -> None: ...
+    def shutdown(self) -> None: ...
+
+    def push(self, weights: dict[str, torch.Tensor], held: Sequence[str] = ()) -> None:
+        self.start_weight_update()
+        self.note_received(list(weights), list(held))
+        self.load(list(weights.items()))
+        self.finish_weight_update()
+
+
+def weights(value: float = 1.0, scalar: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {
+        "model.layer.gate.weight": torch.full((4, 3), value),
+        "model.layer.gate.e_score_correction_bias": torch.full((4,), value),
+        "model.layer.experts.layer_scalar": torch.full((1,), value, dtype=scalar),
+    }
+
+
+def test_what_a_push_brings_stands_in_the_tensors_that_kernels_hold() -> None:
+    engine = Engine()
+    experts, gate = engine.model.layer.experts, engine.model.layer.gate
+    kept = (gate.weight, experts.e_score_correction_bias, experts.layer_scalar)  # as a router, or a CUDA graph, keeps
+    for value in (1.0, 2.0, 3.0):
+        engine.push(weights(value))
+        assert [tensor.unique().item() for tensor in kept] == [value] * 3
+        assert experts.e_score_correction_bias is gate.e_score_correction_bias is kept[1]
+    assert (experts.inv_freq.tolist(), experts._expert_map.tolist()) == ([1, 1], [0, 1, 2, 3])
+    assert not hasattr(kept[1], "weight_loader") or kept[1].weight_loader.__name__ == "default_weight_loader"
+
+
+@pytest.mark.parametrize("missing", ["gate.e_score_correction_bias", "experts.layer_scalar"])
+def test_what_vllm_does_not_count_is_missed_by_name(missing: str) -> None:
+    engine = Engine()
+    sent = {name: weight for name, weight in weights().items() if name != f"model.layer.{missing}"}
+    with pytest.raises(IncompletePushError, match=rf"in 1 places: layer\.{missing}: no push has brought it"):
+        engine.push(sent)
+
+
+def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory() -> None:
+    """vLLM does, of a whole number too, which dummy loading leaves alone."""
+    engine = Engine()
+    engine.model.layer.experts.register_buffer("hash_table", torch.arange(4))
+    record_metadata_for_reloading(engine.model)
+    with pytest.raises(IncompletePushError, match=r"in 1 places: layer\.experts\.hash_table: not sent, though others"):
+        engine.push(weights())
+
+
+def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
+    engine = Engine()
+    engine.push(weights(1.0))
+    router = "model.layer.gate.weight"
+    engine.push({name: weight for name, weight in weights(2.0).items() if name != router}, held=[router])
+    gate = engine.model.layer.gate
+    assert (gate.weight.unique().item(), gate.e_score_correction_bias.unique().item()) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["gate.weight", "gate.e_score_correction_bias"])
+def test_a_tensor_in_another_dtype_is_refused_by_name(name: str) -> None:
+    engine = Engine()
+    engine.push(weights())
+    wrong = weights()
+    wrong[f"model.layer.{name}"] = wrong[f"model.layer.{name}"].bfloat16()
+    with pytest.raises(IncompletePushError, match=rf"layer\.{name} was sent in torch.bfloat16, .* in torch.float32"):
+        engine.push(wrong)
+
+
+def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    names = {name: tuple(weight.shape) for name, weight in weights().items()}
+    metas = [ParamMeta(name, torch.bfloat16, shape) for name, shape in {**names, **shapes}.items()]
+    buffers = [name for name in shapes if name.startswith("buffer")]
+    experts = [{"name": "stack", "parts": [["model.layer.gate.weight"]]}]
+    return {"metas": described(metas), "buffers": buffers, "experts": experts}
+
+
+def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
+    engine = Engine()
+    engine.push(weights(2.0))
+    kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
+    values = {name: tensor.clone() for name, tensor in kept.items()}
+    assert engine.wire_format(question(buffer_of_the_trainers=(2,))) == {
+        "dtypes": {"model.layer.gate.weight": "float32", "model.layer.gate.e_score_correction_bias": "float32"},
+        "whole_experts": [],
+        "computed": ["buffer_of_the_trainers"],
+    }
+    after = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
+    assert all(after[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in kept.items())
+    engine.push(weights(3.0))
+    with pytest.raises(ValueError, match="unheard_of"):
+        engine.wire_format(question(unheard_of=(1,)))
+
+
+def test_experts_come_one_by_one_where_a_layer_is_not_vllms_own() -> None:
+    layer = Experts(nn.Parameter(torch.zeros(2, 3, 3)))
+    place = Destination(path="experts.w2", layer=layer, name="w2", tensor=layer.e_score_correction_bias)
+    calls = {str(i): [Arrival(destination=place, details={"shard_id": "w2", "expert_id": i})] for i in range(2)}
+    assert whole_loads([["0", "1"]], calls) is None
+    assert whole_loads([["0", "unknown"]], calls) is None
