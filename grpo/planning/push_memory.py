@@ -14,6 +14,7 @@ from grpo.planning.model_shape import meta_model
 from grpo.weights.buckets import NUM_BUFFERS, Bucket
 from grpo.weights.gather import whole_shape
 from grpo.weights.source import GatheredSource
+from grpo.weights.wire_format import WireFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ def push_shape(config: Any, *, dtype: torch.dtype, bucket_bytes: int, trust_remo
     """
     model = meta_model(config, trust_remote_code=trust_remote_code)
     source = GatheredSource(model, wire_dtype=dtype, bucket_bytes=bucket_bytes)
+    source.adopt(experts_at_once(source))
     buckets = source.plan().buckets
     return PushShape(
         buffer_bytes=source.buffer_bytes,
@@ -52,6 +54,11 @@ def push_shape(config: Any, *, dtype: torch.dtype, bucket_bytes: int, trust_remo
         converted_bytes=max(_converted_bytes(model, bucket, dtype) for bucket in buckets),
         dtype_bytes=dtype.itemsize,
     )
+
+
+def experts_at_once(source: GatheredSource) -> WireFormat:
+    """What an engine answers that is not quantised and has no expert parallelism, but for the few float32 tensors."""
+    return WireFormat(whole_experts=tuple(stack.name for stack in source.experts))
 
 
 def _converted_bytes(model: Any, bucket: Bucket, dtype: torch.dtype) -> int:

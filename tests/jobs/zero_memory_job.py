@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo.planning.push_memory import experts_at_once
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
 from grpo.weights.gather import ShardGather
 from grpo.weights.source import GatheredSource
@@ -80,6 +81,7 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
         source = GatheredSource(
             engine.module, wire_dtype=getattr(torch, settings["wire"]), bucket_bytes=settings["bucket_bytes"]
         )
+        source.adopt(experts_at_once(source))
         sends = dist.get_rank() == 0
         source.meet(receives=sends)
         group, by_nccl = source._group, transport == "nccl"
