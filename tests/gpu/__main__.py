@@ -7,7 +7,6 @@ Needs torch (2.11 or newer) and pytest; the rest is said test by test. Tests wit
 
 import faulthandler
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -38,7 +37,12 @@ class ReportPlugin:
         items[:] = sorted((item for item in items if gpus[item]), key=lambda item: gpus[item])
         for item in items:
             name = item.nodeid.rpartition("/")[2]
-            self.outcomes[item.nodeid] = Outcome(name=name, gpus=gpus[item], result="not run", detail="was not reached")
+            self.outcomes[item.nodeid] = Outcome(name=name, gpus=gpus[item], result="not run", detail="not reached")
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if item.nodeid in self.outcomes:
+                self.outcomes[item.nodeid].detail = "not chosen on the command line"
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.outcomes[nodeid].result, self.outcomes[nodeid].detail = "began", ""
@@ -50,7 +54,7 @@ class ReportPlugin:
         outcome.seconds += report.duration
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            outcome.result, outcome.detail = "not run", re.sub(r"^Skipped: (needs )?", "", reason)
+            outcome.result, outcome.detail = "not run", reason.removeprefix("Skipped: ")
         elif report.failed:
             told = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
             outcome.result, outcome.detail = "FAILED", (told or [report.longreprtext])[0][:300]
@@ -85,7 +89,7 @@ def main(arguments: list[str], folder: str = str(ROOT / "tests" / "gpu")) -> int
         left = [outcome for outcome in outcomes if outcome.gpus == needed and outcome.result == "not run"]
         for reason in dict.fromkeys(outcome.detail for outcome in left):
             names = [outcome.name.partition("[")[0].partition("::")[2] for outcome in left if outcome.detail == reason]
-            print(f"  not run, needs {reason}:\n    {', '.join(dict.fromkeys(names))}")
+            print(f"  not run, {reason}:\n    {', '.join(dict.fromkeys(names))}")
     print(f"report: {os.path.relpath(REPORT)}")
     ran = any(outcome.result != "not run" for outcome in outcomes)
     if not ran:

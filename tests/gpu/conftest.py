@@ -12,6 +12,7 @@ from tests.gpu.requirements import STACK, lacking, rehearsed
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): how many GPUs a test needs")
     config.addinivalue_line("markers", "requires(*modules): what must be installed beside torch and pytest")
+    config.addinivalue_line("markers", "rehearsable: knows how to run on CPU under GRPO_REHEARSE, as every job does")
     config.addinivalue_line("markers", "job: starts a training job, and needs all that one imports")
 
 
@@ -20,7 +21,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     modules = [module for mark in item.iter_markers("requires") for module in mark.args]
     if item.get_closest_marker("job"):
         modules += STACK
-        gpus = 0 if rehearsed() else gpus
+    if rehearsed() and (item.get_closest_marker("job") or item.get_closest_marker("rehearsable")):
+        gpus = 0
     if missing := lacking(gpus, modules):
         pytest.skip(f"needs {' and '.join(missing)}")
 

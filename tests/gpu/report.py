@@ -85,6 +85,6 @@ def render(facts: Sequence[tuple[str, str]], outcomes: Sequence[Outcome]) -> str
         lines.append(row(str(outcome.gpus), f"`{outcome.name}`", *cells))
     left = [outcome for outcome in outcomes if outcome.result == "not run"]
     if left:
-        lines += ["", "## What did not run", "", "| GPUs | test | needs |", "|---|---|---|"]
+        lines += ["", "## What did not run", "", "| GPUs | test | why |", "|---|---|---|"]
     lines += [row(str(outcome.gpus), f"`{outcome.name}`", outcome.detail) for outcome in left]
     return "\n".join(lines) + "\n"

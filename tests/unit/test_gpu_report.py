@@ -17,7 +17,7 @@ OUTCOMES = [
             figures=[("push", 0.01234, "s"), ("x", 15200, "B")]),
     Outcome(name="t.py::test_b", gpus=2, result="FAILED", seconds=3, detail="assert 1 == 2 | 3"),
     Outcome(name="t.py::test_c", gpus=2, result="began"),
-    Outcome(name="t.py::test_d", gpus=4, result="not run", detail="4 GPUs (2 more than this machine has)"),
+    Outcome(name="t.py::test_d", gpus=4, result="not run", detail="needs 4 GPUs (2 more than this machine has)"),
 ]  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def test_the_report_tells_what_ran_and_what_did_not() -> None:
         "| 1 | `t.py::test_a` | passed | 1.2 | push 0.0123 s; x 15,200 B |",
         "| 2 | `t.py::test_b` | FAILED: assert 1 == 2 / 3 | 3.0 |  |",
         "| 2 | `t.py::test_c` | began, and did not end | 0.0 |  |",
-        "| 4 | `t.py::test_d` | 4 GPUs (2 more than this machine has) |",
+        "| 4 | `t.py::test_d` | needs 4 GPUs (2 more than this machine has) |",
     ):
         assert line in report.splitlines()
     assert summary([]) == "nothing was collected"
@@ -59,7 +59,7 @@ def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
     assert "nothing ran" in done.stdout
     for needed in ("1 GPU", "2 GPUs", "3 GPUs", "4 GPUs", "8 GPUs"):
         assert f"not run, needs {needed} (this machine has none)" in done.stdout
-    assert "| 3 | `test_three_gpus.py::test_the_first_step_comes_within_two_minutes[torchrun]` | 3 GPUs" in (
+    assert "| 3 | `test_three_gpus.py::test_the_first_step_comes_within_two_minutes[torchrun]` | needs 3 GPUs" in (
         report.read_text()
     )
 
