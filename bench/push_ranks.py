@@ -112,6 +112,7 @@ class Ranks:
             transport.start_sending(0, bucket)
             engines.update_weights(transport.update_info(0, bucket))
         self.pusher._finish(0)
+        transport.end()
         return time.perf_counter() - begun
 
     def _trl_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,9 +179,11 @@ class Ranks:
             assert transport is not None
             engines.start_weight_update()
             for index, bucket in enumerate(self.plan.buckets):
+                transport.places(index % NUM_BUFFERS, bucket)
                 transport.start_sending(index % NUM_BUFFERS, bucket)
                 engines.update_weights(transport.update_info(index % NUM_BUFFERS, bucket))
             self.pusher._finish(0)
+            transport.end()
 
         return self._timed("load", run)
 

@@ -1,11 +1,13 @@
 """All ranks over gloo: what rank 0 decides, what any rank wants, and meeting before going on."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from grpo.failures import FailureWatch
+from grpo.process_groups import new_gloo_groups
 
 T = TypeVar("T")
 
@@ -14,12 +16,20 @@ MEETING_TIMEOUT_S = 1800.0
 
 
 class JobGroup:
-    """Every rank of the job makes one at the same time; all methods are collective over the job."""
+    """Every rank of the job makes one at the same time; all methods are collective over the job.
 
-    def __init__(self, *, timeout_s: float = MEETING_TIMEOUT_S) -> None:
+    Args:
+        watch: is told when the group cannot be made.
+
+    Raises:
+        TimeoutError: ranks did not come to make the group; names them.
+    """
+
+    def __init__(self, *, timeout_s: float = MEETING_TIMEOUT_S, watch: FailureWatch | None = None) -> None:
         self._group: Any = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            everyone = range(dist.get_world_size())
+            (self._group,) = new_gloo_groups([everyone], timeout_s=timeout_s, watch=watch)
         self.rank = dist.get_rank() if self._group is not None else 0
 
     def largest(self, value: int) -> int:

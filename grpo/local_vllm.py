@@ -213,6 +213,7 @@ class LocalVLLM:
             backend=self.backend,
             tensor_parallel_size=self.topology.tensor_parallel_size,
             timeout_s=self.args.vllm_sync_timeout,
+            tell=lambda error: self._watch.report(self._watch.make_record(error)),
         )
         with self._watch.during("push group"):
             failure = None
@@ -222,7 +223,7 @@ class LocalVLLM:
             timer.daemon = True
             timer.start()
             try:
-                pusher.connect(lambda error: self._watch.report(self._watch.make_record(error)))
+                pusher.connect()
             except (EngineError, OSError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
             finally:

@@ -1,9 +1,10 @@
-"""Every logged step as one JSON object per line, whatever trackers are configured."""
+"""Every logged step as one JSON object per line, whatever trackers are configured; and what is counted for it."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.run_folder import METRICS_FILE
@@ -25,3 +26,24 @@ class MetricsFile(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as lines:
                 lines.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def count_clipped(
+    ratio: torch.Tensor, completion_mask: torch.Tensor, *, mode: str, clip_min: float | None, clip_max: float | None
+) -> torch.Tensor:
+    """What TRL's importance sampling has clipped or masked, and of how many. [2] int64.
+
+    Args:
+        ratio: after TRL's correction: [completions, tokens], or [completions, 1] in the modes of whole sequences.
+        completion_mask: [completions, tokens], 0 on padding.
+        mode: TRL's `vllm_importance_sampling_mode`.
+    """
+    if mode.endswith("mask"):
+        clipped = ratio == 0
+    else:
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
+        for bound in (clip_min, clip_max):
+            if bound is not None:
+                clipped |= ratio == bound
+    counted = completion_mask.bool() if mode.startswith("token") else torch.ones_like(clipped)
+    return torch.stack([(clipped & counted).sum(), counted.sum()])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from grpo.dispatch import PackedRows
 from grpo.failure_record import FailureRecord, GenerationDropped, JobFailed
 from grpo.failures import FailureWatch
+from grpo.process_groups import new_gloo_groups
 from grpo.topology import NodeTopology, check_nodes
 
 SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
@@ -95,20 +96,24 @@ class NodeGroups:
 
     Args:
         max_wait_s: the longest deadline that any wait on these groups is given.
+        watch: is told when the groups cannot be made.
+
+    Raises:
+        TimeoutError: ranks did not come to make the groups; names them.
     """
 
-    def __init__(self, topology: NodeTopology, *, max_wait_s: float) -> None:
+    def __init__(self, topology: NodeTopology, *, max_wait_s: float, watch: FailureWatch | None = None) -> None:
         self.topology = topology
         self._alone = not dist.is_initialized() or topology.world_size == 1
         self._phases = 0
         self._prefix = f"grpo/phases/{next(_agreements)}"
         if self._alone:
             return
-        timeout = timedelta(seconds=max_wait_s + MARGIN_S)
         size = topology.local_world_size
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
-        self._node, _ = dist.new_subgroups_by_enumeration(nodes, timeout=timeout, backend="gloo")
-        self._leaders = dist.new_group([ranks[0] for ranks in nodes], timeout=timeout, backend="gloo")
+        leaders = [ranks[0] for ranks in nodes]
+        groups = new_gloo_groups([*nodes, leaders], timeout_s=max_wait_s + MARGIN_S, watch=watch)
+        self._node, self._leaders = groups[topology.node], groups[-1]
         self._leader = topology.node * size  # global rank of this node's local main
         self._store = dist.distributed_c10d._get_default_store()
 

@@ -29,6 +29,7 @@ from grpo.checkpoints import (
     write_complete,
 )
 from grpo.failure_record import USERS_MISTAKES, FailureRecord, GenerationDropped
+from grpo.failures import FailureWatch
 from grpo.job_group import JobGroup
 from grpo.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 from grpo.run_folder import STATE_FILE, RunFolder, StopRequest
@@ -57,14 +58,17 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     # -- the run folder -------------------------------------------------------------------------------------------
 
-    def open_run(self, args: TrainingArguments, signals: StopSignals) -> None:
+    def open_run(self, args: TrainingArguments, signals: StopSignals, watch: FailureWatch | None = None) -> None:
         """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
+
+        Args:
+            watch: where this rank has one.
 
         Raises:
             ValueError: another job is in the folder, or the checkpoint does not fit this job.
         """
         self._signals = signals
-        self._job = JobGroup()
+        self._job = JobGroup(watch=watch)
         self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
         self._at_step_end: dict[str, Any] | None = None
 

@@ -9,7 +9,6 @@ import contextlib
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import parse_flag_from_env
 from datasets import IterableDataset
@@ -23,7 +22,7 @@ from grpo.failure_record import FailureRecord
 from grpo.failures import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
 from grpo.lookahead import prompts_of_batch
-from grpo.metrics import MetricsFile
+from grpo.metrics import MetricsFile, count_clipped
 from grpo.node_groups import NodeGroups, agree_on_topology
 from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
 from grpo.resumable import ResumableTrainer
@@ -114,7 +113,7 @@ class GRPOTrainer(ResumableTrainer):
             {rank: pids[rank] for rank in range(first, first + self.topology.local_world_size)},
         )
         with self._watch.guard(), self._watch.during("start"):
-            self.open_run(args, self._watch.signals)
+            self.open_run(args, self._watch.signals, self._watch)
             me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive
 
             def on_record(record: FailureRecord) -> None:
@@ -123,7 +122,7 @@ class GRPOTrainer(ResumableTrainer):
 
             self._watch.on_record = on_record
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
-            groups = NodeGroups(self.topology, max_wait_s=longest_s)
+            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
             engine_model, private_folder = describe_model(
                 inherited["model"], args, inherited["processing_class"], self.topology
             )
@@ -229,15 +228,14 @@ class GRPOTrainer(ResumableTrainer):
         output = super()._generate_and_score_completions(inputs)
         ratio = output.get("importance_sampling_ratio")
         if self._local is not None and ratio is not None:
-            args = self.args
-            if args.vllm_importance_sampling_mode.endswith("mask"):
-                clipped = ratio == 0
-            else:
-                bounds = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
-                clipped = torch.stack([ratio == bound for bound in bounds if bound is not None]).any(0)
-            # Padding has the ratio 1. A ratio is of a token, or of a whole sequence.
-            total = output["completion_mask"].sum() if ratio.shape[1] > 1 else clipped.new_tensor(len(ratio))
-            counts = self.accelerator.gather(torch.stack([clipped.sum(), total]).unsqueeze(0)).sum(0)
+            counts = count_clipped(
+                ratio,
+                output["completion_mask"],
+                mode=self.args.vllm_importance_sampling_mode,
+                clip_min=self.args.vllm_importance_sampling_clip_min,
+                clip_max=self.args.vllm_importance_sampling_clip_max,
+            )
+            counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
             mode = "train" if self.model.training else "eval"
             name = "sampling/importance_sampling_ratio/clipped_share"
             self._metrics[mode][name].append((counts[0] / counts[1].clamp(min=1)).item())

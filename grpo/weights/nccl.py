@@ -1,19 +1,21 @@
-"""The trainer's side of the NCCL backend: one small communicator of the local main and its engines' workers."""
+"""The trainer's side of the NCCL backend: one small communicator of the local main and its engines' workers.
 
+Imports vLLM only where the group is opened: the rest runs, and is tested, with torch alone.
+"""
+
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
-from vllm.distributed.weight_transfer.nccl_common import trainer_init as open_trainer_endpoint
-from vllm.utils.network_utils import get_open_port
 
 from grpo.engine.client import EngineError
 from grpo.weights.buckets import Bucket, described, meta_bytes, packed_places
 
-DEVICE = "cuda"
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 
@@ -24,20 +26,27 @@ class NcclTransport:
     queued by the main thread, bucket by bucket, so the order of operations on a communicator is the same everywhere;
     the push group's has no rank in common with an all-gather that could wait for it but this one. A buffer is free
     again when the engines have answered its update: they synchronise their device first, so the broadcast is over.
+
+    Args:
+        buffer_bytes: room for any bucket.
+        num_workers: of all the node's engines.
     """
 
     in_flight = 1  # updates have to be taken up in the order of the broadcasts
+    device = "cuda"
 
-    def __init__(self, *, num_buffers: int, buffer_bytes: int, num_workers: int) -> None:
+    def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
         # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set (0.31).
         torch.cuda.set_stream(torch.cuda.current_stream())
-        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_buffers)]
+        self._buffer_bytes = buffer_bytes
+        self._buffers: dict[int, torch.Tensor] = {}  # [bytes] uint8, by index, during a push
         self._stream = torch.cuda.Stream()
         self._num_workers = num_workers
         self._communicator: Any = None
-        self._aborted = False
+        self._aborted = threading.Event()
+        self._abort_lock = threading.Lock()
 
-    def open(self, engines: VLLMWeightSyncClient, on_refusal: Callable[[EngineError], None]) -> None:
+    def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
         """Meet the workers.
 
         Args:
@@ -47,19 +56,22 @@ class NcclTransport:
             EngineError: an engine refused.
             RuntimeError: vLLM could not load NCCL here, or the workers did not come.
         """
-        info = NCCLWeightTransferInitInfo(
+        from vllm.distributed.weight_transfer import nccl_common
+        from vllm.utils.network_utils import get_open_port
+
+        info = nccl_common.NCCLWeightTransferInitInfo(
             master_address="127.0.0.1",
             master_port=get_open_port(),
             rank_offset=1,
             world_size=1 + self._num_workers,
             packed=True,
-            packed_buffer_size_bytes=self._buffers[0].numel(),  # an update, which is a bucket, fits one broadcast
+            packed_buffer_size_bytes=self._buffer_bytes,  # an update, which is a bucket, fits one broadcast
             packed_num_buffers=1,
         )
         # The workers wait for this rank inside of the call, and this rank for them.
         pool = ThreadPoolExecutor(max_workers=1)
         try:
-            answer = pool.submit(engines.init_weight_transfer_engine, worker_init_payload(info))
+            answer = pool.submit(engines.init_weight_transfer_engine, nccl_common.worker_init_payload(info))
 
             def tell(done: Future[None]) -> None:
                 if isinstance(error := done.exception(), EngineError):
@@ -67,7 +79,7 @@ class NcclTransport:
 
             answer.add_done_callback(tell)
             try:
-                self._communicator = open_trainer_endpoint(info)
+                self._communicator = nccl_common.trainer_init(info)
             except Exception:  # workers that failed do not come
                 if answer.done():
                     answer.result()
@@ -81,7 +93,13 @@ class NcclTransport:
         finally:
             pool.shutdown(wait=False)
 
+    def begin(self) -> None:
+        if self._aborted.is_set():
+            raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
+
     def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
+        if index not in self._buffers:
+            self._buffers[index] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self.device)
         return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
 
     def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
@@ -89,24 +107,31 @@ class NcclTransport:
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
         """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
-        holds the caller until its peers are there."""
-        if self._aborted:
+        holds the caller until its peers are there, or until `abort`."""
+        if self._aborted.is_set():
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         num_bytes = sum(meta_bytes(meta) for meta in bucket.metas)
         try:
             self._communicator.broadcast(self._buffers[index][:num_bytes], src=0, stream=self._stream)
-        except RuntimeError:
-            if not self._aborted:  # else an engine has failed, and its answer says why
-                raise
+        except RuntimeError as error:
+            if not self._aborted.is_set():  # else an engine has failed, and its answer says why
+                raise EngineError(f"the broadcast to the node's engines failed: {error}") from error
+
+    def end(self) -> None:
+        # The memory goes back to the current stream, which must not write to it before the last broadcast is over.
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._buffers.clear()
 
     def abort(self) -> None:
         """End every operation on the push group, from any thread; the group cannot be used again."""
-        self._aborted = True
-        if self._communicator is not None:
-            self._communicator.destroy()
+        with self._abort_lock:
+            if not self._aborted.is_set():
+                self._aborted.set()
+                if self._communicator is not None:
+                    self._communicator.destroy()
 
     def close(self) -> None:
         self.abort()
         self._communicator = None
-        self._buffers = []
+        self._buffers.clear()

@@ -4,17 +4,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
 
 from grpo.engine.client import EngineClient, EngineError
-from grpo.weights.buckets import NUM_BUFFERS
 from grpo.weights.nccl import NcclTransport
 from grpo.weights.sender import Sender, Transport
 from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
+
+TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class NodeEngines:
     def start_weight_update(self) -> None:
         self._on_all("start_weight_update", [{} for _ in self._clients])
 
-    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+    def update_weights(self, update_info: "WeightTransferUpdatePayload") -> None:
         self._on_all("update_weights", [{"update_info": update_info} for _ in self._clients])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -84,13 +87,15 @@ class Pusher:
 
     Collective: every rank of the job makes one, connects it and calls `push`, in the same order.
 
-    Memory beside the model, for any model: on a local main `NUM_BUFFERS` packed buckets and one that is being put
-    together, or two if it holds experts that have to be split; on the other ranks a shard of a bucket, and over NCCL a
-    bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
+    Memory beside the model during a push, for any model: on a local main `NUM_BUFFERS` packed buckets and one that is
+    being put together, or two if it holds experts that have to be split; on the other ranks a shard of a bucket, and
+    over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
 
     Args:
         clients: the node's engines on its local main; None on every other rank.
         timeout_s: deadline of one call to an engine.
+        tell: told at once, from any thread, of a failure that this rank may not get to raise, because a library holds
+            its main thread: an engine's refusal to open the push group, a broadcast that does not begin.
     """
 
     def __init__(
@@ -101,42 +106,35 @@ class Pusher:
         backend: str,
         tensor_parallel_size: int,
         timeout_s: float,
+        tell: Callable[[EngineError], None] = lambda error: None,
     ) -> None:
         self.source = source
         self.backend = backend
         self._clients = clients
         self._timeout_s = timeout_s
+        self._tell = tell
         self._tensor_parallel_size = tensor_parallel_size
         self._engines = NodeEngines(clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
         self._transport: Transport | None = None
 
-    def connect(self, on_refusal: Callable[[EngineError], None] = lambda error: None) -> None:
-        """Open the push group of this node; not collective over ranks.
-
-        Args:
-            on_refusal: told of an engine's refusal at once, from any thread: over NCCL this call may go on for minutes.
+    def connect(self) -> None:
+        """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
 
         Raises:
             EngineError: an engine refused, on the local main.
         """
         if self._clients is None:
             return
-        if self.backend == "nccl":
-            self._transport = NcclTransport(
-                num_buffers=NUM_BUFFERS,
-                buffer_bytes=self.source.buffer_bytes,
-                num_workers=len(self._clients) * self._tensor_parallel_size,
-            )
-        else:
-            self._transport = ShmTransport(num_buffers=NUM_BUFFERS, buffer_bytes=self.source.buffer_bytes)
+        num_workers = len(self._clients) * self._tensor_parallel_size
+        self._transport = TRANSPORTS[self.backend](buffer_bytes=self.source.buffer_bytes, num_workers=num_workers)
         self._engines.on_failure = self._transport.abort
-        self._transport.open(self._engines, on_refusal)
+        self._transport.open(self._engines, self._tell)
 
     def push(self, version: int) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
 
-        When an engine of this node fails, the buckets are gathered to the end all the same, so that no other rank hangs
-        in a gather, and the error is handed back for the caller to share.
+        When an engine of this node or the way to it fails, the buckets are gathered to the end all the same, so that no
+        other rank hangs in a gather, and the error is handed back for the caller to share.
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
@@ -149,7 +147,9 @@ class Pusher:
         sender = None
         if self._clients is not None:
             assert self._transport is not None, "push before connect"
-            sender = Sender(self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s)
+            sender = Sender(
+                self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s, on_stuck=self._tell
+            )
         gather_s = 0.0
         try:
             for bucket in plan.buckets:
@@ -167,6 +167,9 @@ class Pusher:
             if sender is not None:
                 sender.abandon(broken)
             raise
+        finally:
+            if self._transport is not None:
+                self._transport.end()
         if error is None:
             self.source.mark_sent()
         report = PushReport(

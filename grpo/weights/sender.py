@@ -1,27 +1,39 @@
 """Sends filled buckets to the engines from threads of its own, while the main thread gathers the next one."""
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
 from grpo.engine.client import EngineError
 from grpo.weights.buckets import NUM_BUFFERS, Bucket
 
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+
+ANSWER_PATIENCE_S = 5.0  # how long a broken transport waits for an engine's word, which is nearer to the cause
+STUCK_S = 30.0  # beyond an engine's deadline, which ends the transport's operations: what still waits then is stuck
+
 
 class Transport(Protocol):
-    """Packed buffers, and how their content reaches the engines. For the main thread, but for `abort`."""
+    """Packed buffers, and how their content reaches the engines. For the main thread, but for `abort`.
+
+    Made with `buffer_bytes`, room for any bucket, and `num_workers`, of all engines of the node.
+    """
 
     in_flight: int
     """How many updates the engines may be told of before they have answered the first."""
 
-    def open(self, engines: VLLMWeightSyncClient, on_refusal: Callable[[EngineError], None]) -> None:
+    def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
         """Meet the engines; once. `on_refusal` is told, from any thread, of one that refuses."""
+
+    def begin(self) -> None:
+        """Before a push. Raises EngineError after an `abort`."""
 
     def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
         """Where the parameters of a bucket stand in buffer `index`."""
@@ -30,7 +42,12 @@ class Transport(Protocol):
         """What the engines are told of a filled buffer."""
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
-        """What is left to do on this side once the engines were told. May wait for them the first time."""
+        """What is left to do on this side once the engines were told. May wait for them the first time.
+
+        Raises EngineError when it fails, unless `abort` was the reason."""
+
+    def end(self) -> None:
+        """After a push, however it went: what only a push needs is given back."""
 
     def abort(self) -> None:
         """End what is in flight, from any thread."""
@@ -41,26 +58,39 @@ class Transport(Protocol):
 class Sender:
     """One push of a local main. Its threads make socket calls alone; each has a deadline, and so all waits here end.
 
-    After an engine's error nothing more is sent, and `free_buffer` says None.
+    After an error of an engine or of the transport nothing more is sent, and `free_buffer` says None.
 
     Args:
         held: checkpoint names that this push leaves out, because the engines have them.
         timeout_s: deadline of one call to the engines.
+        on_stuck: told, from another thread, that the transport holds the main thread for good.
     """
 
     def __init__(
-        self, transport: Transport, engines: VLLMWeightSyncClient, *, held: Sequence[str], timeout_s: float
+        self,
+        transport: Transport,
+        engines: "VLLMWeightSyncClient",
+        *,
+        held: Sequence[str],
+        timeout_s: float,
+        on_stuck: Callable[[EngineError], None] = lambda error: None,
     ) -> None:
         self._transport = transport
         self._engines = engines
         self._held = list(held)
         self._timeout_s = timeout_s
+        self._on_stuck = on_stuck
         self._error: EngineError | None = None
-        self._failed_call = sys.maxsize
+        self._failed_call: float = sys.maxsize
+        self._is_broken = False
         self._lock = threading.Lock()
         self._calls, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._sent: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(max_workers=transport.in_flight, thread_name_prefix="grpo-push")
+        try:
+            transport.begin()
+        except EngineError as error:
+            self._break(-1, error)
         self._started = self._threads.submit(self._call, 0, engines.start_weight_update)
 
     @property
@@ -82,19 +112,27 @@ class Sender:
         info = self._transport.update_info(buffer, bucket) | {"held": self._held if not self._sent else []}
         self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
         if self._error is None:
-            self._transport.start_sending(buffer, bucket)
+            try:
+                with self._stuck_is_told(len(self._sent)):
+                    self._transport.start_sending(buffer, bucket)
+            except EngineError as error:
+                self._break(len(self._sent) + 0.5, error)  # the update's own error comes before it
 
     def finish(self, complete: Callable[[], None]) -> EngineError | None:
-        """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong in an engine."""
-        for call in (self._started, *self._sent):
-            self._wait(call)
-        self._wait(self._threads.submit(self._call, 1 + len(self._sent), complete))
-        self._threads.shutdown()
+        """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong."""
+        calls = [self._started, *self._sent]
+        if self._is_broken:  # the engines may wait for what never comes, until their deadline
+            wait(calls, ANSWER_PATIENCE_S)
+        else:
+            for call in calls:
+                self._wait(call)
+            self._wait(self._threads.submit(self._call, 1 + len(self._sent), complete))
+        self._threads.shutdown(wait=not self._is_broken, cancel_futures=True)
         return self._error
 
     def abandon(self, why: BaseException) -> None:
         """Send nothing more and wait for nothing. The engines' update stays open: they are of no use any more."""
-        self._error = self._error or EngineError(f"the push was given up: {type(why).__name__}: {why}")
+        self._note(-1, EngineError(f"the push was given up: {type(why).__name__}: {why}"))
         self._transport.abort()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -103,7 +141,7 @@ class Sender:
         self._call(number, self._engines.update_weights, info)
 
     def _call(self, number: int, call: Callable[..., None], *args: Any) -> None:
-        if self._error is not None:
+        if number > self._failed_call:
             return
         with self._lock:
             self._calls += 1
@@ -112,14 +150,35 @@ class Sender:
         try:
             call(*args)
         except EngineError as error:
-            with self._lock:
-                if number < self._failed_call:  # what fails after it fails because of it
-                    self._failed_call, self._error = number, error
+            self._note(number, error)
         finally:
             with self._lock:
                 self._calls -= 1
                 if self._calls == 0:
                     self._busy_s += time.perf_counter() - self._busy_since
+
+    def _note(self, number: float, error: EngineError) -> None:
+        with self._lock:
+            if number < self._failed_call:  # what fails after it fails because of it
+                self._failed_call, self._error = number, error
+
+    def _break(self, number: float, error: EngineError) -> None:
+        """The transport has failed: nothing can be sent any more."""
+        self._note(number, error)
+        self._is_broken = True
+        self._transport.abort()
+
+    @contextlib.contextmanager
+    def _stuck_is_told(self, number: int) -> Iterator[None]:
+        """Around what may hold the main thread in a library, which nothing in Python can end."""
+        stuck = EngineError(f"bucket {number} is stuck on its way to the engines: {self._timeout_s + STUCK_S:.0f} s")
+        timer = threading.Timer(self._timeout_s + STUCK_S, self._on_stuck, [stuck])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _wait(self, call: Future[None]) -> None:
         call.result((NUM_BUFFERS + 3) * self._timeout_s)  # it, and what may stand before it, end within their deadlines

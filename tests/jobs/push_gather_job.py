@@ -144,7 +144,7 @@ def peak_of_a_push(num_layers: int) -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
     before = resident("VmRSS")
-    transport = ShmTransport(num_buffers=NUM_BUFFERS, buffer_bytes=source.buffer_bytes) if rank == 0 else None
+    transport = ShmTransport(buffer_bytes=source.buffer_bytes, num_workers=1) if rank == 0 else None
     for index, bucket in enumerate(plan.buckets):
         source.fill(bucket, None if transport is None else transport.places(index % NUM_BUFFERS, bucket))
     return {

@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import GRPOConfig, GRPOTrainer
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.bound_group import bind_default_group
+
 settings = json.loads(Path(sys.argv[1]).read_text())
 out = Path(settings["config"]["output_dir"])
 rank = int(os.environ.get("RANK", "0"))
@@ -104,6 +107,8 @@ config = GRPOConfig(
         **settings["config"],
     }
 )
+if torch.distributed.is_initialized():
+    bind_default_group()  # as on GPUs: whatever library makes a group of some ranks there ends the job here
 numbers = [f"{a}+{b}=" for a in range(10, 30) for b in range(10, 20)]
 out.mkdir(parents=True, exist_ok=True)
 (out / "ranks").mkdir(exist_ok=True)

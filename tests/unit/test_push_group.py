@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer import nccl_common
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
@@ -21,6 +22,7 @@ from grpo.weights.buckets import ParamMeta
 from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
 from grpo.weights.worker import NCCLUpdateInfo
+from tests.nccl_stand_in import only_streams_stand_in
 from tests.tiny_models import tiny_config
 
 
@@ -91,18 +93,12 @@ class Communicator:
         self.sent.append(tensor.clone())
 
 
-class Stream:
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only streams, which need GPUs, stand in."""
-    monkeypatch.setattr(nccl, "get_open_port", lambda: 4711)
-    monkeypatch.setattr(nccl, "DEVICE", "cpu")
-    for name, stand_in in (("Stream", Stream), ("current_stream", Stream), ("set_stream", lambda stream: None)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    only_streams_stand_in(monkeypatch)
+    monkeypatch.setattr("vllm.utils.network_utils.get_open_port", lambda: 4711)
+    monkeypatch.setattr(nccl.NcclTransport, "device", "cpu")
 
 
 def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
@@ -120,16 +116,17 @@ def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
             time.sleep(0.01)
         raise RuntimeError("wait timeout")  # as vLLM's store, for a worker that does not come
 
-    monkeypatch.setattr(nccl, "open_trainer_endpoint", open_endpoint)
+    monkeypatch.setattr(nccl_common, "trainer_init", open_endpoint)
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
-    pusher = Pusher(source, [Refusing()], backend="nccl", tensor_parallel_size=1, timeout_s=5.0)  # type: ignore[list-item]
+    settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 1, "timeout_s": 5.0, "tell": told.append}
+    pusher = Pusher(source, [Refusing()], **settings)  # type: ignore[list-item]
     with pytest.raises(EngineError, match="does not take it"):
-        pusher.connect(told.append)
+        pusher.connect()
     assert [str(error) for error in told] == ["does not take it"]
 
 
 def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) -> None:
-    transport = nccl.NcclTransport(num_buffers=1, buffer_bytes=16, num_workers=1)
+    transport = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
 
     class Aborted(Communicator):
         def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
@@ -141,6 +138,7 @@ def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) 
 
     transport._communicator = Aborted()
     bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
+    transport.places(0, bucket)  # type: ignore[arg-type]
     transport.start_sending(0, bucket)  # type: ignore[arg-type]
 
 
@@ -174,7 +172,7 @@ def tiny_model(family: str) -> torch.nn.Module:
 def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
     opened, communicator = [], Communicator()
-    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: opened.append(info) or communicator)
+    monkeypatch.setattr(nccl_common, "trainer_init", lambda info: opened.append(info) or communicator)
     engines = [RecordingEngine(), RecordingEngine()]
     trained = tiny_model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**17)

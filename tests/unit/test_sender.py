@@ -18,6 +18,8 @@ class ScriptedTransport:
         self.started: list[int] = []
         self.aborted = False
 
+    def begin(self) -> None: ...
+
     def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
         return []
 
@@ -26,6 +28,8 @@ class ScriptedTransport:
 
     def start_sending(self, index: int, bucket: Any) -> None:
         self.started.append(index)
+
+    def end(self) -> None: ...
 
     def abort(self) -> None:
         self.aborted = True

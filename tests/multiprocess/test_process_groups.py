@@ -1,0 +1,44 @@
+"""Groups are made without a hang where the default group is bound to a device, and within a deadline."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT, free_port, start
+
+JOB = ROOT / "tests" / "jobs" / "group_job.py"
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 3), (2, 2)])
+def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_node: int, tmp_path: Path) -> None:
+    port = free_port()
+
+    def command(node: int) -> list[str]:
+        flags = [f"--nnodes={nodes}", f"--node_rank={node}", f"--nproc_per_node={ranks_per_node}"]
+        return [str(BIN / "torchrun"), *flags, "--master_addr=127.0.0.1", f"--master_port={port}", str(JOB), str(out)]
+
+    out = tmp_path / "out"
+    world_size = nodes * ranks_per_node
+    job = start(command, out, nodes=nodes, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    try:
+        codes = job.wait(300)
+    finally:
+        job.end()
+    found = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    assert sorted(found) == [str(rank) for rank in range(world_size)], job.fail("ranks did not get through")
+    for rank, results in found.items():
+        late = results.pop("late", None)
+        assert results == {
+            "largest": world_size - 1,
+            "gathered": list(range(world_size)),
+            "exchanged": [10 * rank for rank in range(world_size)],
+            "bound": True,  # again
+            "sprung": results["sprung"],
+        }
+        assert results["sprung"] == (rank != "0")
+        if rank != "1":
+            assert "not made within 2 s: ranks [1] did not come" in late
+    assert all(codes), codes
+    assert "node 0 (" in job.output()
+    assert "rank 1, phase 'process groups': the process groups were not made within 1 s: " in job.output()

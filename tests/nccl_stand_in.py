@@ -1,0 +1,250 @@
+"""The NCCL transport without NCCL: its real code and vLLM's own packed consumer; only the wire between them stands in.
+
+Runs with torch alone, on CPUs and on one GPU. A broadcast takes place late, on the stream that it is given, as NCCL's
+does: whoever fills a buffer again before the engine has answered changes what arrives.
+
+vLLM's `packed_tensor.py` imports torch alone, and is loaded from its file where vLLM is not installed.
+"""
+
+import importlib.util
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo.engine.client import EngineError
+from grpo.weights.buckets import Bucket, ParamMeta
+from grpo.weights.nccl import NcclTransport
+
+LATE_S = 0.02  # from a broadcast's turn on its stream until it reads the buffer
+LATE_CYCLES = 40_000_000  # likewise on a GPU: about that time at 2 GHz
+WIRE_S = 30.0  # until a worker gives up waiting for the trainer
+
+
+def packed_tensor_module(path: str | Path | None = None) -> ModuleType:
+    """vLLM's `packed_tensor.py`: from `path`, or of the installed vLLM, without importing vLLM."""
+    if path is None:
+        found = importlib.util.find_spec("vllm")
+        assert found is not None, (
+            "vLLM is not installed: give the path of its distributed/weight_transfer/packed_tensor.py"
+        )
+        assert found.submodule_search_locations
+        path = Path(found.submodule_search_locations[0]) / "distributed" / "weight_transfer" / "packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("vllm_packed_tensor", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class CpuStream:
+    """Runs what it is given in order, in a thread of its own: what a CUDA stream is to the host."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        return self._thread.submit(work)
+
+    def wait_stream(self, stream: Any) -> None:
+        """On CPUs what fills a buffer has run when it returns."""
+
+    def synchronize(self) -> None:
+        self.run(lambda: None).result()
+
+    def __enter__(self) -> None:
+        """As `torch.cuda.stream(stream)`."""
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class Wire:
+    """What the trainer has put on its way, in order, and when it is there."""
+
+    def __init__(self, device: str, *, fails_at: int | None = None, holds: bool = False) -> None:
+        self.device = device
+        self.fails_at = fails_at
+        """The number of the broadcast, from 0, that raises, as NCCL does of a lost peer."""
+        self.holds = holds
+        """Whether the first broadcast holds its caller until `destroy`, as NCCL's does without its peers."""
+        self.destroyed = threading.Event()
+        self.num_sent = 0
+        self._sent: queue.Queue[tuple[torch.Tensor, Callable[[], None]]] = queue.Queue()
+
+    # -- the trainer's end: vLLM's PyNcclCommunicator -------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        if stream is None:
+            self._receive(tensor)
+            return
+        assert (src, tensor.dtype, tensor.dim()) == (0, torch.uint8, 1)
+        if self.holds:
+            self.destroyed.wait(WIRE_S)
+            raise RuntimeError("NCCL error: remote process exited or there was a network error")
+        if self.num_sent == self.fails_at:
+            raise RuntimeError("NCCL error: unhandled system error")
+        self.num_sent += 1
+        sent = torch.empty_like(tensor)  # in place of the engine's memory
+        if self.device == "cpu":
+
+            def copy() -> None:
+                time.sleep(LATE_S)
+                sent.copy_(tensor)
+
+            copied = stream.run(copy)
+            self._sent.put((sent, copied.result))
+            return
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LATE_CYCLES)
+            sent.copy_(tensor)
+        event = stream.record_event()
+        self._sent.put((sent, lambda: torch.cuda.current_stream().wait_event(event)))
+
+    def destroy(self) -> None:
+        self.destroyed.set()
+
+    # -- the engine's end -----------------------------------------------------------------------------------------
+
+    def _receive(self, tensor: torch.Tensor) -> None:
+        sent, until_there = self._sent.get(timeout=WIRE_S)
+        until_there()
+        tensor.copy_(sent)
+
+
+class StandInTransport(NcclTransport):
+    """The real transport over a wire of ours."""
+
+    def __init__(self, wire: Wire, *, buffer_bytes: int, num_workers: int = 1) -> None:
+        self.device = wire.device
+        super().__init__(buffer_bytes=buffer_bytes, num_workers=num_workers)
+        self._wire = wire
+
+    def open(self, engines: Any, on_refusal: Any) -> None:
+        self._communicator = self._wire
+
+
+class StandInEngine:
+    """An engine's client, and behind it vLLM's consumer of packed buffers.
+
+    Args:
+        answers_early: before an update has arrived; the engine that must not be.
+        dies_at: the number of the update, from 0, in which it fails.
+        hangs: whether it answers no update; the client's deadline passes.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        buffer_bytes: int,
+        *,
+        packed_tensor: ModuleType | None = None,
+        answers_early: bool = False,
+        dies_at: int | None = None,
+        hangs: bool = False,
+    ) -> None:
+        self._wire = wire
+        self._buffer_bytes = buffer_bytes
+        self._packed_tensor = packed_tensor or packed_tensor_module()
+        if wire.device == "cpu":
+            self._packed_tensor._get_streams = lambda device, number: tuple(CpuStream() for _ in range(number))
+        self._late = ThreadPoolExecutor(max_workers=1)  # takes up updates in order where they are answered early
+        self._answers_early, self._dies_at, self._hangs = answers_early, dies_at, hangs
+        self.arrived: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+
+    def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+        number = self.calls.count("update_weights")
+        self.calls.append(method)
+        if method != "update_weights":
+            return True
+        if number == self._dies_at:
+            raise EngineError("was killed by signal 9")
+        if self._hangs:
+            self._wire.destroyed.wait(timeout_s)
+            raise EngineError(f"did not answer update_weights within {timeout_s:.0f} s")
+        if self._answers_early:
+            self._late.submit(self._consume, kwargs["update_info"])
+        else:
+            self._consume(kwargs["update_info"])
+        return True
+
+    def error(self, what: str) -> EngineError:
+        return EngineError(what)
+
+    def finish(self) -> None:
+        """Until all that was sent has been taken up."""
+        self._late.shutdown()
+
+    def _consume(self, update: dict[str, Any]) -> None:
+        dtypes = [getattr(torch, name) for name in update["dtype_names"]]
+        metas = zip(update["names"], zip(update["shapes"], dtypes, strict=True), strict=True)
+        try:
+            self._packed_tensor.packed_nccl_broadcast_consumer(
+                iter(list(metas)),
+                group=self._wire,
+                src=0,
+                post_unpack_func=lambda tensors: self.arrived.update((n, t.clone()) for n, t in tensors),
+                buffer_size_bytes=self._buffer_bytes,
+                num_buffers=1,
+                device=self._wire.device,
+            )
+        except queue.Empty:
+            raise EngineError("the trainer's broadcast did not come") from None
+        if self._wire.device != "cpu" and not self._answers_early:
+            torch.cuda.synchronize()  # as vLLM's base class does before it answers
+
+
+def only_streams_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of torch needs a GPU, on a machine without one."""
+    for name, stand_in in (
+        ("Stream", CpuStream),
+        ("current_stream", CpuStream),
+        ("set_stream", lambda stream: None),
+        ("stream", lambda stream: stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+
+
+class MadeUpSource:
+    """Buckets of random tensors in place of a model: `num_buckets` of a few odd-sized tensors each.
+
+    Every `fill` counts, also of a rank that keeps nothing.
+    """
+
+    def __init__(self, num_buckets: int, dtype: torch.dtype, *, elements: int = 30_001, device: str = "cpu") -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.tensors: dict[str, torch.Tensor] = {}
+        buckets = []
+        for number in range(num_buckets):
+            sizes = (elements + number, 1, 7 * (number + 1))  # odd and even
+            metas = tuple(ParamMeta(f"bucket{number}.{part}", dtype, (size,)) for part, size in enumerate(sizes))
+            for meta in metas:
+                self.tensors[meta.name] = torch.randn(meta.shape, generator=draw).to(dtype).to(device)
+            buckets.append(Bucket(parameters=(), metas=metas))
+        num_bytes = [sum(self.tensors[meta.name].nbytes for meta in bucket.metas) for bucket in buckets]
+        self.buffer_bytes = max(num_bytes)
+        self._plan = SimpleNamespace(buckets=tuple(buckets), held=(), num_bytes=sum(num_bytes))
+        self.num_fills = 0
+
+    def meet(self, *, receives: bool) -> None: ...
+
+    def plan(self) -> Any:
+        return self._plan
+
+    def mark_sent(self) -> None: ...
+
+    def end_push(self) -> None: ...
+
+    def fill(self, bucket: Bucket, places: list[torch.Tensor] | None) -> None:
+        self.num_fills += 1
+        for meta, place in zip(bucket.metas, places or [], strict=places is not None):
+            place.copy_(self.tensors[meta.name])

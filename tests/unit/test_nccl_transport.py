@@ -1,0 +1,173 @@
+"""The NCCL transport end to end, without NCCL: what arrives, what a fault leaves, and that every wait ends."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from grpo.engine.client import EngineError
+from grpo.weights import push, sender
+from grpo.weights.push import Pusher
+from tests.nccl_stand_in import MadeUpSource, StandInEngine, StandInTransport, Wire, only_streams_stand_in
+
+NUM_BUCKETS = 24
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_streams_stand_in(monkeypatch)
+
+
+Connect = Callable[..., tuple[Pusher, StandInEngine, list[EngineError]]]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """A pusher over one wire to one engine; and what was told at once."""
+
+    def connect(
+        source: MadeUpSource, wire: Wire, timeout_s: float = 30.0, **engine: Any
+    ) -> tuple[Pusher, StandInEngine, list[EngineError]]:
+        told: list[EngineError] = []
+        stand_in = StandInEngine(wire, source.buffer_bytes, **engine)
+        monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
+        pusher = Pusher(
+            source,  # type: ignore[arg-type]
+            [stand_in],  # type: ignore[list-item]
+            backend="nccl",
+            tensor_parallel_size=1,
+            timeout_s=timeout_s,
+            tell=told.append,
+        )
+        pusher.connect()
+        return pusher, stand_in, told
+
+    return connect
+
+
+def different(source: MadeUpSource, engine: StandInEngine) -> list[str]:
+    """Names of what did not arrive bit by bit."""
+    as_bytes = {name: tensor.view(torch.uint8) for name, tensor in engine.arrived.items()}
+    return [
+        name
+        for name, tensor in source.tensors.items()
+        if name not in as_bytes or not torch.equal(as_bytes[name], tensor.view(torch.uint8))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> None:
+    source = MadeUpSource(NUM_BUCKETS, dtype)
+    pusher, engine, _ = connected(source, Wire("cpu"))
+    report, error = pusher.push(1)
+    assert error is None
+    assert different(source, engine) == []
+    assert report.num_bytes == sum(tensor.nbytes for tensor in source.tensors.values())
+    assert engine.calls[-2:] == ["finish_weight_update", "reset_prefix_cache"]
+
+
+def test_an_engine_that_answers_early_gets_wrong_weights(connected: Connect) -> None:
+    """The test above can fail: the answer is what keeps a buffer from being filled again."""
+    source = MadeUpSource(NUM_BUCKETS, torch.float32)
+    pusher, engine, _ = connected(source, Wire("cpu"), answers_early=True)
+    _, error = pusher.push(1)
+    engine.finish()
+    assert error is None
+    assert len(engine.arrived) == len(source.tensors)
+    assert len(different(source, engine)) > NUM_BUCKETS / 2
+
+
+def test_buffers_exist_during_a_push_alone(connected: Connect) -> None:
+    source = MadeUpSource(NUM_BUCKETS, torch.bfloat16)
+    pusher, _, _ = connected(source, Wire("cpu"))
+    transport = pusher._transport
+    assert isinstance(transport, StandInTransport)
+    held: list[int] = []
+    fill = source.fill
+
+    def watched(bucket: Any, places: Any) -> None:
+        held.append(sum(buffer.nbytes for buffer in transport._buffers.values()))
+        fill(bucket, places)
+
+    source.fill = watched  # type: ignore[method-assign]
+    for version in (1, 2):
+        assert transport._buffers == {}
+        _, error = pusher.push(version)
+        assert error is None
+    assert transport._buffers == {}
+    assert max(held) == sender.NUM_BUFFERS * source.buffer_bytes
+
+
+def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(connected: Connect) -> None:
+    source = MadeUpSource(NUM_BUCKETS, torch.float32)
+    wire = Wire("cpu", fails_at=3)
+    pusher, engine, _ = connected(source, wire, hangs=False)
+    _, error = pusher.push(1)
+    assert isinstance(error, EngineError)
+    assert "NCCL error: unhandled system error" in str(error)
+    assert source.num_fills == NUM_BUCKETS  # the other ranks gather with this one
+    assert wire.destroyed.is_set()
+    assert "finish_weight_update" not in engine.calls
+
+    _, again = pusher.push(2)  # nothing is sent over what is broken, and nobody is left in a gather
+    assert "ended by an earlier failure" in str(again)
+    assert source.num_fills == 2 * NUM_BUCKETS
+    assert engine.calls.count("start_weight_update") == 1
+
+    fresh, other_engine, _ = connected(source, Wire("cpu"))
+    _, error = fresh.push(3)
+    assert error is None
+    assert different(source, other_engine) == []
+
+
+def test_an_engines_death_is_the_cause_and_not_the_broadcast_that_it_breaks(connected: Connect) -> None:
+    source = MadeUpSource(NUM_BUCKETS, torch.float32)
+    wire = Wire("cpu", fails_at=3)
+    pusher, _, _ = connected(source, wire, dies_at=3)
+    _, error = pusher.push(1)
+    assert "was killed by signal 9" in str(error)
+    assert source.num_fills == NUM_BUCKETS
+
+
+def test_an_engine_that_is_gone_before_the_first_broadcast(connected: Connect) -> None:
+    source = MadeUpSource(4, torch.float32)
+    pusher, _, told = connected(source, Wire("cpu", holds=True), dies_at=0)
+    began = time.monotonic()
+    _, error = pusher.push(1)
+    assert "was killed by signal 9" in str(error)
+    assert time.monotonic() - began < 20  # the broadcast was ended; WIRE_S is 30
+    assert source.num_fills == 4
+    assert told == []
+
+
+def test_an_engine_that_says_nothing_lets_the_deadline_pass(connected: Connect) -> None:
+    source = MadeUpSource(4, torch.float32)
+    pusher, _, told = connected(source, Wire("cpu", holds=True), timeout_s=1.0, hangs=True)
+    _, error = pusher.push(1)
+    assert "did not answer update_weights within 1 s" in str(error)
+    assert told == []
+
+
+def test_a_broadcast_that_nothing_ends_is_told(connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may hold the main thread even after an abort; the failure watch then ends this rank."""
+    monkeypatch.setattr(sender, "STUCK_S", 0.5)
+    source = MadeUpSource(4, torch.float32)
+
+    class Deaf(Wire):
+        def destroy(self) -> None:
+            self.deaf_until = time.monotonic() + 60
+
+    wire = Deaf("cpu", holds=True)
+    pusher, _, told = connected(source, wire, timeout_s=0.5, hangs=True)
+    tell = pusher._tell
+
+    def release(error: EngineError) -> None:
+        tell(error)
+        wire.destroyed.set()
+
+    pusher._tell = release
+    pusher.push(1)
+    assert [str(error) for error in told] == ["bucket 1 is stuck on its way to the engines: 1 s"]
