@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT = Path(os.environ.get("GRPO_GPU_REPORT", ROOT / "runs" / "gpu-report.md"))
 TEST_S = 1800  # of one test, whose own deadlines are shorter: only a hang on the device comes so far
 
+# Without what pyproject.toml asks for `make test`: neither xdist nor timeout need be installed.
+OPTIONS = ("-o", "addopts=", "-o", "timeout=0", "-W", "ignore::pytest.PytestConfigWarning", "--rootdir", str(ROOT))
+
 
 class ReportPlugin:
     """Fills the outcomes from pytest's hooks, and writes the report after every change: a hang leaves it readable."""
@@ -76,10 +79,7 @@ def main(arguments: list[str], folder: str = str(ROOT / "tests" / "gpu")) -> int
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for jobs
     facts = [*machine(), *([("rehearsal", "jobs ran on CPU: nothing here was seen on a GPU")] if rehearsed() else [])]
     plugin = ReportPlugin(REPORT, facts, os.dup(2))
-    # Without what pyproject.toml asks for `make test`: neither xdist nor timeout need be installed. And without the
-    # conftest.py of all tests, which imports transformers.
-    options = ["-o", "addopts=", "-o", "timeout=0", "-W", "ignore::pytest.PytestConfigWarning", "-v"]
-    options += ["--rootdir", str(ROOT), "--confcutdir", folder]
+    options = [*OPTIONS, "-v", "--confcutdir", folder]  # without the conftest.py of all tests, which needs transformers
     code = int(pytest.main([*options, *arguments, folder], plugins=[plugin]))
     plugin.write()
     outcomes = list(plugin.outcomes.values())

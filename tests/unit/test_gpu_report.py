@@ -1,5 +1,6 @@
 """`make test-gpu` where there is no GPU: what it says, and that it needs torch and pytest alone for the first GPU."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.__main__ import OPTIONS
 from tests.gpu.report import Outcome, render, summary
 from tests.gpu.requirements import RUN_BY, lacking
 
@@ -64,9 +66,9 @@ def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
     )
 
 
-def test_tests_of_one_gpu_are_collected_with_torch_and_pytest_alone(tmp_path: Path) -> None:
-    """Everything else cannot be imported here, as on a machine that has it not."""
-    absent = ("vllm", "transformers", "trl", "deepspeed", "accelerate", "datasets", "psutil", "xdist", "pytest_timeout")
+def test_the_first_tier_needs_torch_and_pytest_alone(tmp_path: Path) -> None:
+    """Its tests on CPU, and all of `tests/gpu` read, where nothing else can be imported: as on a bare GPU machine."""
+    absent = {"vllm", "transformers", "trl", "deepspeed", "accelerate", "datasets", "psutil", "numpy", "coverage"}
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import sys
@@ -77,10 +79,21 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
     )
-    done = run(["--collect-only", "-q", "-p", "no:xdist"], PYTHONPATH=str(tmp_path), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
-               GRPO_GPU_REPORT=str(tmp_path / "report.md"))  # fmt: skip
-    assert "test_rows_of_28_ranks_are_the_whole_parameter[cuda" in done.stdout, done.stdout + done.stderr
-    assert "error" not in done.stdout.lower(), done.stdout
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    packed_tensor = Path(spec.submodule_search_locations[0]) / "distributed/weight_transfer/packed_tensor.py"
+    folder = ROOT / "tests" / "gpu"
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-v", "-W", "ignore", "--confcutdir", str(folder), str(folder)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    env |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"GRPO_VLLM_PACKED_TENSOR": str(packed_tensor)}
+    command += ["-k", "cpu and (push or gather)"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("test_rows_of_28_ranks_are_the_whole_parameter", "test_what_arrives_is_bit_equal"):
+        assert f"{name}[cpu" in done.stdout
+    assert "SKIPPED" not in done.stdout
 
 
 def test_the_report_is_written_as_tests_go_on(tmp_path: Path) -> None:
