@@ -6,8 +6,10 @@ times a second and before it kills itself. A plugin of coverage.py, which loads 
 """
 
 import atexit
+import ctypes
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -55,12 +57,25 @@ class _Snapshots:
 
 _current: _Snapshots | None = None
 _kill = os.kill
+_set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def _kill_after_writing(pid: int, signal: int) -> None:
     if pid == os.getpid() and _current is not None:
         _current.write()
     _kill(pid, signal)
+
+
+def _untraced_before_raising(*args: Any) -> int:
+    """Before an exception is set in another thread: this one is traced no more.
+
+    While one waits for a thread that a library holds, a traced function is never entered (CPython 3.11: with tracing,
+    RESUME checks for pending work again and again): the process could not be ended from this thread.
+    """
+    if _current is not None:
+        _current.write()
+    sys.settrace(None)
+    return _set_exception(*args)
 
 
 def coverage_init(registry: Any, options: dict[str, Any]) -> None:
@@ -70,6 +85,8 @@ def coverage_init(registry: Any, options: dict[str, Any]) -> None:
         return
     if _current is None:
         os.kill = _kill_after_writing
+        if sys.version_info < (3, 12):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc = _untraced_before_raising
         atexit.register(lambda: _current and _current.write())
     _current = _Snapshots()
     threading.Thread(target=_current.write_on, name="coverage-snapshots", daemon=True).start()
