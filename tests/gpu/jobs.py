@@ -95,7 +95,13 @@ def largest_gap(steps: list[dict]) -> float:
 
 def first_step_s(job: Job, timeout_s: float) -> float:
     """Seconds from the launch to the first logged step; fails when the job ends first or the time is up."""
-    job.wait_for("metrics.jsonl", timeout_s)
+    path = job.output_dir / "metrics.jsonl"  # the run's folder makes it before there is a step
+    while not (path.exists() and job.metrics()):
+        if any(launcher.poll() is not None for launcher in job.launchers):
+            raise job.fail("the job ended before its first step")
+        if time.monotonic() - job.started > timeout_s:
+            raise job.fail(f"no step after {timeout_s} s")
+        time.sleep(0.05)
     return time.monotonic() - job.started
 
 

@@ -24,15 +24,15 @@ Figure = Callable[[str, float, str], None]
 FIRST_STEP_S = 120  # from the launch: a group that hangs at its creation does so without a word
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "torchrun-ddp"])
 def test_the_first_step_comes_within_two_minutes(launcher: str, tmp_path: Path, figure: Figure) -> None:
     """DeepSpeed binds each rank's GPU to the default group; no group made after that may wait for a split of it."""
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
     if launcher == "accelerate":
         command = by_accelerate(tiny_script(model, out, vllm_reserved_gpus=1), gpus_per_node=3, reserved=1)
     else:
-        zero3 = str(ROOT / "configs" / "zero3.json")
-        command = by_torchrun(tiny_script(model, out, vllm_reserved_gpus=1, deepspeed=zero3), gpus=3, reserved=1)
+        zero3 = {} if launcher == "torchrun-ddp" else {"deepspeed": str(ROOT / "configs" / "zero3.json")}
+        command = by_torchrun(tiny_script(model, out, vllm_reserved_gpus=1, **zero3), gpus=3, reserved=1)
     job = launch(command, out)
     try:
         figure("launch to first step", first_step_s(job, FIRST_STEP_S), "s")

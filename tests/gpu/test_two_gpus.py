@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.jobs import (
+    JOB_S,
     MAX_GAP_BF16,
     benchmark,
     by_accelerate,
@@ -75,6 +76,26 @@ def test_model_runners_v1_and_v2_sample_and_score_alike(tmp_path: Path, figure: 
     figure("completions of the first batch that two runs of V2 share", 100 * again, "%")
     figure("V2 and V1 share", 100 * other, "%")
     assert again > 0.5, f"two runs with one seed share {again:.0%} of their completions"
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A checkpoint holds the GPU's random state and ZeRO's shards; the second launch begins with step 3."""
+    out = tmp_path / "out"
+    flags = [str(ROOT / "train.py"), "--output_dir", str(out), "--logging_steps", "1", "--save_strategy", "steps"]
+    flags += ["--save_steps", "2", "--vllm_engine_kwargs", '{"enforce_eager": true}']
+    finish(launch(one_rank([*flags, "--max_steps", "2"]), out), num_steps=2)
+    steps = finish(launch(one_rank([*flags, "--max_steps", "4", "--resume", "auto"]), out), num_steps=4)
+    assert steps[2]["reward"] > 0.2, "what was resumed has not learned what was warmed up"
+
+
+def test_the_bandwidth_of_two_ranks_over_nccl(tmp_path: Path) -> None:
+    flags = ["-m", "grpo.doctor.bandwidth", "--size-mb", "64", "--deadline", "120", "--params-b", "0.5"]
+    job = launch(by_accelerate(flags, gpus_per_node=2, reserved=0), tmp_path / "out")
+    try:
+        assert job.wait(JOB_S) == [0], job.fail("the second stage of the doctor failed")
+        assert "GB/s" in job.output(), job.fail("no bandwidth")
+    finally:
+        job.end()
 
 
 def shares_equal(one: list[list[int]], other: list[list[int]]) -> float:
