@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from grpo import GRPOConfig
+from grpo.devices import visible_devices
 from grpo.engine.client import EngineClient, engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.engine_model import EngineModel, engine_args, sampling_settings
-from grpo.topology import NodeTopology, device_tokens
+from grpo.topology import NodeTopology
 
 START_S = 300.0
 
@@ -63,7 +64,7 @@ def config(output_dir: Path, device: str, **settings: Any) -> GRPOConfig:
 
 def topology_of(device: str, num_engines: int) -> NodeTopology:
     """One process and `num_engines` engines; on GPUs they take the visible ones in turn, and may share one."""
-    gpus = device_tokens(os.environ, torch.cuda.device_count()) if device == "cuda" else ()
+    gpus = visible_devices(os.environ) if device == "cuda" else ()
     return NodeTopology(
         rank=0,
         world_size=1,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import trl
 
+from grpo.devices import count_gpus
+from grpo.launch_request import asks_for_cpu, parent_argv
 from grpo.topology import read_launch
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
@@ -124,7 +126,7 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "Limit of the mean gap between engine and trainer log-probabilities, in nats, when a push is "
-            "proved. None: by the engine's dtype."
+            "proved. None: by the engine's dtype, and tighter once the first push has shown what rounding costs."
         },
     )
     vllm_start_timeout: float = field(
@@ -153,6 +155,9 @@ class GRPOConfig(trl.GRPOConfig):
             self.vllm_importance_sampling_mode = (
                 "token_truncate" if ahead else _trl_default("vllm_importance_sampling_mode")
             )
+        if self.local_mode and not vars(self)["use_cpu"]:
+            # Before anything slow: GPUs that were meant and are not there, or that engines cannot be given.
+            count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
         if self.local_mode and not torch.accelerator.is_available():
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.topology import Launch
@@ -24,6 +24,24 @@ def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
     As accelerate does: the command line goes before the config file, and without --config_file the default one is read
     unless --cpu is given. (None, None) when `argv` is another command.
     """
+    args, config = _read_request(argv)
+    asked = {name: getattr(args, name, None) for name in ("num_processes", "num_machines")}
+    values = [getattr(config, name, None) if value is None else value for name, value in asked.items()]
+    return values[0], values[1]
+
+
+def asks_for_cpu(argv: Sequence[str]) -> bool:
+    """Whether a command line is `accelerate launch --cpu`, or its file says `use_cpu: true`.
+
+    Accelerate tells its ranks by ACCELERATE_USE_CPU, but not those that it starts with DeepSpeed (1.15).
+    """
+    args, config = _read_request(argv)
+    return bool(getattr(args, "cpu", False) or getattr(args, "use_cpu", False) or getattr(config, "use_cpu", False))
+
+
+def _read_request(argv: Sequence[str]) -> tuple[Any, Any]:
+    """The parsed options of an `accelerate launch` command line, and the file that it reads; None for what there is
+    not: another command, no file, one that cannot be read, one that is not for machines of one's own."""
     arguments = _accelerate_arguments(argv)
     if arguments is None:
         return None, None
@@ -35,16 +53,13 @@ def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
         args = launch_command_parser().parse_args(arguments)
     except SystemExit:  # argparse's way to refuse; accelerate has already taken this line, so it was no such line
         return None, None
-    num_processes, num_machines = args.num_processes, args.num_machines
-    if args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu):
-        try:
-            config = load_config_from_file(args.config_file)
-        except OSError:  # a relative path, and the script has changed its directory: nothing can be said
-            return num_processes, num_machines
-        if config.compute_environment == ComputeEnvironment.LOCAL_MACHINE:
-            num_processes = config.num_processes if num_processes is None else num_processes
-            num_machines = config.num_machines if num_machines is None else num_machines
-    return num_processes, num_machines
+    if args.config_file is None and (args.cpu or not os.path.isfile(default_config_file)):
+        return args, None
+    try:
+        config = load_config_from_file(args.config_file)
+    except OSError:  # a relative path, and the script has changed its directory: nothing can be said
+        return args, None
+    return args, config if config.compute_environment == ComputeEnvironment.LOCAL_MACHINE else None
 
 
 def _accelerate_arguments(argv: Sequence[str]) -> list[str] | None:

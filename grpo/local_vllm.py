@@ -23,7 +23,7 @@ from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
 from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
 from grpo.startup import StartupClock
 from grpo.topology import NodeTopology
-from grpo.weights.proof import MEAN_GAP_LIMITS, LogprobGap, gap_between, is_due, probe_prompts, trainer_logprobs
+from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
 from grpo.weights.source import GatheredSource
 
@@ -99,6 +99,8 @@ class LocalVLLM:
         self.last_generation: list[GenerationReport] = []
         """Of each node."""
         self.last_sync: SyncReport | None = None
+        self.first_gap: LogprobGap | None = None
+        """Of the first push, which is always proved; the worst engine's of the job."""
         self.startup = StartupClock()
         self._model = model
         self._groups = groups
@@ -257,6 +259,12 @@ class LocalVLLM:
                 self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
         self.last_sync = _summarise(answers, step)
+        self.first_gap = self.first_gap or self.last_sync.gap
+
+    @property
+    def gap_limit(self) -> float:
+        """Of the next proof."""
+        return gap_limit(self._model.dtype, asked=self.args.vllm_max_logprob_gap, first=self.first_gap)
 
     def _prove(self, failure: FailureRecord | None) -> tuple[LogprobGap | None, FailureRecord | None]:
         """Score the probe on both sides. Collective over the job: the trainer's forward gathers under ZeRO-3."""
@@ -269,7 +277,7 @@ class LocalVLLM:
         )
         if self._clients is None or failure is not None:
             return None, failure
-        limit = self.args.vllm_max_logprob_gap or MEAN_GAP_LIMITS[self._model.dtype]
+        limit = self.gap_limit
         worst = LogprobGap(mean=0.0, max=0.0)
         try:
             for client in self._clients:
@@ -281,7 +289,9 @@ class LocalVLLM:
                     raise client.error(
                         f"does not compute what the trainer does after push {self._pushes}: log-probabilities of the "
                         f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
-                        f"mean is {limit:.3g} for {self._model.dtype} (vllm_max_logprob_gap)"
+                        f"mean is {limit:.3g} for {self._model.dtype}"
+                        + (f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else "")
+                        + "; vllm_max_logprob_gap sets another"
                     )
         except EngineError as error:
             return worst, self._watch.make_record(error)

@@ -1,7 +1,7 @@
 """Who this process is, which devices its node has, and which of them are reserved for engines.
 
-The one place that reads torchrun's variables and CUDA_VISIBLE_DEVICES. The plan itself (`plan_node`, `check_nodes`) is
-a pure function of what was read.
+The one place that reads torchrun's variables; `devices` reads CUDA_VISIBLE_DEVICES. The plan itself (`plan_node`,
+`check_nodes`) is a pure function of what was read.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from grpo.devices import visible_devices
 from grpo.launch_request import (
     accelerate_request,
     check_accelerate_request,
@@ -118,36 +119,6 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         num_nodes=num_nodes,
         launched=True,
     )
-
-
-def device_tokens(env: Mapping[str, str], device_count: int) -> tuple[str, ...]:
-    """What to write into a child's CUDA_VISIBLE_DEVICES for each of this process's `device_count` GPUs, in their order.
-
-    A child's value replaces the inherited one, so device i of this process is the inherited list's entry i (an id, a
-    GPU UUID or a MIG name), not "i". The list ends at the first entry that is negative, of another kind, or there
-    already; what else CUDA refuses (a device that does not exist; the whole list when an entry repeats) only
-    `device_count` tells: entries beyond it are dropped. Raises ValueError when entries are fewer than devices.
-    """
-    value = env.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return tuple(str(index) for index in range(device_count))
-    prefix = next((kind for kind in ("GPU-", "MIG-") if value.strip().startswith(kind)), None)
-    tokens: list[str] = []
-    for entry in value.split(","):
-        if prefix is not None:
-            token = entry.strip() if entry.strip().startswith(prefix) else None
-        else:  # CUDA reads "1x" as 1, and stops at "-1", "" and "x"
-            number = re.match(r"\+?([0-9]+)", entry.strip())
-            token = str(int(number[1])) if number else None
-        if token is None or token in tokens:
-            break
-        tokens.append(token)
-    if len(tokens) < device_count:
-        raise ValueError(
-            f"torch sees {device_count} GPUs, but CUDA_VISIBLE_DEVICES={value!r} names {len(tokens)}: set it before "
-            "the script starts and do not change it afterwards"
-        )
-    return tuple(tokens[:device_count])
 
 
 def plan_node(
@@ -286,6 +257,11 @@ def _too_many_ranks(launch: Launch, num_gpus: int, reserved_gpus: int | None, si
         f"{launch.world_size} ({launch.local_world_size} on node {launch.node}, host {host}): write num_processes: "
         f"{launch.num_nodes * fit} in the accelerate config (with torchrun: --nproc_per_node {fit})"
     )
+    if launch.local_world_size > num_gpus:
+        text += (
+            "; if the node has more GPUs, make them visible to every rank (Slurm: --gpus-per-node, or --gres, instead "
+        )
+        text += "of --gpus-per-task)"
     free = (num_gpus - launch.local_world_size) // size * size
     return text + (f", or set vllm_reserved_gpus to {free}" if reserved_gpus and free > 0 else "")
 
@@ -379,14 +355,9 @@ def read_topology(
     launch = read_launch(env)
     if launch.launched:
         check_accelerate_request(*accelerate_request(parent_argv()), launch)
-    devices: tuple[str, ...] = ()
-    if not use_cpu:
-        import torch
-
-        devices = device_tokens(env, torch.cuda.device_count())
     topology = plan_node(
         launch,
-        devices,
+        () if use_cpu else visible_devices(env),
         reserved_gpus=reserved_gpus,
         tensor_parallel_size=tensor_parallel_size,
         engines_per_node=engines_per_node,

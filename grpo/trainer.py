@@ -272,6 +272,12 @@ class GRPOTrainer(ResumableTrainer):
         metrics["push/send_s"].append(sync.send_s)
         metrics["push/bytes"].append(sync.num_bytes)
         if sync.gap is not None:
+            if sync.gap is local.first_gap:
+                self._say(
+                    f"the first push is proved: log-probabilities differ by {sync.gap.mean:.2g} nats in the mean and "
+                    f"{sync.gap.max:.2g} at most; from now on up to {local.gap_limit:.2g} in the mean"
+                )
+            metrics["push/logprob_gap_limit"].append(local.gap_limit)
             metrics["push/logprob_gap_mean"].append(sync.gap.mean)
             metrics["push/logprob_gap_max"].append(sync.gap.max)
 

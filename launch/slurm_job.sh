@@ -71,7 +71,10 @@ find_devices() {
     step_gpus=()
     ((gpus == 0)) || step_gpus=(--gpus="$gpus")
 
-    counts=$(on_each_node bash -c "$(declare -f count_visible_gpus); count_visible_gpus" | sort -n)
+    counts=$(on_each_node bash -c "$(declare -f count_visible_gpus); count_visible_gpus \"\$@\"" count \
+        --config_file "$config_file" "${arguments[@]}" | sort -n) ||
+        die "a node cannot train on what it sees: ask for GPUs on sbatch's command line (--gres=gpu:8), or write" \
+            "--use_cpu behind the template's name"
     fewest=${counts%%$'\n'*} most=${counts##*$'\n'}
     if ((${most% *} == 0)); then
         ranks_per_node=$ranks_per_cpu_node
@@ -83,15 +86,18 @@ find_devices() {
     fi
 }
 
-# Prints "COUNT NODE": what CUDA_VISIBLE_DEVICES names, or where nobody has set it what the driver shows.
+# Prints "COUNT NODE": what CUDA_VISIBLE_DEVICES names, or where nobody has set it what the driver shows. Where that is
+# nothing torch is asked, which says what is wrong if it is built for GPUs and the job's files ($@) do not ask for CPUs.
 count_visible_gpus() {
-    local devices
+    local devices count
     if [[ -v CUDA_VISIBLE_DEVICES ]]; then
         devices=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -E '^(GPU-|MIG-|[0-9])' || true)
     else
-        devices=$(nvidia-smi --list-gpus 2>/dev/null || true)
+        devices=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU ' || true)
     fi
-    echo "$(grep -c . <<<"$devices" || true) $SLURMD_NODENAME"
+    count=$(grep -c . <<<"$devices" || true)
+    ((count)) || count=$(python -m grpo.devices "$@") || return 1
+    echo "$count $SLURMD_NODENAME"
 }
 
 # One task on every node, with all CPUs and GPUs that the job has there.
@@ -103,7 +109,8 @@ on_each_node() {
 check_nodes() {
     # Every node is to say what is wrong with it, so the first that fails does not end the others.
     on_each_node --kill-on-bad-exit=0 --label \
-        grpo doctor --head "$head_address" --port "$port" --output-dir "$output_dir" ||
+        grpo doctor --head "$head_address" --port "$port" --output-dir "$output_dir" \
+        --config_file "$config_file" -- "${arguments[@]}" ||
         die "grpo doctor found nodes that cannot train"
 }
 

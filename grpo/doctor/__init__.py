@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from grpo.job_files import add_job_arguments, wishes_of
+
 JOIN_TIMEOUT_S = 60.0
 POD_JOIN_TIMEOUT_S = 900.0  # pods of a job are scheduled, and pull their images, minutes apart
 DEFAULT_PORT = 29411  # below torchrun's 29500, above nothing well known
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--output-dir", type=Path, metavar="DIR", help="room in it, and whether all nodes share it")
     what.add_argument("--model", help="a folder or a hub name: is it complete on every node")
     what.add_argument("--dataset", help="a path or a hub name: the same")
+    add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which backend, which number formats"))
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
 
 
@@ -65,10 +68,17 @@ def run(args: argparse.Namespace) -> int:
             port=args.port,
             env=os.environ,
         )
+        job = wishes_of(args)
     except (ValueError, OSError) as error:
         print(f"grpo doctor: {error}", file=sys.stderr)
         return 2
-    asked = Asked(gpus_per_node=args.gpus_per_node, output_dir=args.output_dir, model=args.model, dataset=args.dataset)
+    asked = Asked(
+        gpus_per_node=args.gpus_per_node,
+        output_dir=args.output_dir,
+        model=args.model,
+        dataset=args.dataset,
+        job=job,
+    )
 
     def examine_here() -> NodeReport:
         peers = place.nodes[1:] if place.is_head else (place.head_address,)

@@ -3,8 +3,8 @@
     accelerate launch --config_file configs/4node.yaml ... -m grpo.doctor.bandwidth --params-b 7.6
     torchrun --nproc_per_node 7 ... -m grpo.doctor.bandwidth
 
-So it has training's ranks, devices and backend. It measures inside each node, over all ranks, and in rounds of disjoint
-pairs of nodes, which name a slow one; and it has a deadline of its own.
+So it has training's ranks, devices and backend. It tries the number formats, measures inside each node, over all ranks,
+and in rounds of disjoint pairs of nodes, which name a slow one; and it has a deadline of its own.
 """
 
 import argparse
@@ -27,10 +27,12 @@ import torch.distributed as dist
 from grpo.doctor.bandwidth_verdict import RankResult, explain_failure, judge_bandwidth
 from grpo.doctor.nccl_log import NcclNetwork, read_nccl_log, warnings_of
 from grpo.doctor.network import read_fabric, read_interfaces, route_to
+from grpo.doctor.number_formats import DTYPES, find_broken
 from grpo.doctor.pairs import pair_rounds
 from grpo.doctor.records import Verdict
 from grpo.doctor.stage_watch import StageWatch
 from grpo.doctor.table import print_table
+from grpo.job_files import add_job_arguments, wishes_of
 from grpo.topology import Launch, read_launch
 
 MB = 10**6
@@ -50,9 +52,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model-bytes", type=int, help="bytes of one push, to tell its seconds")
     model.add_argument("--params-b", type=float, help="the same as 1e9 parameters in bfloat16")
+    add_job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     args = parser.parse_args(argv)
-    args.backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        args.job = wishes_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    args.on_gpus = torch.cuda.is_available() and not (args.job is not None and args.job.use_cpu)
+    wished = None if args.job is None else args.job.backend
+    args.backend = args.backend or wished or ("nccl" if args.on_gpus else "gloo")
     args.size_mb = args.size_mb or (256 if args.backend == "nccl" else 16)
     if args.params_b is not None:
         args.model_bytes = round(args.params_b * 1e9 * _BYTES_PER_PARAMETER)
@@ -107,14 +116,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group(
             args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
         )
+        device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
         sizes = Sizes.of(args.size_mb * MB, launch.world_size)
-        inside, across, pairs = measure(launch, _device(args.backend, launch), sizes, watch, patience)
+        training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
+        watch.enter("number formats")
+        broken = find_broken(
+            dist.group.WORLD,
+            launch.rank,
+            launch.world_size,
+            training_device,
+            DTYPES if args.job is None else args.job.dtypes,
+        )
+        inside, across, pairs = measure(launch, device, sizes, watch, patience)
         result = RankResult(
             node=launch.node,
             host=host,
             inside_s=inside,
             across_s=across,
             pairs_s=pairs,
+            broken=tuple(broken),
             nccl=nccl_log.read() if nccl_log else None,
             route_interface=_route_to_another_node(launch, shared),
             infiniband=tuple(sorted({port.device for port in read_fabric() if port.state == "ACTIVE"})),
@@ -129,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_bytes=sizes.num_bytes,
                 pair_bytes=sizes.pair_bytes,
                 model_bytes=args.model_bytes,
+                device="CPUs" if training_device.type == "cpu" else "GPUs",
+                job_dtypes=None if args.job is None else args.job.dtypes,
             )
             show(verdict)
             shared.set("exit code", str(verdict.exit_code))
@@ -151,10 +173,8 @@ def _route_to_another_node(launch: Launch, shared: dist.Store) -> str:
     return route_to(shared.get(f"host/{partner}").decode(), read_interfaces())[0]
 
 
-def _device(backend: str, launch: Launch) -> torch.device:
-    """Where this rank trains: its local rank's GPU. gloo is measured in host memory."""
-    if backend != "nccl":
-        return torch.device("cpu")
+def _gpu(launch: Launch) -> torch.device:
+    """On which this rank's weights and gradients are, with either backend: its local rank's."""
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)
 

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grpo.doctor.agreement import list_nodes
 from grpo.doctor.nccl_log import NcclNetwork, check_nccl_network
+from grpo.doctor.number_formats import Broken, judge_formats
+from grpo.doctor.number_formats import merge as merge_broken
 from grpo.doctor.pairs import PairSpeed, below_reference, find_slow
 from grpo.doctor.records import Finding, Status, Verdict, merge
 
@@ -31,6 +33,8 @@ class RankResult:
     """Towards another node; empty when unknown."""
     infiniband: tuple[str, ...] = ()
     """Devices with an active port."""
+    broken: tuple[Broken, ...] = ()
+    """Operations and number formats that did not work over all ranks."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -40,6 +44,7 @@ class RankResult:
         value: dict[str, Any] = json.loads(text)
         value["pairs_s"] = tuple((partner, seconds) for partner, seconds in value["pairs_s"])
         value["infiniband"] = tuple(value["infiniband"])
+        value["broken"] = tuple(Broken(**one) for one in value["broken"])
         value["nccl"] = NcclNetwork(**value["nccl"]) if value["nccl"] else None
         return cls(**value)
 
@@ -66,12 +71,15 @@ def judge_bandwidth(
     num_bytes: int,
     pair_bytes: int,
     model_bytes: int | None,
+    device: str = "CPUs",
+    job_dtypes: Sequence[str] | None = None,
 ) -> Verdict:
     """The verdict over all ranks' results, in rank order.
 
     Args:
         num_bytes: of the result of a collective on each rank; `pair_bytes`: sent by each rank to its partner.
         model_bytes: of one push; None: not asked for.
+        device: on which number formats were tried; `job_dtypes`: those that the job exchanges, None: not told.
     """
     by_node: dict[int, list[RankResult]] = {}
     for result in results:
@@ -83,7 +91,14 @@ def judge_bandwidth(
         *_push(results, names, num_bytes, model_bytes),
         *_pairs(by_node, names, pair_bytes),
     ]
-    findings = [Finding(check="backend", status=Status.PASS, message=backend, nodes=names), *findings]
+    formats = judge_formats(
+        merge_broken([result.broken for result in results]),
+        where=f"{len(results)} ranks, on {device}",
+        backend=backend,
+        job=job_dtypes,
+    )
+    formats = [replace(finding, nodes=names) for finding in formats]
+    findings = [Finding(check="backend", status=Status.PASS, message=backend, nodes=names), *formats, *findings]
     findings += [
         check_nccl_network(
             result.nccl,

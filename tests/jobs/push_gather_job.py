@@ -9,18 +9,23 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather, has_plain_shards
+from grpo.weights.push import Pusher
 from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
+from tests.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
 from tests.tiny_models import tiny_config
 
 settings = json.loads(Path(sys.argv[1]).read_text())
@@ -155,11 +160,49 @@ def peak_of_a_push(num_layers: int) -> dict[str, int]:
     }
 
 
+def over_a_wire_that_breaks() -> dict[str, object]:
+    """A push whose fourth broadcast fails on rank 0, one after it over the same group, and one over a fresh group."""
+    model = trained_model({"dtype": "float32", "zero": {}})
+    source = GatheredSource(model, wire_dtype=torch.bfloat16, bucket_bytes=2**16)
+    fills = []
+    fill = source.fill
+    source.fill = lambda bucket, places: (fills.append(bucket), fill(bucket, places))  # type: ignore[method-assign]
+    only_streams_stand_in(pytest.MonkeyPatch())
+
+    def connected(wire: Wire) -> tuple[Pusher, StandInEngine]:
+        push.TRANSPORTS["nccl"] = partial(StandInTransport, wire)
+        engine = StandInEngine(wire, source.buffer_bytes)
+        engines = [engine] if rank == 0 else None
+        pusher = Pusher(source, engines, backend="nccl", tensor_parallel_size=1, timeout_s=60)  # type: ignore[arg-type]
+        pusher.connect()
+        return pusher, engine
+
+    pusher, _ = connected(Wire("cpu", fails_at=3))
+    errors = [str(pusher.push(version)[1] or "") for version in (1, 2)]
+    walked = len(fills)
+    pusher, engine = connected(Wire("cpu"))
+    _, error = pusher.push(3)
+    different = []
+    for bucket in source.plan().buckets:
+        for name, tensor in by_deepspeed(source, bucket).items():
+            if rank == 0 and not torch.equal(engine.arrived[name], tensor.to(torch.bfloat16)):
+                different.append(name)
+    return {
+        "errors": errors,
+        "walked": walked,
+        "buckets": len(source.plan().buckets),
+        "fresh error": str(error or ""),
+        "different": different,
+        "arrived": len(engine.arrived),
+    }
+
+
 def resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 results = {"memory": peak_of_a_push(settings["layers"])}  # first: what others freed would hide what this takes
+results["broken wire"] = over_a_wire_that_breaks()
 results |= {name: compare(case) for name, case in settings["cases"].items()}
 (Path(settings["out"]) / f"{rank}.json").write_text(json.dumps(results))

@@ -141,12 +141,15 @@ def on_two_nodes(what: list[str], folder: Path) -> list[Started]:
 
 def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
     what = ["-m", "grpo.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
+    what += ["--", "--model_name_or_path", "m", "--fp16"]
     ends = [node.end() for node in on_two_nodes(what, tmp_path)]
     output = "".join(end[1] for end in ends)
     assert [end[0] for end in ends] == [0, 0], output
     assert re.search(r"across nodes .*all-reduce \d+\.\d+ GB/s, all-gather \d+\.\d+ GB/s over 2 ranks on 2", output), (
         output
     )
+    carried = r"gloo carries float32, float16 \(all-reduce, reduce-scatter, all-gather, broadcast; 2"
+    assert re.search(rf"number formats .*PASS.*{carried}", output), output
     assert re.search(r"one push .*about \d+\.\d s to gather 1\.0 GB", output), output
     assert re.search(r"pairs of nodes .*\d+\.\d+ GB/s each way", output), output
 

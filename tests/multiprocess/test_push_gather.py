@@ -66,6 +66,14 @@ def test_own_gather_is_deepspeeds(ranks: int, tmp_path: Path) -> None:
     assert all((found[0][name]["padded"] > 20) == (ranks == 3) for name in wanted)
 
     for rank, results in enumerate(found):
+        broken = results["broken wire"]
+        assert broken["walked"] == 2 * broken["buckets"] > 20  # by every rank, so that none is left in a gather
+        first, second = broken["errors"]
+        assert ("NCCL error" in first, "ended by an earlier failure" in second) == (rank == 0, rank == 0), broken
+        assert (broken["fresh error"], broken["different"]) == ("", [])
+        assert (broken["arrived"] > 20) == (rank == 0)
+
+    for rank, results in enumerate(found):
         memory = results["memory"]
         assert memory["model"] > 10 * memory["bucket"]
         # Rank 0: packed buffers, and the others' shards while it puts a bucket together. The others: a cast shard.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.topology import Launch, device_tokens, plan_node
+from grpo.devices import device_tokens
+from grpo.topology import Launch, plan_node
 from tests import slurm
 from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
 
@@ -69,15 +70,22 @@ def plan(visible: str, *, ranks: int, node: int = 0) -> tuple[tuple[str, ...], t
     return topology.devices, topology.reserved_devices
 
 
-def test_gpus_that_slurm_hands_out(cluster: slurm.Slurm) -> None:
+def test_gpus_that_slurm_hands_out(cluster: slurm.Slurm, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="node configuration is not available"):
         cluster.submit("--partition=gpu", "--nodelist=g7", "--gres=gpu:8", "--wrap=true")
-    # Another job has the first three GPUs of the node, so ours are called 3 to 7.
-    other = cluster.submit("--partition=gpu", "--nodelist=g8", "--gres=gpu:3", "--output=/dev/null", "--wrap=sleep 60")
+    # Two jobs on one node: another one has its first three GPUs, so ours are called 3 to 7.
+    its_output = tmp_path / "other.log"
+    printed = ["printenv", "CUDA_VISIBLE_DEVICES"]
+    other = cluster.submit(
+        *("--partition=gpu", "--nodelist=g8", "--gres=gpu:3", f"--output={its_output}"),
+        f"--wrap={' '.join(printed)}; sleep 60",
+    )
     try:
-        cluster.wait_for_state(other, {"RUNNING"}, 20)
-        step = ["srun", "--partition=gpu", "--nodelist=g8", "--gres=gpu:5", "printenv", "CUDA_VISIBLE_DEVICES"]
-        assert plan(cluster.run(*step).strip(), ranks=4) == (("3", "4", "5", "6", "7"), ("7",))
+        cluster.wait_until(lambda: its_output.exists() and its_output.read_text().endswith("\n"), 60, "it does not run")
+        theirs = plan(its_output.read_text().strip(), ranks=2)
+        ours = plan(cluster.run("srun", "--partition=gpu", "--nodelist=g8", "--gres=gpu:5", *printed).strip(), ranks=4)
+        assert theirs == (("0", "1", "2"), ("2",))
+        assert ours == (("3", "4", "5", "6", "7"), ("7",))
     finally:
         cluster.run("scancel", other)
 

@@ -11,18 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from grpo import doctor
+from grpo.cli import main
 from grpo.doctor import gpus, installation, leftovers, network, storage
 from grpo.doctor.agreement import compare, judge
 from grpo.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
 from grpo.doctor.deadline import within
 from grpo.doctor.expected import expand_hostlist, find_place, read_hostfile
 from grpo.doctor.nccl_log import NcclNetwork, check_nccl_network, read_nccl_log, warnings_of
+from grpo.doctor.number_formats import Broken
 from grpo.doctor.pairs import PairSpeed, find_slow, pair_rounds
 from grpo.doctor.records import Finding, NodeReport, Status, Verdict
 from grpo.doctor.table import rows
+from tests.unit.test_number_formats import examined
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -107,6 +111,11 @@ def test_the_head_is_the_first_or_the_one_that_is_named() -> None:
 def test_a_place_that_does_not_follow(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place(**arguments)
+
+
+def test_a_stray_word_is_no_flag_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nodes", "n1", "n2", "--node-name", "n1"]) == 2
+    assert "grpo doctor: n2 is no option" in capsys.readouterr().err
 
 
 def test_pods_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,19 +203,31 @@ def test_gpus_that_cuda_visible_devices_leaves(value: str | None, indices: list[
 def test_gpus_seen_against_asked() -> None:
     found = gpus.parse_gpus(SMI_GPUS)
 
-    def status(seen: int, asked: int | None, gpus_there: list, cuda_build: bool = True) -> Status:
-        return gpus.check_gpu_count(
-            seen=seen, asked=asked, gpus=gpus_there, torch_version="2.13.0", cuda_build=cuda_build
-        ).status
+    def status(seen: int, asked: int | None, gpus_there: list) -> Status:
+        return gpus.check_gpu_count(seen=seen, asked=asked, gpus=gpus_there, torch_version="2.13.0").status
 
     assert status(3, 3, found) is PASS
     assert status(3, None, found) is PASS
     assert status(2, 3, found) is FAIL
     assert status(3, 2, found) is WARN
     assert status(1, None, found) is WARN
-    assert status(0, None, found, cuda_build=False) is FAIL
-    assert status(0, None, [], cuda_build=False) is PASS
-    assert status(0, None, [], cuda_build=True) is WARN
+    assert status(0, None, found) is FAIL
+    assert status(0, None, []) is PASS
+
+
+def test_a_job_that_would_end_at_its_start_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    none = examined({})["gpus"]
+    assert (none.status, none.message) == (
+        FAIL,
+        "torch is built for CUDA 12.9, but sees no GPU (CUDA_VISIBLE_DEVICES is unset)",
+    )
+    assert "--gres=gpu:8" in none.fix
+    assert "--use_cpu" in none.fix
+    asked_for = examined({}, "--use_cpu")["gpus"]
+    assert (asked_for.status, asked_for.message) == (PASS, "none: the job asks for CPUs (use_cpu)")
+    slices = examined({"CUDA_VISIBLE_DEVICES": "MIG-1"})["gpus"]
+    assert (slices.status, "(MIG)" in slices.message, "nvidia-smi -mig 0" in slices.fix) == (FAIL, True, True)
 
 
 @pytest.mark.parametrize(
@@ -490,8 +511,11 @@ def test_results_become_a_verdict() -> None:
                 )
             )
     results = [RankResult.loads(result.dumps()) for result in results]
+    results[3] = replace(results[3], broken=(Broken(operation="all-reduce", dtype="bfloat16", why="no"),))
+    assert RankResult.loads(results[3].dumps()) == results[3]
     verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=15 * 10**9)
     told = {(f.check, f.status): f.message for f in verdict.findings}
+    assert told["number formats", WARN] == "nccl does not carry bfloat16 (6 ranks, on CPUs): all-reduce: no"
     assert told["inside a node", PASS] == "all-reduce 10.00..10.00 GB/s, all-gather 5.00..5.00 GB/s among 2 ranks"
     assert told["across nodes", PASS] == "all-reduce 0.83 GB/s, all-gather 0.28 GB/s over 6 ranks on 3 nodes"
     assert told["one push", PASS].startswith("about 45.0 s to gather 15.0 GB")

@@ -1,6 +1,7 @@
 """What the scripts in launch/ do, with a stub in the launcher's place and a few lines of shell in Slurm's."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -46,7 +47,11 @@ pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do
     unset CUDA_VISIBLE_DEVICES
     [[ -z $gpus ]] || export CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((per_node[node] - 1)))
-    SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" >"${output//%n/$node}" 2>&1 &
+    if [[ $output == /dev/stdout ]]; then
+        SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" &
+    else
+        SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" >"${output//%n/$node}" 2>&1 &
+    fi
     pids+=($!)
 done
 status=0
@@ -69,13 +74,31 @@ case "$1 $2 $3" in
 esac
 """
 
+# What torch says is made up, because it takes seconds to load, unless a test wants the real one.
+PYTHON = f"""
+if [[ "$*" == "-m grpo.devices"* && -z ${{REAL_TORCH:-}} ]]; then
+    echo "$*" >>"$FAKE/asked_torch"
+    echo "${{FAKE_TORCH:-0}}"
+else
+    exec {sys.executable} "$@"
+fi
+"""
+
 PROGRAMS = {
     "srun": SRUN,
     "scontrol": SCONTROL,
-    "grpo": 'echo "$*" >>"$FAKE/doctor"; exit "${FAKE_DOCTOR:-0}"',
+    "grpo": """
+echo "$*" >>"$FAKE/doctor"
+if [[ ${FAKE_DOCTOR:-0} == waits ]]; then
+    trap 'exit 143' TERM
+    touch "$FAKE/out/examining"
+    while :; do /bin/sleep 0.05; done
+fi
+exit "${FAKE_DOCTOR:-0}"
+""",
     "accelerate": STUB,
     "torchrun": STUB,
-    "python": f'exec {sys.executable} "$@"',
+    "python": PYTHON,
     "sleep": "exec /bin/sleep 0.1",
     "nvidia-smi": 'exit "${FAKE_SMI:-9}"',
     # Names of nodes do not resolve, those of pods do.
@@ -115,7 +138,7 @@ class Machine:
     def run(self, script: str, *arguments: str, **env: str) -> tuple[int, str]:
         """Exit code and output."""
         process = self.start(script, *arguments, **env)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
         return process.returncode, output
 
     def wait_for(self, name: str) -> Path:
@@ -252,7 +275,15 @@ def test_what_the_ranks_are_given(template: str, machine: Machine) -> None:
         assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(8 - node)))
         log = machine.output_dir / "logs" / f"train-node{node}.job-123456.attempt-0.log"
         assert log.read_text() == f"{LAUNCHER[template]} on node {node}, attempt 0\n"
-    assert machine.lines("doctor") == [f"doctor --head 192.0.2.7 --port 13456 --output-dir {machine.output_dir}"] * 2
+    config_file = "configs/4node.yaml" if template == "train.sbatch" else "configs/zero3.json"
+    assert (
+        machine.lines("doctor")
+        == [
+            f"doctor --head 192.0.2.7 --port 13456 --output-dir {machine.output_dir} --config_file {config_file} "
+            "-- --run_name two words --max_steps=5"
+        ]
+        * 2
+    )
     options = set(machine.lines("srun_options"))
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus=15"} <= options
 
@@ -264,6 +295,60 @@ def test_ranks_of_nodes_without_gpus(ranks: str, processes: str, machine: Machin
     assert code == DONE, output
     assert option(machine.launched(1)["arguments"], "--num_processes") == processes
     assert not [line for line in machine.lines("srun_options") if line.startswith("--gpus")]
+
+
+# A torch that is built for GPUs and sees none.
+BUILT_FOR_GPUS = """
+import sys
+if "grpo.devices" in sys.orig_argv:
+    import torch
+    torch.version.cuda = "12.9"
+"""
+
+
+@pytest.fixture
+def built_for_gpus(machine: Machine) -> Machine:
+    site = machine.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(BUILT_FOR_GPUS)
+    machine.env |= {"REAL_TORCH": "yes", "PYTHONPATH": f"{site}:{ROOT}"}
+    return machine
+
+
+def test_a_slurm_that_gives_gpus_only_to_those_who_ask(built_for_gpus: Machine) -> None:
+    machine = built_for_gpus
+    machine.behave("finish")
+    code, output = machine.run("train.sbatch", FAKE_GPUS="")
+    assert code == FAILED
+    assert output.count("torch is built for CUDA 12.9, but sees no GPU (CUDA_VISIBLE_DEVICES is unset)") == 2, output
+    assert "--gres=gpu:8" in output.splitlines()[-1]
+    assert not machine.lines("doctor")
+    assert not list(machine.output_dir.glob("launched*"))
+    code, output = machine.run("train.sbatch", "--use_cpu", FAKE_GPUS="")
+    assert code == DONE, output
+    assert option(machine.launched(1)["arguments"], "--num_processes") == "2"
+
+
+def test_two_local_nodes_whose_gpus_are_hidden(built_for_gpus: Machine) -> None:
+    machine = built_for_gpus
+    machine.behave("finish")
+    code, output = machine.run("local_2node.sh", CUDA_VISIBLE_DEVICES="")
+    assert (code, "sees no GPU (CUDA_VISIBLE_DEVICES='')" in output) == (FAILED, True), output
+    code, output = machine.run("local_2node.sh", "--use_cpu", CUDA_VISIBLE_DEVICES="")
+    assert code == DONE, output
+
+
+def test_a_pod_whose_gpus_are_missing(built_for_gpus: Machine, pod: Machine) -> None:
+    code, output = pod.run("k8s/node.sh", JOB_COMPLETION_INDEX="0")
+    assert (code, "sees no GPU" in output, "nvidia.com/gpu: 8" in output) == (FAILED, True, True), output
+    assert not pod.lines("doctor")
+
+
+def test_gpus_without_their_driver_s_program_are_counted_by_torch(machine: Machine) -> None:
+    machine.behave("finish")
+    code, output = machine.run("train.sbatch", FAKE_GPUS="", FAKE_TORCH="8")
+    assert code == DONE, output
+    assert option(machine.launched(1)["arguments"], "--num_processes") == "14"
 
 
 @pytest.mark.parametrize(
@@ -425,6 +510,42 @@ def test_pods_run_one_node_each(pod: Machine) -> None:
         assert [option(arguments, f"--{flag}") for flag in flags] == ["2", "2", str(index), "grpo-0.grpo"]
         assert option(arguments, "--max_steps") == "5"
     assert set(pod.lines("resolved")) == {"grpo-0.grpo", "grpo-1.grpo"}
+    assert sorted(pod.lines("doctor")) == [
+        f"doctor --nodes grpo-0.grpo,grpo-1.grpo --node-rank {index} --port 29500 --output-dir {pod.output_dir} "
+        "--config_file configs/4node.yaml -- --max_steps 5"
+        for index in (0, 1)
+    ]
+
+
+def test_ranks_of_pods_with_gpus(pod: Machine) -> None:
+    pod.behave("finish")
+    pod.env |= {"FAKE_TORCH": "8"}
+    assert run_pods(pod) == [DONE, DONE]
+    assert option(pod.launched(1)["arguments"], "--num_processes") == "14"
+    code, output = pod.run("k8s/node.sh", JOB_COMPLETION_INDEX="0", GRPO_RESERVED_GPUS="8")
+    assert (code, "8 GPUs are too few" in output) == (FAILED, True), output
+
+
+def test_what_the_doctor_finds_counts_as_a_crash(pod: Machine) -> None:
+    """It may be a pod that was drained meanwhile, or a node that the next pod does not come to: but not for ever."""
+    pod.behave("finish")
+    for attempt, expected in enumerate([START_AGAIN, START_AGAIN, FAILED]):
+        code, output = pod.run("k8s/node.sh", JOB_COMPLETION_INDEX="0", FAKE_DOCTOR="1")
+        assert (code, "grpo doctor found pods that cannot train" in output) == (expected, True), output
+        assert f"crash {attempt + 1} of 3" in output
+    assert pod.run("k8s/node.sh", JOB_COMPLETION_INDEX="1", FAKE_DOCTOR="1")[0] == START_AGAIN, "pod 0 counts"
+    assert not list(pod.output_dir.glob("launched*"))
+
+
+def test_a_pod_that_has_to_go_while_the_doctor_runs(pod: Machine) -> None:
+    pod.behave("finish")
+    waiting = pod.start("k8s/node.sh", JOB_COMPLETION_INDEX="0", FAKE_DOCTOR="waits")
+    pod.wait_for("examining")
+    waiting.send_signal(signal.SIGTERM)
+    output, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == START_AGAIN, output
+    assert not pod.lines("launched.0.0.json")
+    assert not list(pod.output_dir.glob("crashes*")), "it is no crash"
 
 
 @pytest.mark.parametrize(
@@ -493,7 +614,11 @@ def test_the_manifest() -> None:
     assert job["metadata"]["name"] == service["metadata"]["name"] == pod["subdomain"], "pod k is NAME-k.NAME"
     assert pod["restartPolicy"] == "Never"
     assert pod["terminationGracePeriodSeconds"] > int(values["GRPO_STOP_S"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] in (7, 8)
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] in (7, 8)
+    assert [name for name in resources["limits"] if name.startswith("rdma/")], "NCCL goes over TCP without"
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert resources["requests"].keys() == {"cpu", "memory"}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
@@ -504,3 +629,27 @@ def test_the_manifest() -> None:
     by_code = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
     assert by_code == {START_AGAIN: "Ignore", FAILED: "FailJob"}
     assert {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]} in rules
+
+
+REMOVABLE = {
+    "add: [IPC_LOCK]": ["securityContext"],
+    "rdma/hca_shared_devices_a: 1": ["resources", "limits", "rdma/hca_shared_devices_a"],
+    "cpu: 64": ["resources", "requests", "cpu"],
+    "memory: 512Gi": ["resources", "requests", "memory"],
+}
+
+
+@pytest.mark.parametrize("line", REMOVABLE)
+def test_what_the_manifest_asks_for_is_explained_and_can_go(line: str) -> None:
+    text = (LAUNCH / "k8s" / "job.yaml").read_text()
+    lines = [each.strip() for each in text.splitlines()]
+    at = lines.index(line)
+    comment = list(itertools.takewhile(lambda each: each.startswith("#"), reversed(lines[:at])))
+    assert any("Remove it" in each for each in comment), "when it can go stands right above"
+    _, job = yaml.safe_load_all(text)
+    (holder,) = job["spec"]["template"]["spec"]["containers"]
+    *path, last = REMOVABLE[line]
+    for name in path:
+        holder = holder[name]
+    del holder[last]
+    kubernetes_validate.validate(job, "1.37", strict=True)

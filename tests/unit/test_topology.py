@@ -15,7 +15,6 @@ from grpo.same_everywhere import read_settings
 from grpo.topology import (
     Launch,
     check_nodes,
-    device_tokens,
     plan_node,
     read_launch,
     read_topology,
@@ -93,43 +92,6 @@ def test_nodes_of_different_size_are_left_to_check_nodes():
 def test_incomplete_or_contradicting_variables(changes, message):
     with pytest.raises(ValueError, match=message):
         read_launch(torchrun_env(9, 14, 7, **changes))
-
-
-# --- device names
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "tokens"),
-    [
-        (None, 3, ("0", "1", "2")),
-        (None, 0, ()),
-        ("", 0, ()),
-        ("4,5,6,7", 4, ("4", "5", "6", "7")),
-        (" 6 , 2", 2, ("6", "2")),
-        ("3,1,-1,0", 2, ("3", "1")),
-        ("3,,0", 1, ("3",)),
-        ("-1", 0, ()),
-        ("0,0,1", 0, ()),  # twice: CUDA shows nothing
-        ("1,2,9", 2, ("1", "2")),  # there is no GPU 9
-        ("1x,+2", 2, ("1", "2")),
-        ("1,GPU-8a", 1, ("1",)),
-        ("GPU-8a,GPU-1b", 2, ("GPU-8a", "GPU-1b")),
-        ("GPU-8a, GPU-1b", 2, ("GPU-8a", "GPU-1b")),
-        ("GPU-8a, GPU-1b", 1, ("GPU-8a",)),  # torch ends the list at the space
-        ("GPU-8a,1", 1, ("GPU-8a",)),
-        ("GPU-8a,GPU-8a", 0, ()),
-        ("MIG-3c,MIG-4d", 2, ("MIG-3c", "MIG-4d")),
-        ("MIG-GPU-8a/1/0", 1, ("MIG-GPU-8a/1/0",)),
-    ],
-)
-def test_device_tokens(visible, count, tokens):
-    assert device_tokens({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, count) == tokens
-
-
-@pytest.mark.parametrize("visible", ["0,1", "", "0,1,1,2", "0,1,-1,2"])
-def test_fewer_names_than_devices(visible):
-    with pytest.raises(ValueError, match="sees 3 GPUs, but CUDA_VISIBLE_DEVICES="):
-        device_tokens({"CUDA_VISIBLE_DEVICES": visible}, 3)
 
 
 # --- placement

@@ -11,7 +11,7 @@ from grpo.weights.buckets import ParamMeta, make_buckets, packed_bytes, packed_o
 from grpo.weights.completeness import unsent_names
 from grpo.weights.gather import put_rows
 from grpo.weights.layers import frozen_names, layer_groups
-from grpo.weights.proof import gap_between, is_due, probe_prompts
+from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts
 from grpo.weights.source import GatheredSource
 from tests.tiny_models import tiny_config
 
@@ -205,3 +205,16 @@ def test_a_push_is_checked_by_name_too() -> None:
     assert unsent_names(known=known, received={"a", "b"}, held={"c"}) == []
     assert unsent_names(known=known, received={"a"}, held={"c"}) == ["b: not sent, and not among the frozen ones"]
     assert unsent_names(known=set(), received={"a"}, held={"c"}) == ["c: left out, but never sent before"]
+
+
+def test_the_first_gap_tightens_the_limit_and_never_loosens_it() -> None:
+    def limit(first: float | None, asked: float | None = None, dtype: torch.dtype = torch.bfloat16) -> float:
+        gap = None if first is None else LogprobGap(mean=first, max=9.0)
+        return round(gap_limit(dtype, asked=asked, first=gap), 6)
+
+    assert limit(None) == 0.15
+    assert limit(0.012) == 0.06
+    assert limit(0.001) == 0.015  # a tenth of the dtype's: kernels may round otherwise for other tokens
+    assert limit(0.149) == 0.15  # a first push that is bad is not the measure
+    assert limit(3e-6, dtype=torch.float32) == 1e-4
+    assert [limit(first, asked=0.4) for first in (None, 0.001, 0.3)] == [0.4] * 3

@@ -1,0 +1,105 @@
+"""What a job's own files and flags ask for before anything of it runs: CPUs, a backend, number formats.
+
+For the scripts in launch/ and for the doctor, which load neither TRL nor transformers: `grpo plan` reads all of it.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What stands in the files and on the command line."""
+
+    use_cpu: bool
+    """Whether any of them says so: the launcher's file, the training file, or a flag."""
+    backend: str | None
+    """`ddp_backend`; None: nccl with GPUs, gloo without."""
+    dtypes: tuple[str, ...]
+    """Of the tensors that the ranks exchange, as torch names them; float32 is always among them."""
+
+
+def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> Wishes:
+    """What a job with these arguments of `train.py` will be.
+
+    Args:
+        arguments: flags go before the file that `--config` names; others than those that are read here are ignored.
+        config_file: the launcher's file, or DeepSpeed's; may stand among the arguments.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    for name in ("use_cpu", "bf16", "fp16"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
+    training = {**_read(flags.get("config")), **flags}
+    launcher = _read(flags.get("config_file", config_file))
+    plugin = launcher.get("deepspeed_config") or {}
+    deepspeed = [launcher, *(_read(file) for file in (training.get("deepspeed"), plugin.get("deepspeed_config_file")))]
+    return Wishes(
+        use_cpu=is_on(training.get("use_cpu")) or is_on(launcher.get("use_cpu")),
+        backend=training.get("ddp_backend"),
+        dtypes=_dtypes(training, str(launcher.get("mixed_precision") or "no"), deepspeed),
+    )
+
+
+def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """The options by which a command is told of a job; `wishes_of` reads them."""
+    parser.add_argument("--config_file", metavar="FILE", help="of the launcher: accelerate's, or DeepSpeed's")
+    parser.add_argument("--config", metavar="FILE", help="the training file of train.py")
+    parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
+
+
+def wishes_of(args: argparse.Namespace) -> Wishes | None:
+    """None when the command was told of no job. Raises ValueError for a file that cannot be read, or a stray word."""
+    if args.train_flags and not args.train_flags[0].startswith("-"):
+        raise ValueError(f"{args.train_flags[0]} is no option; flags of train.py follow behind ` -- `")
+    if not (args.config_file or args.config or args.train_flags):
+        return None
+    config = ["--config", args.config] if args.config else []
+    return read_wishes([*config, *args.train_flags], config_file=args.config_file)
+
+
+def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """float32 (norms, losses, and gradients where they are reduced in it), and what weights and gradients travel in."""
+    fp16 = is_on(training.get("fp16"))
+    bf16 = not fp16 and bool(training.get("model_name_or_path"))  # the defaults: TRL's, and those of the demo
+    if training.get("bf16") is not None:
+        bf16 = is_on(training["bf16"])
+    found = {name for name, is_on in (("bf16", bf16), ("fp16", fp16)) if is_on} or {mixed_precision}
+    for file in deepspeed:
+        found |= {name for name in ("bf16", "fp16") if is_on((file.get(name) or {}).get("enabled"))}
+        found.add(str(file.get("communication_data_type")))
+    return ("float32", *sorted({FORMATS[name] for name in found & FORMATS.keys()} - {"float32"}))
+
+
+def _read(file: Any) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
+    if not isinstance(file, str):
+        return file or {}
+    text = file
+    try:
+        if not file.lstrip().startswith("{"):
+            text = Path(file).read_text()
+        found = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no settings, but {json.dumps(found)[:40]}")
+    return found
+
+
+def is_on(value: Any) -> bool:
+    """`true` as files and command lines write it; DeepSpeed's `auto` follows another setting."""
+    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")

@@ -1,0 +1,65 @@
+"""A torch that is built for GPUs and sees none, in every process that is started: nothing trains, and all say why."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT, free_port
+
+SEES_NO_GPU = r"torch is built for CUDA 12.9, but sees no GPU (CUDA_VISIBLE_DEVICES=''): ask the scheduler"
+DEADLINE_S = 300
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.version.cuda = '12.9'\n")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "NCCL_", "GLOO_"))}
+    path = f"{tmp_path / 'site'}:{ROOT}"
+    return {**clean, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "500", "HOME": str(tmp_path)}
+
+
+def start(command: list[str], env: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train = start([sys.executable, "train.py", "--output_dir", str(out)], env)
+    doctor = start([sys.executable, "-m", "grpo.cli", "doctor"], env)
+    told = start([sys.executable, "-m", "grpo.cli", "doctor", "--", "--use_cpu"], env)
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in (train, doctor, told)]
+    assert [train.returncode, doctor.returncode, told.returncode] == [1, 1, 0], "\n".join(outputs)
+    assert SEES_NO_GPU in outputs[0]
+    state = json.loads((out / "run_state.json").read_text())
+    assert (state["state"], state["can_heal"]) == ("failed", False), "a scheduler does not start it again"
+    assert SEES_NO_GPU in state["why"]
+    assert not (out / "model").exists(), "it ends before the demo's model is warmed up"
+    assert "gpus" in outputs[1]
+    assert "torch is built for CUDA 12.9, but sees no GPU" in outputs[1]
+    assert "--gres=gpu:8" in outputs[1]
+
+
+def test_a_launcher_that_asks_for_cpus_is_heard(env: dict[str, str], tmp_path: Path) -> None:
+    """Accelerate's DeepSpeed launcher does not hand `use_cpu` on. Both starts end at the next mistake."""
+    wrong = ["train.py", "--output_dir", str(tmp_path / "out"), "--dataset_name", "a/b"]
+    launch = [str(BIN / "accelerate"), "launch", "--num_processes", "1", "--main_process_port", str(free_port())]
+    asked = start([*launch, "--config_file", "configs/cpu.yaml", *wrong], env)
+    flagged = start([sys.executable, *wrong, "--use_cpu"], env)
+    for process in (asked, flagged):
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 1, output
+        assert "a data set is given, but no model" in output
+        assert "sees no GPU" not in output
