@@ -42,6 +42,11 @@ class ReportPlugin:
             name = item.nodeid.rpartition("/")[2]
             self.outcomes[item.nodeid] = Outcome(name=name, gpus=gpus[item], result="not run", detail="not reached")
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            detail = f"could not be read: {report.longreprtext.splitlines()[-1]}"
+            self.outcomes[report.nodeid] = Outcome(name=report.nodeid, gpus=0, result="FAILED", detail=detail)
+
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         for item in items:
             if item.nodeid in self.outcomes:

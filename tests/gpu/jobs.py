@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo.topology import device_tokens
-from tests.gpu.requirements import num_gpus, rehearsed
+from tests.gpu.requirements import rehearsed
 from tests.launching import ROOT, Job, free_port, start, tiny_job_script
 
 JOB_S = 600
@@ -24,7 +23,9 @@ MAX_GAP_BF16 = 0.15  # grpo.weights.proof's limit of the mean
 
 def on_gpus(first: int, count: int) -> list[str]:
     """A command's prefix that shows it `count` of this machine's GPUs, from the `first` on."""
-    tokens = device_tokens(os.environ, num_gpus())[first : first + count]
+    from grpo.devices import visible_devices  # imports yaml
+
+    tokens = visible_devices(os.environ)[first : first + count]
     assert len(tokens) == count or rehearsed(), f"{count} GPUs from {first} on are not there"
     return ["env", f"CUDA_VISIBLE_DEVICES={','.join(tokens)}"]
 
