@@ -7,7 +7,8 @@ loaded by the engine before the next one is gathered.
 Beside them stand the parts that no push can do without, each measured alone in the same turns, on the same bytes:
 
 - `exchange`: shards that are cast already travel to the rank that sends, and to no other: what our push uses over gloo.
-  Over NCCL, and `all-gather` everywhere: torch's all-gather of the same bytes, which leaves the model on every rank.
+- `all-gather`: torch's all-gather of the same bytes, which leaves the model on every rank: what it uses over NCCL. The
+  whole push is timed the other way too (`own push by ...`), and what each way brings to each rank is counted.
 - `pack`: one copy of the float32 shards into the packed buffer, with the cast.
 - `load`: vLLM loads the same number of bytes from packed buffers that are full already.
 
@@ -104,11 +105,12 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
     figures = figures_of(ranks)
     cores = len(os.sched_getaffinity(0))
     own, trl = figures["own push"], figures["one parameter at a time"]
+    own_gather = "all-gather" if args.device == "cuda" else "exchange"
     bounds = [bound_of(figures, gather, cores) for gather in ("all-gather", "exchange")]
     slower = Figure(
         name="slower phase",
         unit="s",
-        values=tuple(max(pair) for pair in zip(figures["exchange"].values, figures["load"].values, strict=True)),
+        values=tuple(max(pair) for pair in zip(figures[own_gather].values, figures["load"].values, strict=True)),
     )
     ratios: list[Ratio] = [
         ratio("one parameter at a time / own push", trl, own, FASTER_THAN_TRL),
@@ -121,12 +123,17 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
         for rank, found in enumerate(ranks)
         for name, grown in found["grown_bytes"].items()
     )
+    received = tuple(
+        Figure(name=f"received by {way}, rank {rank}", unit="MiB", values=(num_bytes / 2**20,))
+        for rank, found in enumerate(ranks)
+        for way, num_bytes in found["received_bytes"].items()
+    )
     return Report(
         benchmark="push",
         settings={name: ranks[0][name] for name in ("parameters", "wire_mb", "buckets", "bucket_mb", "backend")}
         | {"ranks": len(ranks)},
         ratios=tuple(ratios),
-        figures=(*figures.values(), *bounds, *memory),
+        figures=(*figures.values(), *bounds, *memory, *received),
         notes=(
             f"float32 shards over {len(ranks)} ranks with ZeRO-3, a bfloat16 engine, {cores} cores",
             f"a bucket has {ranks[0]['bucket_mb']} MiB, and there are {ranks[0]['num_buffers']} packed buffers",

@@ -128,19 +128,48 @@ class Ranks:
     def plan(self) -> PushPlan:
         return self.source.plan()
 
+    def _gathers(self) -> dict[str, ShardGather]:
+        """Both ways in which shards may travel; collective."""
+        group = next(self.model.parameters()).ds_process_group
+        return {
+            way: ShardGather(group, dtype=WIRE_DTYPE, receives=self.client is not None, all_gather=way == "all-gather")
+            for way in ("exchange", "all-gather")
+        }
+
+    def received_bytes(self, gather: ShardGather) -> int:
+        """What a push brings to this rank from the others; collective."""
+        total = 0
+        for bucket in self.plan.buckets:
+            shards = [parameter.ds_tensor for _, parameter in bucket.parameters]
+            received = gather.exchange(shards)
+            if received is not None:
+                own_rows = int(received.shape[0] == dist.get_world_size())
+                total += (received.shape[0] - own_rows) * received.shape[1] * WIRE_DTYPE.itemsize
+        gather.release()
+        return total
+
     def exchange(self) -> float:
         """Cast shards to the sending rank, bucket by bucket; nothing is put together."""
-        gather = self.source._gather
-        assert isinstance(gather, ShardGather)
+        gather = self.gathers["exchange"]
         lengths = [sum(p.ds_tensor.numel() for _, p in bucket.parameters) for bucket in self.plan.buckets]
-        cast = torch.zeros(max(lengths), dtype=WIRE_DTYPE, device=gather._device)
+        device = next(self.model.parameters()).ds_tensor.device
+        cast = torch.zeros(max(lengths), dtype=WIRE_DTYPE, device=device)
 
         def run() -> None:
             for length in lengths:
-                shards = [cast[:length]]
-                gather._all_gather(shards, length) if gather._uses_nccl else gather._exchange(shards, length)
+                gather.exchange([cast[:length]])
 
-        return self._timed("exchange", run)
+        seconds = self._timed("exchange", run)
+        gather.release()
+        return seconds
+
+    def push_by(self, way: str) -> float:
+        """Our push, with the gather that it takes over NCCL, or the one that it takes over gloo."""
+        own, self.source._gather = self.source._gather, self.gathers[way]
+        try:
+            return self.own_push()
+        finally:
+            self.source._gather = own
 
     def all_gather(self) -> float:
         lengths = [sum(p.ds_tensor.numel() for _, p in bucket.parameters) for bucket in self.plan.buckets]
@@ -213,8 +242,13 @@ class Ranks:
     # -- all of it ----------------------------------------------------------------------------------------------------
 
     def growth(self, run: Callable[[], object]) -> int:
-        """Bytes by which this process grew at its highest."""
+        """Bytes by which this process grew at its highest; on a GPU, what its tensors took there."""
         gc.collect()
+        if self.settings["device"] == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            return torch.cuda.max_memory_allocated() - before
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
         before = psutil.Process().memory_info().rss
@@ -231,11 +265,15 @@ class Ranks:
         self.grown_bytes["own push"] = self.growth(connect_and_push)
         largest = max(p.ds_numel for p in self.model.parameters()) * WIRE_DTYPE.itemsize if self.client else 0
         self.grown_bytes["one parameter at a time"] = self.growth(self.trl_push) + largest  # its buffer, ours here
+        self.gathers = self._gathers()
+        received = {way: self.received_bytes(gather) for way, gather in self.gathers.items()}
+        other = "exchange" if self.settings["device"] == "cuda" else "all-gather"
         for phase in (self.exchange, self.all_gather, self.pack, self.load):  # first touches, connections
             phase()
         self.cpu_seconds.clear()
         variants = {
             "own push": self.own_push,
+            f"own push by {other}": lambda: self.push_by(other),
             "one parameter at a time": self.trl_push,
             "exchange": self.exchange,
             "all-gather": self.all_gather,
@@ -246,6 +284,7 @@ class Ranks:
             "seconds": interleave(variants, self.settings["repetitions"]),
             "cpu_seconds": self.cpu_seconds,
             "grown_bytes": self.grown_bytes,
+            "received_bytes": received,
             "parameters": sum(parameter.ds_numel for parameter in self.model.parameters()),
             "wire_mb": round(self.plan.num_bytes / 2**20),
             "buckets": len(self.plan.buckets),

@@ -206,6 +206,7 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
     from grpo.planning.estimates import Hardware, estimate
     from grpo.planning.job import PlannedConfig
     from grpo.planning.model_shape import count_parameters, shape_of
+    from grpo.planning.push_memory import push_shape
 
     training = arguments.training
     assert isinstance(training, PlannedConfig)
@@ -224,9 +225,17 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
         gpu_bytes = args.gpu_memory or _memory(ASSUMED_GPU_MEMORY)
         if args.gpu_memory is None:
             plan.assumptions.append(f"GPUs of {ASSUMED_GPU_MEMORY} (--gpu-memory)")
+    dtype = compute_dtype(name, training)
+    push = push_shape(
+        config,
+        dtype=dtype,
+        bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
+        trust_remote_code=remote_code,
+    )
     try:
         plan.estimates = estimate(
             plan.model,
+            push,
             training,
             plan.launcher,
             plan.nodes,
@@ -237,7 +246,7 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
                 network_gbps=args.network_gbps,
                 nvlink_gbps=args.nvlink_gbps,
             ),
-            dtype=compute_dtype(name, training),
+            dtype=dtype,
             flash_attention="flash" in (arguments.model.attn_implementation or ""),
             reward_parameters=reward_parameters,
         )

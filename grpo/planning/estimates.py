@@ -14,10 +14,11 @@ from grpo.planning.job import Launcher, PlannedConfig, read_deepspeed
 from grpo.planning.memory_budget import Budget, make_budget, readable
 from grpo.planning.model_shape import ModelShape
 from grpo.planning.push_cost import PushCost, push_costs
+from grpo.planning.push_memory import PushShape, push_lines
 from grpo.planning.training_memory import training_budget
 from grpo.planning.zero_memory import Sharding, frozen_line, read_sharding, states_of
 from grpo.topology import NodeTopology
-from grpo.weights.buckets import NUM_BUFFERS, bucket_limit
+from grpo.weights.buckets import NUM_BUFFERS
 
 ENGINE_BUCKETS = 2  # on an engine's GPU: the one that arrives, and the one before it while a layer waits for its rest
 
@@ -41,7 +42,7 @@ class Estimates:
     """What a job needs."""
 
     training: Budget
-    """One training GPU; without GPUs, one rank."""
+    """One training GPU; without GPUs, one rank. A node's local main, which sends, may hold more than the others."""
     engine: EngineMemory
     host: Budget
     """The node with the most engines."""
@@ -54,6 +55,7 @@ class Estimates:
 
 def estimate(
     shape: ModelShape,
+    push: PushShape,
     args: PlannedConfig,
     launcher: Launcher,
     nodes: Sequence[NodeTopology],
@@ -86,9 +88,7 @@ def estimate(
     ]
     backend = choose_backend(args.vllm_sync_backend, has_gpus=has_gpus)
     model_bytes = shape.num_parameters * dtype.itemsize
-    largest_bytes = shape.largest_tensor * dtype.itemsize
-    bucket_bytes = max(bucket_limit(args.vllm_sync_bucket_mb * 2**20, model_bytes), largest_bytes)
-    packed_bytes = NUM_BUFFERS * bucket_bytes
+    gathers_on_device = has_gpus and args.ddp_backend != "gloo"
     training = training_budget(
         shape,
         sharding,
@@ -100,7 +100,15 @@ def estimate(
         checkpointing=args.gradient_checkpointing,
         flash_attention=flash_attention,
         frozen=frozen,
-        push_bytes=bucket_bytes + (packed_bytes if backend == "nccl" else 0),
+        push=push_lines(
+            push,
+            world_size=world_size,
+            num_nodes=len(nodes),
+            zero3=sharding.stage == 3,
+            backend=backend,
+            has_gpus=has_gpus,
+            gathers_on_device=gathers_on_device,
+        ),
         capacity_bytes=hardware.gpu_bytes,
         has_gpus=has_gpus,
     )
@@ -127,7 +135,7 @@ def estimate(
             offloaded_bytes=states.host_bytes,
             model_bytes=model_bytes if sharding.stage == 3 else shape.num_parameters * 4,
             loaded_by_every_rank=sharding.stage != 3,
-            shared_buffer_bytes=packed_bytes if backend == "shm" else 0,
+            shared_buffer_bytes=NUM_BUFFERS * push.buffer_bytes if backend == "shm" else 0,
             cpu_rank_bytes=0 if has_gpus else training.peak_bytes - untouched_bytes,
             cpu_engine_bytes=0 if has_gpus else size * (engine.weights_bytes + engine.kv_cache_bytes),
         ),
@@ -141,6 +149,7 @@ def estimate(
             shape.num_parameters,
             ranks_per_node=launcher.ranks_per_node,
             zero3=sharding.stage == 3,
+            all_gathers=gathers_on_device,
             engine_dtype_bytes=dtype.itemsize,
             network_gbps=hardware.network_gbps,
             nvlink_gbps=hardware.nvlink_gbps if has_gpus else None,
@@ -151,7 +160,7 @@ def estimate(
         ),
         warnings=(
             *_training_warnings(training, shape, sharding),
-            *_engine_warnings(engine, push_bytes=ENGINE_BUCKETS * bucket_bytes if backend == "nccl" else 0),
+            *_engine_warnings(engine, push_bytes=ENGINE_BUCKETS * push.buffer_bytes if backend == "nccl" else 0),
             *_host_warnings(host),
         ),
     )
@@ -201,7 +210,9 @@ def _training_warnings(training: Budget, shape: ModelShape, sharding: Sharding) 
     if training.peak_bytes <= training.capacity_bytes:
         return []
     hints = "lower per_device_train_batch_size (and raise gradient_accumulation_steps), or use more ranks"
-    if any(line.key == "activations" and line.counted for line in training.lines):
+    if training.peak_phase == "push":
+        hints = "lower vllm_sync_bucket_mb, as far as the model's largest tensor allows, or use more ranks"
+    elif any(line.key == "activations" and line.counted for line in training.lines):
         hints = f"set gradient_checkpointing: true, or {hints}"
     return [
         f"a training GPU has {readable(training.capacity_bytes)}, and the estimate is {readable(training.peak_bytes)} "

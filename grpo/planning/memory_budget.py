@@ -1,12 +1,14 @@
 """A memory budget: what stands on one device, and in which phase. All of it is estimated."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 GIB = 2**30
 
 Phase = Literal["always", "forward and backward", "optimizer step", "push"]
+Holder = Literal["every rank", "local main", "other ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +25,29 @@ class Line:
     """The formula, with its numbers."""
     counted: bool = True
     """False for what is shown for comparison."""
+    holder: Holder = "every rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What stands on a device in one phase, together with what is always held."""
+
+    phase: Phase
+    local_main_bytes: int
+    other_ranks_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The lines of one device, and what they come to at worst."""
+    """The lines of one device, and what they come to: phase by phase, and at worst."""
 
     lines: tuple[Line, ...]
     capacity_bytes: int | None
     """Of the device; None where it is not known."""
+    held: tuple[Held, ...]
+    """By phase; "always" first."""
     peak_bytes: int
+    """Of the rank that holds most."""
     peak_phase: Phase
 
     def bytes_of(self, *keys: str) -> int:
@@ -40,19 +55,29 @@ class Budget:
         return sum(line.num_bytes for line in self.lines if line.key in keys)
 
 
-def make_budget(lines: list[Line], capacity_bytes: int | None) -> Budget:
-    """Adds the lines up: what is always held, and the phase that holds most beside it."""
-    held: dict[Phase, int] = {"always": 0, "forward and backward": 0, "optimizer step": 0, "push": 0}
-    for line in lines:
-        held[line.phase] += line.num_bytes if line.counted else 0
-    always = held.pop("always")
-    peak_phase: Phase = max(held, key=lambda phase: held[phase])
+def make_budget(lines: Sequence[Line], capacity_bytes: int | None) -> Budget:
+    """Adds the lines up: what is always held, and each phase beside it."""
+    held = tuple(
+        Held(
+            phase=phase,
+            local_main_bytes=_held_bytes(lines, phase, without="other ranks"),
+            other_ranks_bytes=_held_bytes(lines, phase, without="local main"),
+        )
+        for phase in get_args(Phase)
+    )
+    peak = max(held, key=lambda phase: max(phase.local_main_bytes, phase.other_ranks_bytes))  # the first of equals
     return Budget(
         lines=tuple(lines),
         capacity_bytes=capacity_bytes,
-        peak_bytes=always + held[peak_phase],
-        peak_phase=peak_phase if held[peak_phase] else "always",
+        held=held,
+        peak_bytes=max(peak.local_main_bytes, peak.other_ranks_bytes),
+        peak_phase=peak.phase,
     )
+
+
+def _held_bytes(lines: Sequence[Line], phase: Phase, *, without: Holder) -> int:
+    phases = ("always", phase)
+    return sum(line.num_bytes for line in lines if line.counted and line.phase in phases and line.holder != without)
 
 
 def readable(num_bytes: float) -> str:

@@ -74,14 +74,11 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
 
     Raises ValueError for a model that is none, or has no attention.
     """
-    from transformers import AutoModelForCausalLM
-
     text = config.get_text_config()
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(f"{name} is a {config.model_type} without attention heads: its memory cannot be estimated")
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     sizes = Counter(parameter.numel() for parameter in model.parameters())  # a tied parameter comes once
     decoder = decoder_layers(model)
     heads = text.num_attention_heads
@@ -120,6 +117,14 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
         kv_windows=windows,
         layers_without_kv=without_kv,
     )
+
+
+def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model that `config` describes, without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:

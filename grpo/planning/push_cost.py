@@ -21,6 +21,10 @@ class PushCost:
     """Into each node over the network: the shares of the model that the other nodes hold."""
     gathered_bytes_per_node: int
     """The whole model, in the engine's dtype, to which shards are cast before they are gathered."""
+    local_main_bytes: int
+    """Received by a node's local main, which sends it on: all but its own shards."""
+    other_rank_bytes: int
+    """Received by each other rank, which needs none of it: as much in an all-gather (why: `ShardGather`), else none."""
     engine_bytes: int
     """Pushed to each engine, inside the node, in the engine's dtype."""
     gather_s: float | None
@@ -34,6 +38,7 @@ def push_costs(
     *,
     ranks_per_node: int,
     zero3: bool,
+    all_gathers: bool = True,
     engine_dtype_bytes: int,
     network_gbps: float,
     nvlink_gbps: float | None,
@@ -45,6 +50,7 @@ def push_costs(
     of W ranks receives (W-1)/W over the links of its node. Without ZeRO-3 every rank holds all weights already.
 
     Args:
+        all_gathers: whether every rank receives, which is so over NCCL.
         network_gbps: gigabits per second into one node, over all its network adapters.
         nvlink_gbps: gigabits per second into one GPU from its node; None without GPUs.
     """
@@ -65,6 +71,8 @@ def push_costs(
                 ranks=ranks,
                 network_bytes_per_node=network,
                 gathered_bytes_per_node=gathered,
+                local_main_bytes=inside,
+                other_rank_bytes=inside if all_gathers else 0,
                 engine_bytes=pushed,
                 gather_s=gather_s,
                 push_s=push_s,

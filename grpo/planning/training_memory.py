@@ -6,10 +6,11 @@ them with autograd.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grpo.planning.memory_budget import GIB, Budget, Line, make_budget, readable, short_count
 from grpo.planning.model_shape import LayerShape, ModelShape
-from grpo.planning.zero_memory import Sharding, buffer_lines, gather_lines, states_of, step_line
+from grpo.planning.zero_memory import MASTER_BYTES, Sharding, buffer_lines, gather_lines, states_of, step_line
 
 CUDA_CONTEXT_BYTES = 2 * GIB  # an allowance, not measured: CUDA's context, NCCL's buffers, fragmentation
 
@@ -68,15 +69,31 @@ def activation_lines(
     whole = sum(count * saved for count, saved in per_token)
     inputs = shape.num_layers * shape.hidden_size * dtype_bytes
     largest = max(saved for _, saved in per_token)
+    mlp = max(layer.mlp_elements for layer in shape.layers) // 2
     return [
         Line(
             key="activations_checkpointed",
             what="activations with gradient checkpointing",
             phase="forward and backward",
-            num_bytes=tokens * (inputs + largest),
-            how=f"{short_count(tokens)} tokens x ({shape.num_layers} layers x {shape.hidden_size} x {dtype_bytes} B + "
-            f"{readable(largest)} of one layer)",
+            num_bytes=tokens * inputs,
+            how=f"{short_count(tokens)} tokens x {shape.num_layers} layers x {shape.hidden_size} x {dtype_bytes} B",
             counted=checkpointing,
+        ),
+        Line(
+            key="recomputed_layer",
+            what="one layer, computed again",
+            phase="forward and backward",
+            num_bytes=tokens * largest,
+            how=f"{short_count(tokens)} tokens x {readable(largest)}",
+            counted=checkpointing,
+        ),
+        Line(
+            key="layer_gradients",
+            what="gradients inside one layer",
+            phase="forward and backward",
+            num_bytes=tokens * mlp * dtype_bytes,
+            how=f"{short_count(tokens)} tokens x {mlp} x {dtype_bytes} B: of three factors in its MLP, of which one is "
+            "free by then",
         ),
         Line(
             key="activations",
@@ -89,24 +106,51 @@ def activation_lines(
     ]
 
 
-def logits_line(shape: ModelShape, *, dtype_bytes: int, sequences: int, completion_tokens: int) -> Line:
+def head_lines(shape: ModelShape, *, dtype_bytes: int, sequences: int, completion_tokens: int) -> list[Line]:
     """TRL's fused language head: it never holds all logits, but gradients of the head in float32, and a copy of them.
 
-    One tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's gradient
+    While it works: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's.
+    What it leaves to the layers' backward is the head's gradient in the dtype of training, which in float32 is no copy
     (`ChunkedLogProbFunction`, TRL 1.16).
     """
     tokens = sequences * completion_tokens
+    copy_bytes = 0 if dtype_bytes == MASTER_BYTES else dtype_bytes
     tile = min(tokens, HEAD_TILE_TOKENS) * HEAD_TILE_COLUMNS * dtype_bytes
-    hidden = tokens * shape.hidden_size * (4 + 2 * dtype_bytes)
-    head = shape.vocab_size * shape.hidden_size * (4 + dtype_bytes)
-    return Line(
-        key="logits",
-        what="logits and the head's gradient",
-        phase="forward and backward",
-        num_bytes=tile + hidden + head,
-        how=f"a tile {readable(tile)}, {short_count(tokens)} scored tokens {readable(hidden)}, gradient of "
-        f"{shape.vocab_size} x {shape.hidden_size} in float32 and its copy {readable(head)}",
-    )
+    hidden = tokens * shape.hidden_size * (MASTER_BYTES + dtype_bytes + copy_bytes)
+    elements = shape.vocab_size * shape.hidden_size
+    in_float32 = elements * MASTER_BYTES if copy_bytes else 0
+    return [
+        Line(
+            key="head_gradient",
+            what="the language head's gradient",
+            phase="forward and backward",
+            num_bytes=elements * dtype_bytes,
+            how=f"{shape.vocab_size} x {shape.hidden_size} x {dtype_bytes} B",
+        ),
+        Line(
+            key="logits",
+            what="logits, and that gradient in float32",
+            phase="forward and backward",
+            num_bytes=tile + hidden + in_float32,
+            how=f"a tile {readable(tile)}, {short_count(tokens)} scored tokens {readable(hidden)}"
+            + (f", the gradient {readable(in_float32)}" if copy_bytes else ""),
+        ),
+    ]
+
+
+# Of the forward and backward pass, held one after the other: while the head's gradient is computed, and the layers'.
+AT_THE_HEAD = ("logits",)
+AT_THE_LAYERS = ("recomputed_layer", "layer_gradients", "reduce_copy")
+
+
+def at_the_worst_moment(lines: Sequence[Line]) -> list[Line]:
+    """The lines of two moments of one phase, of which only those of the worse one are counted."""
+
+    def together(keys: tuple[str, ...]) -> int:
+        return sum(line.num_bytes for line in lines if line.counted and line.key in keys)
+
+    passed = AT_THE_LAYERS if together(AT_THE_HEAD) > together(AT_THE_LAYERS) else AT_THE_HEAD
+    return [replace(line, counted=False) if line.key in passed else line for line in lines]
 
 
 def training_budget(
@@ -121,7 +165,7 @@ def training_budget(
     checkpointing: bool,
     flash_attention: bool,
     frozen: Sequence[Line],
-    push_bytes: int,
+    push: Sequence[Line],
     capacity_bytes: int | None,
     has_gpus: bool,
 ) -> Budget:
@@ -129,13 +173,13 @@ def training_budget(
 
     Args:
         frozen: reference and reward models.
-        push_bytes: what the local main, which sends, holds of the weights at a time.
+        push: weights on their way to the engines (`push_lines`).
     """
     states = states_of(shape, sharding, world_size=world_size, dtype_bytes=dtype_bytes)
     name = f"ZeRO-{sharding.stage} states" if sharding.stage else "states"
     lines = [
         Line(key="states", what=name, phase="always", num_bytes=states.device_bytes, how=states.how),
-        *buffer_lines(shape, sharding, dtype_bytes=dtype_bytes),
+        *buffer_lines(shape, sharding, world_size=world_size, dtype_bytes=dtype_bytes),
         *frozen,
     ]
     if has_gpus:
@@ -144,7 +188,7 @@ def training_budget(
             Line(key="context", what="CUDA context", phase="always", num_bytes=CUDA_CONTEXT_BYTES, how=how),
         )
     lines += [
-        *gather_lines(shape, sharding, dtype_bytes=dtype_bytes),
+        *gather_lines(shape, sharding, world_size=world_size, dtype_bytes=dtype_bytes),
         *activation_lines(
             shape,
             dtype_bytes=dtype_bytes,
@@ -153,14 +197,8 @@ def training_budget(
             checkpointing=checkpointing,
             flash_attention=flash_attention,
         ),
-        logits_line(shape, dtype_bytes=dtype_bytes, sequences=sequences, completion_tokens=completion_tokens),
+        *head_lines(shape, dtype_bytes=dtype_bytes, sequences=sequences, completion_tokens=completion_tokens),
         *step_line(shape, sharding, world_size=world_size, dtype_bytes=dtype_bytes),
-        Line(
-            key="push",
-            what="weights on their way to the engines",
-            phase="push",
-            num_bytes=push_bytes,
-            how="on the local main: one bucket in the making, and the packed ones where NCCL sends them",
-        ),
+        *push,
     ]
-    return make_budget(lines, capacity_bytes)
+    return make_budget(at_the_worst_moment(lines), capacity_bytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from grpo.planning.batch import Batch
     from grpo.planning.engine_memory import EngineMemory
     from grpo.planning.estimates import Estimates
-    from grpo.planning.memory_budget import Budget
+    from grpo.planning.memory_budget import Budget, Held
     from grpo.planning.push_cost import PushCost
     from grpo.topology import NodeTopology
 
@@ -144,12 +144,22 @@ def _print_budget(console: Console, title: str, budget: "Budget") -> None:
     table = _table(title, "held", "", "estimate", "how")
     for line in budget.lines:
         size = readable(line.num_bytes)
-        table.add_row(PHASES[line.phase], line.what, size if line.counted else f"({size})", line.how)
+        held = PHASES[line.phase] + ("" if line.holder == "every rank" else f", {line.holder}")
+        table.add_row(held, line.what, size if line.counted else f"({size})", line.how)
     table.add_section()
+    if any(line.phase != "always" for line in budget.lines):
+        for phase in budget.held:
+            table.add_row(PHASES[phase.phase], *_together(phase))
     capacity = "" if budget.capacity_bytes is None else f"of {readable(budget.capacity_bytes)}"
     when = "" if budget.peak_phase == "always" else f"always + {PHASES[budget.peak_phase]}; in brackets: not counted"
     table.add_row("at most", "", readable(budget.peak_bytes), " ".join(filter(None, (capacity, when))), style="bold")
     console.print(table)
+
+
+def _together(held: "Held") -> tuple[str, str, str]:
+    local_main, others = readable(held.local_main_bytes), readable(held.other_ranks_bytes)
+    what = "all together" if held.phase == "always" else "all together, with what is always held"
+    return what, local_main, "" if local_main == others else f"on a node's local main; {others} on its other ranks"
 
 
 def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> None:
@@ -177,12 +187,15 @@ def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> N
 
 
 def _print_push(console: Console, costs: "tuple[PushCost, ...]") -> None:
-    columns = ["nodes", "ranks", "gathered into each node", "of it over the network", "then pushed to each engine"]
+    receivers = "every rank" if costs[-1].other_rank_bytes else "the local main"
+    columns = ["nodes", "ranks", "gathered into each node", "of it over the network", f"received by {receivers}"]
+    columns.append("then pushed to each engine")
     timed = costs[0].push_s is not None
     title = "one push (the gather crosses the network, the push stays inside the node)"
     table = _table(title, *columns, *(["gather", "push"] if timed else []))
     for cost in costs:
-        sizes = (cost.gathered_bytes_per_node, cost.network_bytes_per_node, cost.engine_bytes)
+        gathered = (cost.gathered_bytes_per_node, cost.network_bytes_per_node, cost.local_main_bytes)
+        sizes = (*gathered, cost.engine_bytes)
         seconds = [f"{value:.2f} s" for value in (cost.gather_s, cost.push_s) if value is not None]
         table.add_row(
             str(cost.num_nodes), str(cost.ranks), *(readable(size) if size else "0" for size in sizes), *seconds

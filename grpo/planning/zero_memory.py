@@ -97,7 +97,7 @@ def states_of(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_b
     return States(device_bytes=device, host_bytes=host, how=how)
 
 
-def buffer_lines(shape: ModelShape, sharding: Sharding, *, dtype_bytes: int) -> list[Line]:
+def buffer_lines(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> list[Line]:
     """What DeepSpeed keeps between steps beside the states: it dominates small models."""
     if sharding.stage == 0:
         return []
@@ -110,7 +110,7 @@ def buffer_lines(shape: ModelShape, sharding: Sharding, *, dtype_bytes: int) -> 
             how=f"reduce_bucket_size {short_count(sharding.reduce_bucket_size)} x {dtype_bytes} B",
         )
     ]
-    if sharding.stage == 3:
+    if sharding.stage == 3 and world_size > 1:  # one rank's shard is the whole
         whole = shape.elements_up_to(sharding.param_persistence_threshold)
         lines.append(
             Line(
@@ -125,7 +125,7 @@ def buffer_lines(shape: ModelShape, sharding: Sharding, *, dtype_bytes: int) -> 
     return lines
 
 
-def gather_lines(shape: ModelShape, sharding: Sharding, *, dtype_bytes: int) -> list[Line]:
+def gather_lines(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> list[Line]:
     """What is gathered, or about to be reduced, while a micro-batch runs."""
     if sharding.stage == 0:
         return []
@@ -139,7 +139,7 @@ def gather_lines(shape: ModelShape, sharding: Sharding, *, dtype_bytes: int) -> 
             how="a flat copy of the bucket, or of one gradient larger than it",
         )
     ]
-    if sharding.stage == 3:
+    if sharding.stage == 3 and world_size > 1:
         live = min(shape.num_parameters, sharding.max_live_parameters)
         lines += [
             Line(

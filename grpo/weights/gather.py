@@ -63,31 +63,60 @@ def put_rows(place: torch.Tensor, rows: torch.Tensor, first: int) -> None:
         room[full * shard :].copy_(rows[full, :rest])
 
 
+class _Room:
+    """Memory that is used again from bucket to bucket, for as long as a push goes on."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, length: int) -> torch.Tensor:
+        """[length], with whatever stood there."""
+        if self._memory.numel() < length:
+            self.drop()  # first, so that the smaller one and the larger one are never held together
+            self._memory = self._memory.new_empty(length)
+        return self._memory[:length]
+
+    def drop(self) -> None:
+        self._memory = self._memory.new_empty(0)
+
+
 class ShardGather:
     """The gather of ZeRO-3 shards over one process group.
 
-    Over NCCL an all-gather, which brings each byte into a node once, over all of its network adapters. Over gloo, every
-    rank sends its shards straight to the ranks that receive: gloo's all-gather goes through temporary buffers on both
-    sides, and was seen to take four times as long for two ranks.
+    Over NCCL an all-gather: each of W ranks receives (W-1)/W of a bucket of P bytes, and holds it for as long as a push
+    goes on, though one a node needs it. It is kept, by these numbers (not measured on GPUs yet, `bench.push` does):
+
+    - Whoever else receives, a local main takes in (W-1)/W P over its own links, and the push waits for it. The others
+      receive meanwhile, over links of their own: 7B on 28 ranks, 14.7 GB at 300 GB/s of NVLink, 0.05 s. What it costs
+      them is the memory of one bucket, 1.05 GiB there.
+    - A node takes in the other nodes' (N-1)/N P either way. An all-gather's rings enter it at all of its adapters:
+      11.4 GB on 4 nodes, at 8 x 50 GB/s 0.03 s. Sent to one GPU it all comes in over that one's adapter: 0.23 s, and
+      0.30 s on 64 nodes, where each rank then keeps 64 connections in place of a ring's two.
+
+    Over gloo, every rank sends its shards straight to the ranks that receive, and the others receive nothing: gloo's
+    all-gather goes through temporary buffers on both sides, and was seen to take four times as long for two ranks.
 
     Constructing one is collective over the group, and so is every `gather`, with the same parameters on every rank.
 
     Args:
         dtype: in which shards travel.
         receives: whether this rank wants the whole parameters. The others only give.
+        all_gather: which of the two ways, the same on every rank; None: the one of the group's backend.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, dtype: torch.dtype, receives: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, dtype: torch.dtype, receives: bool, all_gather: bool | None = None
+    ) -> None:
         self._group = group
-        self._dtype = dtype
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._uses_nccl = "nccl" in dist.get_backend_config(group)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if self._uses_nccl else torch.device("cpu")
+        uses_nccl = "nccl" in dist.get_backend_config(group)
+        self._all_gathers = uses_nccl if all_gather is None else all_gather
+        self._device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
         flags = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in range(self._num_ranks)]
         dist.all_gather(flags, torch.full_like(flags[0], int(receives)), group=group)
         self._receivers = [rank for rank, flag in enumerate(flags) if flag.item()]
-        self._received = torch.empty(0, dtype=dtype, device=self._device)  # [ranks, shards of a bucket], used again
-        self._sent = torch.empty(0, dtype=dtype, device=self._device)  # [shards of a bucket]
+        self._received = _Room(dtype, self._device)  # [ranks, shards of a bucket]
+        self._sent = _Room(dtype, self._device)  # [shards of a bucket]
 
     def gather(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor] | None) -> None:
         """Gather one bucket.
@@ -97,20 +126,14 @@ class ShardGather:
                 the whole is not wanted. On CUDA the copies into them are queued on the current stream.
         """
         shards = [parameter.ds_tensor for parameter in parameters]
-        length = sum(shard.numel() for shard in shards)
-        if self._num_ranks == 1:
-            received = None
-        elif self._uses_nccl:
-            received = self._all_gather(shards, length)
-        else:
-            received = self._exchange(shards, length)
+        received = self.exchange(shards)
         if places is None:
             return
         begin = 0
         for shard, place in zip(shards, places, strict=True):
             if received is None:
                 put_rows(place, shard[None], 0)
-            elif self._uses_nccl:
+            elif self._all_gathers:
                 put_rows(place, received[:, begin : begin + shard.numel()], 0)
             else:
                 columns = received[:, begin : begin + shard.numel()]
@@ -119,40 +142,56 @@ class ShardGather:
                 put_rows(place, columns[self._rank :], self._rank + 1)
             begin += shard.numel()
 
-    def _all_gather(self, shards: list[torch.Tensor], length: int) -> torch.Tensor:
-        """[ranks, length]. Buffers are used again in the order of the current stream, which the collective keeps."""
-        self._received = _at_least(self._received, self._num_ranks * length)
-        received = self._received[: self._num_ranks * length].view(self._num_ranks, length)
+    def exchange(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """What of `gather` crosses between ranks; collective.
+
+        Args:
+            shards: this rank's, flat, with the same sizes on every rank.
+
+        Returns:
+            Shards as they arrive, end to end, [ranks, sum of their sizes]; without this rank's own row where they are
+            sent to those who receive, and without any on a rank that does not. Valid until the next call. None for a
+            group of one rank.
+        """
+        length = sum(shard.numel() for shard in shards)
+        if self._num_ranks == 1:
+            return None
+        return self._all_gather(shards, length) if self._all_gathers else self._send_to_receivers(shards, length)
+
+    def release(self) -> None:
+        """Drop the memory that buckets were put together in; the next `gather` takes it anew."""
+        self._received.drop()
+        self._sent.drop()
+
+    def _all_gather(self, shards: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        """[ranks, length]. Memory is used again in the order of the current stream, which the collective keeps."""
+        received = self._received.of(self._num_ranks * length).view(self._num_ranks, length)
         dist.all_gather_single(received.view(-1), self._cast(shards, length), group=self._group)
         return received
 
-    def _exchange(self, shards: list[torch.Tensor], length: int) -> torch.Tensor:
+    def _send_to_receivers(self, shards: Sequence[torch.Tensor], length: int) -> torch.Tensor:
         """[ranks - 1, length], without this rank's own; nothing on a rank that does not receive."""
         receives = self._rank in self._receivers
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         rows = len(others) if receives else 0
-        self._received = _at_least(self._received, rows * length)
-        received = self._received[: rows * length].view(rows, length)
-        waiting = [
-            dist.irecv(row, group_src=rank, group=self._group)
+        received = self._received.of(rows * length).view(rows, length)
+        ways = [
+            dist.P2POp(dist.irecv, row, group=self._group, group_peer=rank)
             for rank, row in zip(others[:rows], received, strict=True)
         ]
         targets = [rank for rank in self._receivers if rank != self._rank]
         if targets:
             mine = self._cast(shards, length)
-            waiting += [dist.isend(mine, group_dst=rank, group=self._group) for rank in targets]
-        for work in waiting:
+            ways += [dist.P2POp(dist.isend, mine, group=self._group, group_peer=rank) for rank in targets]
+        # Together: over NCCL two ranks that both receive would wait, one by one, for each other's second call.
+        for work in dist.batch_isend_irecv(ways) if ways else []:
             work.wait()
         return received
 
-    def _cast(self, shards: list[torch.Tensor], length: int) -> torch.Tensor:
-        self._sent = _at_least(self._sent, length)
+    def _cast(self, shards: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        cast = self._sent.of(length)
         begin = 0
         for shard in shards:
-            self._sent[begin : begin + shard.numel()].copy_(shard)
+            cast[begin : begin + shard.numel()].copy_(shard)
             begin += shard.numel()
-        return self._sent[:length]
-
-
-def _at_least(buffer: torch.Tensor, length: int) -> torch.Tensor:
-    return buffer if buffer.numel() >= length else buffer.new_empty(length)
+        return cast

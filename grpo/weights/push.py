@@ -169,6 +169,7 @@ class Pusher:
                 sender.abandon(broken)
             raise
         finally:
+            self.source.end_push()
             if self._transport is not None:
                 self._transport.end()
         if error is None:

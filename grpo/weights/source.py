@@ -137,6 +137,11 @@ class GatheredSource:
             self._group = sharded[0].ds_process_group
             self._gather = ShardGather(self._group, dtype=self._wire_dtype, receives=receives)
 
+    def end_push(self) -> None:
+        """After the last `fill` of a push, or the one that broke it: hold none of its memory; on every rank."""
+        if self._gather is not None:
+            self._gather.release()
+
     @torch.no_grad()
     def fill(self, bucket: Bucket, places: Sequence[torch.Tensor] | None) -> None:
         """Gather a bucket, and write it where it is wanted. Collective under ZeRO-3.

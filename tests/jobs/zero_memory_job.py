@@ -1,18 +1,34 @@
-"""What a real ZeRO-3 engine holds after a step, by the storage of its tensors; started by torchrun.
+"""What a real ZeRO-3 engine holds between steps and in each phase of one, by the storage of its tensors; started by
+torchrun.
 
-`python zero_memory_job.py MODEL_CONFIG_FOLDER DEEPSPEED_CONFIG.json OUTPUT_FOLDER`: writes `<rank>.json`.
+`python zero_memory_job.py SETTINGS.json`, a list of cases: `model`, a configuration's folder; `deepspeed`, its
+configuration; `sequences`, `tokens`, `checkpointing`, `tile_columns` of a micro-batch; `bucket_bytes` and `wire` of a
+push; `defaults` to report; `out`, a folder for `<rank>.json`. A case has a process of its own, forked when all is
+imported: nothing of the one before is alive in it.
 """
 
 import gc
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+import trl.kernels.chunked_logprob
+import trl.trainer.utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo.weights.buckets import NUM_BUFFERS, packed_places
+from grpo.weights.gather import ShardGather
+from grpo.weights.source import GatheredSource
+from tests.jobs.live_tensors import LiveTensors
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -20,27 +36,94 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-folder, settings_file, out = sys.argv[1:]
-settings = json.loads(Path(settings_file).read_text())
-deepspeed.init_distributed(dist_backend="gloo")
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-engine, zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-ids = torch.randint(0, model.config.vocab_size, (2, 16))
-engine.backward(engine(input_ids=ids, labels=ids).loss)
-engine.step()
+def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is one kernel on a GPU and takes no memory there, but several operations on a CPU."""
 
-moments = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-states = [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *zero.fp32_partitioned_groups_flat, *moments]
-states += [master.grad for master in zero.fp32_partitioned_groups_flat if master.grad is not None]  # offload
-whole = [parameter.data for parameter in model.parameters() if parameter.ds_persist]
-gc.collect()
-measured = {
-    "states": storage_bytes(states),
-    "reduce_bucket": storage_bytes(bucket.buffer for bucket in zero.ipg_buckets.values()),
-    "persistent": storage_bytes(whole),
-    "everything": storage_bytes(thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)),
-    "defaults": {name: getattr(DeepSpeedZeroConfig(), name) for name in settings["compare_defaults"]},
-}
-(Path(out) / f"{engine.global_rank}.json").write_text(json.dumps(measured))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+    setattr(trl.kernels.chunked_logprob, name, as_one_operation(getattr(trl.kernels.chunked_logprob, name)))
+
+
+def run_case(number: int, settings: dict[str, Any]) -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # the launcher's
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"case {number}", store), rank=rank, world_size=world_size)
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = settings["tile_columns"]
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings["model"]), dtype=torch.float32)
+    model.train()
+    if settings["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # as transformers' default
+    engine, zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings["deepspeed"])
+    ids = torch.randint(2, model.config.vocab_size, (settings["sequences"], settings["tokens"]))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0  # padding, as in a real batch
+
+    def forward_and_backward() -> None:
+        labels = ids.masked_fill(mask == 0, -100)
+        engine.backward(-engine(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs.mean())
+
+    def push_over(transport: str) -> int:
+        """The most that is alive in a push whose source is gathered as over `transport`, up to the packed buffers.
+
+        Over NCCL all ranks receive, and the packed buffers are on the device; shared memory is no rank's own.
+        """
+        source = GatheredSource(
+            engine.module, wire_dtype=getattr(torch, settings["wire"]), bucket_bytes=settings["bucket_bytes"]
+        )
+        sends = dist.get_rank() == 0
+        source.meet(receives=sends)
+        group, by_nccl = source._group, transport == "nccl"
+        assert group is not None
+        source._gather = ShardGather(group, dtype=source._wire_dtype, receives=sends, all_gather=by_nccl)
+        packed = [source.buffer_bytes] * min(NUM_BUFFERS, len(source.plan().buckets)) if sends else []
+
+        def push() -> None:
+            buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in packed]
+            for index, bucket in enumerate(source.plan().buckets):
+                source.fill(bucket, packed_places(buffers[index % NUM_BUFFERS], bucket.metas) if sends else None)
+            source.end_push()
+
+        return live.peak_of(push) - (0 if by_nccl else sum(packed))
+
+    forward_and_backward()
+    engine.step()
+    moments = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    states = [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *zero.fp32_partitioned_groups_flat, *moments]
+    states += [master.grad for master in zero.fp32_partitioned_groups_flat if master.grad is not None]  # offload
+    whole = [parameter.data for parameter in model.parameters() if parameter.ds_persist]
+    gc.collect()
+    measured = {
+        "states": storage_bytes(states),
+        "reduce_bucket": storage_bytes(bucket.buffer for bucket in zero.ipg_buckets.values()),
+        "persistent": storage_bytes(whole),
+        "defaults": {name: getattr(DeepSpeedZeroConfig(), name) for name in settings["defaults"]},
+    }
+    if dist.get_world_size() == 1:
+        measured["persistent"] = 0  # views of the only shard
+    del moments, states, whole
+    live = LiveTensors()
+    measured["phases"] = {"always": live.now}
+    measured["phases"]["forward and backward"] = live.peak_of(forward_and_backward)
+    measured["phases"]["optimizer step"] = live.peak_of(engine.step)
+    measured["phases"]["push"] = {transport: push_over(transport) for transport in ("nccl", "shm")}
+    gc.collect()
+    measured["phases"]["afterwards"] = live.now
+    (Path(settings["out"]) / f"{engine.global_rank}.json").write_text(json.dumps(measured))
+
+
+for number, settings in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    process = multiprocessing.get_context("fork").Process(target=run_case, args=(number, settings))
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"case {number} ended with {process.exitcode}")

@@ -12,7 +12,15 @@ from tests.launching import ROOT, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
-    "push": (("one parameter at a time / own push", "bound"), {"own push": "s", "memory of own push, rank 0": "MiB"}),
+    "push": (
+        ("one parameter at a time / own push", "bound"),
+        {
+            "own push": "s",
+            "own push by all-gather": "s",
+            "memory of own push, rank 0": "MiB",
+            "received by all-gather, rank 1": "MiB",
+        },
+    ),
     "overlap": (
         ("steps/s, lookahead 1 / lookahead 0", "the same, at the bound", "bound of a step"),
         {"step, lookahead 0": "s", "step, lookahead 1": "s"},

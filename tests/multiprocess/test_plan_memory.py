@@ -1,72 +1,188 @@
-"""The estimate of ZeRO-3's states and buffers against the tensors of a real engine, on two ranks."""
+"""What `grpo plan` says that a rank holds, phase by phase, against the tensors of a real engine and a real push."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
-from grpo.planning.memory_budget import Line
+from grpo.planning import training_memory
+from grpo.planning.memory_budget import Budget
 from grpo.planning.model_shape import shape_of
-from grpo.planning.zero_memory import Sharding, buffer_lines, read_sharding, states_of
-from tests.launching import start, torchrun_command
+from grpo.planning.push_memory import push_lines, push_shape
+from grpo.planning.training_memory import training_budget
+from grpo.planning.zero_memory import Sharding, read_sharding, states_of
+from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import tiny_config
 
-JOB = Path(__file__).resolve().parents[1] / "jobs" / "zero_memory_job.py"
-RANKS = 2
+JOB = ROOT / "tests" / "jobs" / "zero_memory_job.py"
 DEFAULTS = ("reduce_bucket_size", "param_persistence_threshold", "max_live_parameters", "sub_group_size")
-ZERO = {
-    "stage": 3,
-    "reduce_bucket_size": 3_000_000,  # about as large as the states, so that neither hides the other
-    "stage3_param_persistence_threshold": 40_000,  # keeps norms, biases and key-value projections whole
+TILE_COLUMNS = 4096  # of TRL's 32768, which would hide the rest of so small a model
+BUCKET_BYTES = 2**20
+HIDDEN, LAYERS, SEQUENCES = 256, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    family: str = "qwen2-tied"
+    ranks: int = 2
+    dtype: str = "bfloat16"
+    offload: str = "none"
+    checkpointing: bool = True
+    tokens: int = 128
+    sizes: dict[str, int] = field(default_factory=lambda: {"intermediate_size": 1024, "vocab_size": 9001})
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        return {
+            "stage": 3,
+            "reduce_bucket_size": 3_000_000,  # about as large as the states, so that neither hides the other
+            "stage3_param_persistence_threshold": 40_000,  # keeps norms, biases and key-value projections whole
+            "offload_optimizer": {"device": self.offload},
+        }
+
+
+CASES = {
+    "float32": Case(dtype="float32", checkpointing=False),
+    "bfloat16, its head untied": Case(family="llama-untied"),
+    "offload": Case(offload="cpu"),
+    "wide layers": Case(tokens=1024, sizes={"intermediate_size": 4096, "vocab_size": 600}),
+    "one rank": Case(ranks=1, checkpointing=False),
+    "experts, one rank": Case(family="qwen3-moe", ranks=1, sizes={"moe_intermediate_size": 512, "vocab_size": 2001}),
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "offload"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "cpu")], ids=str
-)
-def test_states_and_buffers_are_what_a_real_engine_holds(dtype: str, offload: str, tmp_path: Path) -> None:
-    zero = {**ZERO, "offload_optimizer": {"device": offload}}
-    config = tiny_config("qwen2-tied")
-    config.update({"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 9001})
-    config.save_pretrained(tmp_path)
-    settings = tmp_path / "deepspeed.json"
-    settings.write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "zero_optimization": zero,
-                "bf16": {"enabled": dtype == "bfloat16"},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,  # its own Adam has to be compiled; the states are the same
-                "compare_defaults": DEFAULTS,
-            }
-        )
-    )
+def save_config(case: Case, folder: Path) -> Path:
+    config = tiny_config(case.family)
+    config.update({"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **case.sizes})
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * LAYERS
+    config.save_pretrained(folder)
+    return folder
+
+
+def settings_of(case: Case, folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "deepspeed": {
+            "train_micro_batch_size_per_gpu": SEQUENCES,
+            "zero_optimization": case.zero,
+            "bf16": {"enabled": case.dtype == "bfloat16"},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # its own Adam has to be compiled; the states are the same
+        },
+        "sequences": SEQUENCES,
+        "tokens": case.tokens,
+        "checkpointing": case.checkpointing,
+        "tile_columns": TILE_COLUMNS,
+        "bucket_bytes": BUCKET_BYTES,
+        "wire": case.dtype,
+        "defaults": DEFAULTS,
+        "out": str(folder),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_hold_is_planned(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_memory, "HEAD_TILE_COLUMNS", TILE_COLUMNS)
+    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
+    folders = {name: save_config(case, tmp_path / name.replace(" ", "-")) for name, case in cases.items()}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps([settings_of(case, folders[name]) for name, case in cases.items()]))
     job = start(
-        lambda _: torchrun_command([str(JOB), str(tmp_path), str(settings), str(tmp_path)], ranks=RANKS),
+        lambda _: torchrun_command([str(JOB), str(settings)], ranks=ranks),
         tmp_path / "out",
-        env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     try:
-        assert job.wait(300) == [0], job.fail("the engine did not finish its step")
-        measured = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        assert job.wait(550) == [0], job.fail("an engine did not finish its step")
     finally:
         job.end()
+    for name, case in cases.items():
+        measured = [json.loads((folders[name] / f"{rank}.json").read_text()) for rank in range(ranks)]
+        print(f"--- {name}")
+        states_and_buffers_agree(case, folders[name], measured)
+        every_phase_agrees(case, folders[name], measured)
+        what_a_push_adds_agrees(case, folders[name], measured)
 
-    shape = shape_of(AutoConfig.from_pretrained(tmp_path), "tiny")
+
+def planned(case: Case, folder: Path, transport: str) -> Budget:
+    """The budget of a rank: with the buffers of the push on the device, or as a job without GPUs has them."""
+    config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, case.dtype)
+    push = push_lines(
+        push_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES),
+        world_size=case.ranks,
+        num_nodes=1,
+        zero3=True,
+        backend=transport,
+        has_gpus=transport == "nccl",
+        gathers_on_device=transport == "nccl",
+    )
+    return training_budget(
+        shape_of(config, "tiny"),
+        read_sharding(case.zero, hidden_size=HIDDEN),
+        world_size=case.ranks,
+        dtype_bytes=dtype.itemsize,
+        sequences=SEQUENCES,
+        sequence_tokens=case.tokens,
+        completion_tokens=case.tokens,
+        checkpointing=case.checkpointing,
+        flash_attention=False,
+        frozen=(),
+        push=push,
+        capacity_bytes=None,
+        has_gpus=False,
+    )
+
+
+def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+    shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
     assert shape.num_parameters > 4_000_000
-    sharding = read_sharding(zero, hidden_size=256)
-    dtype_bytes = {"float32": 4, "bfloat16": 2}[dtype]
-    states = states_of(shape, sharding, world_size=RANKS, dtype_bytes=dtype_bytes)
-    lines: list[Line] = buffer_lines(shape, sharding, dtype_bytes=dtype_bytes)
-    estimated = {"states": states.device_bytes + states.host_bytes, **{line.key: line.num_bytes for line in lines}}
-    assert estimated.keys() == {"states", "reduce_bucket", "persistent"}
-    estimated["everything"] = sum(estimated.values())
+    dtype_bytes = getattr(torch, case.dtype).itemsize
+    sharding = read_sharding(case.zero, hidden_size=HIDDEN)
+    states = states_of(shape, sharding, world_size=case.ranks, dtype_bytes=dtype_bytes)
+    budget = planned(case, folder, "nccl")
+    estimated = {key: budget.bytes_of(key) for key in ("reduce_bucket", "persistent")}
+    estimated["states"] = states.device_bytes + states.host_bytes
     for held in measured:
         for name, value in estimated.items():
-            print(f"{dtype}, offload {offload}: {name} {value} B, held {held[name]} B, {value / held[name] - 1:+.2%}")
+            print(f"{name} {value} B, held {held[name]} B")
             assert value == pytest.approx(held[name], rel=0.02), name
 
     defaults = Sharding(stage=3)
     assert measured[0]["defaults"] == {name: getattr(defaults, name) for name in DEFAULTS}
+
+
+def every_phase_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+    """To within a tenth."""
+    sharding = read_sharding(case.zero, hidden_size=HIDDEN)
+    shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
+    host_bytes = states_of(shape, sharding, world_size=case.ranks, dtype_bytes=2).host_bytes  # the same memory here
+    for transport in ("nccl", "shm"):
+        for held in planned(case, folder, transport).held:
+            for rank, result in enumerate(measured):
+                seen = result["phases"][held.phase]
+                seen = seen[transport] if held.phase == "push" else seen
+                value = host_bytes + (held.other_ranks_bytes if rank else held.local_main_bytes)
+                print(f"{transport}, rank {rank}, {held.phase}: {value} B, held {seen} B, {value / seen - 1:+.1%}")
+                assert value == pytest.approx(seen, rel=0.1), f"{transport}, rank {rank}, {held.phase}"
+
+
+def what_a_push_adds_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+    """And is dropped again."""
+    for transport in ("nccl", "shm"):
+        always, *_, push = planned(case, folder, transport).held
+        for rank, result in enumerate(measured):
+            phases = result["phases"]
+            value = (
+                push.other_ranks_bytes - always.other_ranks_bytes
+                if rank
+                else push.local_main_bytes - always.local_main_bytes
+            )
+            seen = phases["push"][transport] - phases["always"]
+            print(f"{transport}, rank {rank}: {value} B, held {seen} B")
+            assert value == pytest.approx(seen, rel=0.1, abs=1000), f"{transport}, rank {rank}"
+            assert phases["afterwards"] == pytest.approx(phases["always"], abs=1000)

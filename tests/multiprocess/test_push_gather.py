@@ -81,3 +81,15 @@ def test_own_gather_is_deepspeeds(ranks: int, tmp_path: Path) -> None:
         buckets = 1 + NUM_BUFFERS if rank == 0 else 1 / ranks
         assert memory["grown"] < buckets * memory["bucket"] + 4 * 2**20, f"rank {rank}: {memory}"
     assert found[0]["memory"]["grown"] > NUM_BUFFERS * found[0]["memory"]["bucket"]  # it is measured
+
+
+def test_shards_travel_both_ways_and_leave_no_memory_behind(tmp_path: Path) -> None:
+    job = start(
+        lambda _: torchrun_command([str(ROOT / "tests" / "jobs" / "gather_ways_job.py")], ranks=3),
+        tmp_path / "out",
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert job.wait(300) == [0], job.fail("a rank found other weights, or kept the memory")
+    finally:
+        job.end()

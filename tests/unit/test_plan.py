@@ -157,7 +157,7 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     assert [cost["num_nodes"] for cost in plan["estimates"]["push"]] == [1, 2, 4, 8, 16, 32, 64]
     _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training())
     assert "64 nodes: 512 GPUs = 448 ranks + 64 reserved; 64 engines of 1 GPU" in out
-    assert len(out.splitlines()) < 90  # one picture, not 64
+    assert len(out.splitlines()) < 100  # one picture, not 64
 
 
 # --- four that cannot work

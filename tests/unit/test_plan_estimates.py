@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo.planning.batch import plan_batch
 from grpo.planning.engine_memory import default_max_num_seqs, engine_memory
 from grpo.planning.job import EngineSettings, best_layout
-from grpo.planning.memory_budget import GIB, readable
+from grpo.planning.memory_budget import GIB, Holder, Line, Phase, make_budget, readable
 from grpo.planning.model_shape import ModelShape, shape_of
 from grpo.planning.push_cost import push_costs
-from grpo.planning.training_memory import activation_lines, logits_line, saved_bytes_per_token
+from grpo.planning.training_memory import activation_lines, at_the_worst_moment, head_lines, saved_bytes_per_token
 from grpo.planning.zero_memory import read_sharding, states_of
 from tests.tiny_models import FAMILIES, tiny_config
 
@@ -87,15 +87,47 @@ def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
         shape, dtype_bytes=2, sequences=3, sequence_tokens=100, checkpointing=True, flash_attention=True
     )
     by_key = {line.key: line for line in lines}
-    assert by_key["activations_checkpointed"].num_bytes == 300 * (2 * 128 * 2 + one)
+    assert by_key["activations_checkpointed"].num_bytes == 300 * 2 * 128 * 2
+    assert by_key["recomputed_layer"].num_bytes == 300 * one
+    assert by_key["layer_gradients"].num_bytes == 300 * 2 * 256 * 2  # two factors of an MLP of 256
     assert by_key["activations"].num_bytes == 300 * 2 * one
-    assert [line.counted for line in lines] == [True, False]
+    assert [line.key for line in lines if not line.counted] == ["activations"]
 
 
 def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
     shape = shape_of(tiny_config("llama-untied"), "llama")
-    line = logits_line(shape, dtype_bytes=2, sequences=8, completion_tokens=1024)
-    assert line.num_bytes == 4096 * 32768 * 2 + 8192 * 128 * 8 + 512 * 128 * 6
+    gradient, logits = head_lines(shape, dtype_bytes=2, sequences=8, completion_tokens=1024)
+    # tokens: bf16 hidden states, their float32 gradient and its bf16 copy; the head's gradient in float32
+    assert logits.num_bytes == 4096 * 32768 * 2 + 8192 * 128 * (2 + 4 + 2) + 512 * 128 * 4
+    assert gradient.num_bytes == 512 * 128 * 2
+    gradient, logits = head_lines(shape, dtype_bytes=4, sequences=8, completion_tokens=1024)  # nothing is copied
+    assert logits.num_bytes == 4096 * 32768 * 4 + 8192 * 128 * (4 + 4)
+    assert gradient.num_bytes == 512 * 128 * 4
+
+
+def test_head_and_layers_are_not_held_together() -> None:
+    def line(key: str, num_bytes: int) -> Line:
+        return Line(key=key, what="", phase="forward and backward", num_bytes=num_bytes, how="")
+
+    layers = [line("recomputed_layer", 5), line("layer_gradients", 2), line("reduce_copy", 1)]
+    for logits, counted in ((9, {"logits", "activations"}), (7, {"activations", *(each.key for each in layers)})):
+        lines = at_the_worst_moment([line("activations", 1), line("logits", logits), *layers])
+        assert {each.key for each in lines if each.counted} == counted
+
+
+def test_local_main_and_other_ranks_are_told_apart() -> None:
+    def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> Line:
+        return Line(key="", what="", phase=phase, num_bytes=num_bytes, how="", holder=holder)
+
+    lines = [line(100, "always"), line(30, "optimizer step"), line(5, "push"), line(40, "push", "local main")]
+    budget = make_budget([*lines, line(7, "push", "other ranks")], None)
+    assert [(held.phase, held.local_main_bytes, held.other_ranks_bytes) for held in budget.held] == [
+        ("always", 100, 100),
+        ("forward and backward", 100, 100),
+        ("optimizer step", 130, 130),
+        ("push", 145, 112),
+    ]
+    assert (budget.peak_bytes, budget.peak_phase) == (145, "push")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +206,10 @@ def test_only_the_gather_crosses_the_network() -> None:
     )
     assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 10**9, 15 * 10**8]
     assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
+    # all but a rank's own quarter, eighth and sixteenth, on every rank of the all-gather
+    received = [15 * 10**8, 175 * 10**7, 1875 * 10**6]
+    assert [cost.local_main_bytes for cost in (one, two, four)] == received
+    assert [cost.other_rank_bytes for cost in (one, two, four)] == received
     assert one.gather_s == pytest.approx(1.5e9 * 8 / 1000e9)  # three quarters of 2 GB inside the node
     assert four.gather_s == pytest.approx(1.5e9 * 8 / 100e9)
     assert one.push_s == four.push_s == pytest.approx(2e9 * 8 / 1000e9)

@@ -1,0 +1,38 @@
+"""Both ways in which shards travel, on real ranks over gloo, into whole parameters; started by torchrun."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from grpo.weights.gather import ShardGather
+
+
+def main() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wholes = [torch.randn(size) for size in (10, 7, 33)]  # not divided by 3
+    parameters = []
+    for whole in wholes:
+        padded = torch.zeros(-(-whole.numel() // num_ranks) * num_ranks)
+        padded[: whole.numel()] = whole
+        parameters.append(SimpleNamespace(ds_tensor=padded.view(num_ranks, -1)[rank].clone()))
+    for receivers in ([0], [0, num_ranks - 1]):
+        receives = rank in receivers
+        for all_gather in (False, True):
+            gather = ShardGather(dist.group.WORLD, dtype=torch.bfloat16, receives=receives, all_gather=all_gather)
+            rooms = (gather._received, gather._sent)
+            for _ in range(2):  # the second takes its memory anew
+                places = [torch.empty(whole.numel(), dtype=torch.bfloat16) for whole in wholes] if receives else None
+                gather.gather(parameters, places)  # type: ignore[arg-type]
+                for place, whole in zip(places or [], wholes, strict=False):
+                    assert torch.equal(place, whole.to(torch.bfloat16))
+                assert sum(room._memory.numel() for room in rooms) > 0
+                gather.release()
+                assert sum(room._memory.numel() for room in rooms) == 0
+
+
+dist.init_process_group("gloo")
+main()
+dist.barrier()
+dist.destroy_process_group()  # with nothing that holds it: gloo may abort a process that ends before its group
