@@ -1,12 +1,13 @@
 # make install  the environment that the others share   make demo  the main job, end to end
 # make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
+# make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make clean    remove the environment and the runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-gpu coverage lint bench clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +37,16 @@ test: lint
 	@$(BIN)/python -m tests.slurm install
 	$(BIN)/python -m pytest
 	@$(BIN)/python -m tests.slurm report
+
+# On the environment that is there, and it may be one with torch and pytest alone: a GPU machine has its own.
+#   make test-gpu PYTHON=python3.12     where there is no .venv, or another is meant
+test-gpu:
+	@$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) -m tests.gpu
+
+# Unit, multiprocess and engine tests with every process measured, then the table in docs/gpu.md held against it.
+coverage: install
+	@$(BIN)/python -m tests.slurm install
+	$(BIN)/python -m tests.line_coverage run
 
 # One that fails does not keep the others from running; the last one reads what the others have written.
 BENCHMARKS := push overlap dispatch balance generate startup scale

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil  # on a GPU machine with torch alone this file is read, but no job is started
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -79,8 +81,10 @@ class Job:
         lines = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if "reward" in line]
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self) -> list["psutil.Process"]:
         """Every process that the job has now, engines included."""
+        import psutil
+
         found: dict[int, psutil.Process] = {}
         for launcher in self.launchers:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,6 +104,8 @@ class Job:
             time.sleep(0.2)
 
     def end(self) -> None:
+        import psutil
+
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -120,18 +126,28 @@ def build_extension() -> None:
 
 
 def start(
-    command: Callable[[int], list[str]], output_dir: Path, *, nodes: int = 1, env: dict[str, str] | None = None
+    command: Callable[[int], list[str]],
+    output_dir: Path,
+    *,
+    nodes: int = 1,
+    env: dict[str, str] | None = None,
+    builds_extension: bool = True,
 ) -> Job:
-    """Start `command(node)` for each node, in a folder that is not the project's root."""
+    """Start `command(node)` for each node, in a folder that is not the project's root.
+
+    Args:
+        builds_extension: with what DeepSpeed compiles for CPUs; jobs on GPUs need no compiler.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "job.log"
     temporary = Path(tempfile.mkdtemp(prefix="job-", dir="/tmp"))
     orphans_before = orphaned_shared_memory()
     # DeepSpeed builds an extension behind a lock file; a rank that a test kills leaves the lock, and later jobs wait
     # for it without end. So every job has a copy, without locks, of what an earlier one has built.
-    build_extension()
     extensions = temporary / "torch_extensions"
-    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
+    if builds_extension:
+        build_extension()
+        shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     with log.open("wb") as sink:
         launchers = [
             subprocess.Popen(
@@ -216,8 +232,10 @@ def start_tiny_job_by_torchrun(
     return start(lambda _: torchrun_command(script), output_dir, env=env)
 
 
-def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+def wait_gone(processes: list["psutil.Process"], timeout_s: float) -> list["psutil.Process"]:
     """Which of `processes` still run when the time is up."""
+    import psutil
+
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 

@@ -6,9 +6,10 @@ no farewell: an engine holds nothing worth saving, and ends by SIGKILL (`grpo.en
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # not beside torch everywhere: the transports' tests on a GPU want torch alone
 
 # Calls that a host serves besides sampling. The first four are vLLM's weight-transfer control plane.
 WEIGHT_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -48,7 +49,7 @@ class Sample:
     """Sample one completion of a prompt."""
 
     request_id: int
-    token_ids: np.ndarray
+    token_ids: "np.ndarray"
     """[L] int32."""
     seed: int
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -60,9 +61,9 @@ class Sampled:
     """The completion of one request, or why there is none."""
 
     request_id: int
-    token_ids: np.ndarray
+    token_ids: "np.ndarray"
     """[T] int32."""
-    engine_logprobs: np.ndarray
+    engine_logprobs: "np.ndarray"
     """[T] float32, natural log, of the distribution that was sampled from."""
     error: str | None = None
 

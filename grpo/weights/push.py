@@ -12,10 +12,11 @@ from grpo.engine.client import EngineClient, EngineError
 from grpo.weights.nccl import NcclTransport
 from grpo.weights.sender import Sender, Transport
 from grpo.weights.shm import ShmTransport
-from grpo.weights.source import GatheredSource
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
+
+    from grpo.weights.source import GatheredSource  # needs transformers; a push takes any that is like it
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
 
@@ -100,7 +101,7 @@ class Pusher:
 
     def __init__(
         self,
-        source: GatheredSource,
+        source: "GatheredSource",
         clients: Sequence[EngineClient] | None,
         *,
         backend: str,

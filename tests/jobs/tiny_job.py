@@ -73,15 +73,15 @@ def hold_phases() -> None:
         return completions
 
     def held_update(self, update_info):
-        if trainer.state.global_step >= 1:
-            mark("push")
+        if trainer.state.global_step >= 1 or hold == "first-push":
+            mark(hold)
             time.sleep(4)
         return update(self, update_info)
 
     EnginePool.submit = noted_submit
     EnginePool.collect = marked_collect
     EngineClient.submit = noted_send
-    if hold == "push":
+    if hold in ("push", "first-push"):
         NodeEngines.update_weights = held_update
 
 

@@ -97,7 +97,8 @@ def test_a_node_with_another_version_or_a_wrong_interface_is_named(tmp_path: Pat
     metadata = tmp_path / "old" / "accelerate-1.14.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.14.0\n")
-    other = {"PYTHONPATH": str(metadata.parent), "NCCL_SOCKET_IFNAME": "ib9", "NCCL_ALGO": "Ring"}
+    path = os.pathsep.join(filter(None, [str(metadata.parent), os.environ.get("PYTHONPATH")]))
+    other = {"PYTHONPATH": path, "NCCL_SOCKET_IFNAME": "ib9", "NCCL_ALGO": "Ring"}
     port = free_port()
     nodes = [doctor("a", tmp_path, port), doctor("b", tmp_path, port, env=other)]
     (code_a, output_a, _), (code_b, output_b, _) = [node.end() for node in nodes]

@@ -1,0 +1,42 @@
+"""Marks that say what a test needs, and the fixtures of GPU tests. Imports torch and pytest alone."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.gpu.requirements import STACK, lacking, rehearsed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpus(count): how many GPUs a test needs")
+    config.addinivalue_line("markers", "requires(*modules): what must be installed beside torch and pytest")
+    config.addinivalue_line("markers", "rehearsable: knows how to run on CPU under GRPO_REHEARSE, as every job does")
+    config.addinivalue_line("markers", "job: starts a training job, and needs all that one imports")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    gpus = max((mark.args[0] for mark in item.iter_markers("gpus")), default=0)
+    modules = [module for mark in item.iter_markers("requires") for module in mark.args]
+    if item.get_closest_marker("job"):
+        modules += STACK
+    if rehearsed() and (item.get_closest_marker("job") or item.get_closest_marker("rehearsable")):
+        gpus = 0
+    if missing := lacking(gpus, modules):
+        pytest.skip(f"needs {' and '.join(missing)}")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpus(1))])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """On a GPU, its memory is free afterwards."""
+    yield torch.device(request.param)
+    if request.param == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float, str], None]:
+    """`figure(name, value, unit)`: a number for the report."""
+    return lambda name, value, unit: record_property("figure", (name, float(value), unit))

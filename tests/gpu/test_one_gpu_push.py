@@ -1,0 +1,214 @@
+"""The NCCL transport on real streams, over a wire of ours to vLLM's own consumer of packed buffers; torch alone.
+
+On a GPU a broadcast is a long sleep and then a copy, both on the stream that the transport gives: what fills a buffer
+again too early, or reads one that is not filled yet, shows as other bits. On CPU, threads stand for streams.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo.engine.client import EngineError
+from grpo.weights import push
+from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta
+from grpo.weights.push import Pusher, PushReport
+from tests.nccl_stand_in import (
+    MadeUpSource,
+    StandInEngine,
+    StandInTransport,
+    Wire,
+    only_streams_stand_in,
+    packed_tensor_module,
+)
+
+PACKED_TENSOR = "GRPO_VLLM_PACKED_TENSOR"
+NUM_BUCKETS = 24
+FAILS_AT = 3
+EMBEDDING = (152_064, 3584)  # Qwen2.5-7B's, the largest parameter and so the size of a buffer
+MODEL_BYTES = 15_231_233_024
+
+Figure = Callable[[str, float, str], None]
+
+
+@pytest.fixture
+def packed_tensor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """vLLM's file, which imports torch alone: the installed one's, or the one that is named."""
+    if device.type == "cpu":
+        only_streams_stand_in(monkeypatch)
+    path = os.environ.get(PACKED_TENSOR)
+    if path is not None:
+        assert Path(path).is_file(), f"{PACKED_TENSOR}={path} is no file"
+    elif importlib.util.find_spec("vllm") is None:
+        pytest.skip(
+            "needs vLLM's distributed/weight_transfer/packed_tensor.py, which imports torch alone: copy it out of "
+            f"vLLM's wheel, and name it in {PACKED_TENSOR}"
+        )
+    return packed_tensor_module(path)
+
+
+class Push:
+    """A pusher over one wire to one engine, both of which are there for this test."""
+
+    def __init__(
+        self, source: Any, wire: Wire, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, **engine: Any
+    ) -> None:
+        self.engine = StandInEngine(wire, source.buffer_bytes, packed_tensor=packed_tensor, **engine)
+        monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
+        clients: list[Any] = [self.engine]
+        self.pusher = Pusher(source, clients, backend="nccl", tensor_parallel_size=1, timeout_s=60.0)
+        self.pusher.connect()
+
+    def run(self, version: int = 1) -> tuple[PushReport, EngineError | None]:
+        return self.pusher.push(version)
+
+
+def different(source: MadeUpSource, engine: StandInEngine) -> list[str]:
+    """Names of what did not arrive bit by bit."""
+    return [
+        name
+        for name, tensor in source.tensors.items()
+        if name not in engine.arrived
+        or not torch.equal(engine.arrived[name].view(torch.uint8), tensor.view(torch.uint8))
+    ]
+
+
+def made_up(dtype: torch.dtype, device: torch.device) -> MadeUpSource:
+    elements = 30_001 if device.type == "cpu" else 5_000_001
+    return MadeUpSource(NUM_BUCKETS, dtype, elements=elements, device=device.type)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_what_arrives_is_bit_equal(
+    dtype: torch.dtype,
+    device: torch.device,
+    packed_tensor: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    figure: Figure,
+) -> None:
+    source = made_up(dtype, device)
+    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    for version in (1, 2):  # the second with buffers made anew
+        one.engine.arrived.clear()
+        report, error = one.run(version)
+        assert error is None
+        assert different(source, one.engine) == []
+    figure("bit-equal in each of two pushes", report.num_bytes / 1e6, "MB")
+
+
+def test_an_engine_that_answers_early_gets_wrong_weights(
+    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
+) -> None:
+    """The test above can fail: a buffer is filled again while its broadcast still waits on the stream."""
+    source = made_up(torch.bfloat16, device)
+    one = Push(source, Wire(device.type), packed_tensor, monkeypatch, answers_early=True)
+    _, error = one.run()
+    one.engine.finish()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert error is None
+    assert len(one.engine.arrived) == len(source.tensors)
+    wrong = len(different(source, one.engine))
+    figure(f"wrong of {len(source.tensors)} tensors", wrong, "")
+    assert wrong > NUM_BUCKETS / 2
+
+
+def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(
+    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = made_up(torch.bfloat16, device)
+    broken = Push(source, Wire(device.type, fails_at=FAILS_AT), packed_tensor, monkeypatch)
+    _, error = broken.run()
+    assert isinstance(error, EngineError)
+    assert "NCCL error: unhandled system error" in str(error)
+    assert source.num_fills == NUM_BUCKETS  # the other ranks gather with this one
+    _, again = broken.run(2)
+    assert again is not None, "what is broken was used again"
+    assert source.num_fills == 2 * NUM_BUCKETS
+
+    fresh = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    _, error = fresh.run(3)
+    assert error is None
+    assert different(source, fresh.engine) == []
+
+
+class SameShapes:
+    """As many bytes as a model of 7B has, in buckets as large as its embedding, of which only one is ever there."""
+
+    def __init__(self, device: torch.device, scale: int) -> None:
+        shape = (EMBEDDING[0] // scale, EMBEDDING[1])
+        self.buffer_bytes = 2 * shape[0] * shape[1]
+        count = max(4, MODEL_BYTES // self.buffer_bytes // scale)
+        buckets = [
+            Bucket(parameters=(), metas=(ParamMeta(f"w{number}", torch.bfloat16, shape),)) for number in range(count)
+        ]
+        self._plan = SimpleNamespace(buckets=tuple(buckets), held=(), num_bytes=count * self.buffer_bytes)
+        self.most_bytes = 0
+        self._device = device
+
+    def plan(self) -> Any:
+        return self._plan
+
+    def meet(self, *, receives: bool) -> None: ...
+
+    def mark_sent(self) -> None: ...
+
+    def end_push(self) -> None: ...
+
+    def fill(self, bucket: Bucket, places: list[torch.Tensor] | None) -> None:
+        for place in places or []:
+            place.fill_(1.0)
+
+
+class Forgets(dict):
+    """An engine that keeps nothing: its memory is another GPU's."""
+
+    def update(self, tensors: Any) -> None:  # type: ignore[override]
+        for _, tensor in tensors:
+            assert tensor[0, 0].item() == 1.0
+
+
+def allocated(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_a_push_of_7b_gives_its_memory_back(
+    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
+) -> None:
+    """Beside a trainer that has filled its GPU: nothing from the connection on, the packed buffers during a push alone.
+
+    The wire and the consumer hold a buffer each, and what was unpacked, in place of another GPU's memory.
+    """
+    source: Any = SameShapes(device, scale=1 if device.type == "cuda" else 500)
+    if device.type == "cuda":
+        room, needs = torch.cuda.mem_get_info()[0], 8 * source.buffer_bytes
+        if room < needs:
+            pytest.skip(f"needs {needs / 2**30:.0f} GiB of free GPU memory (this one has {room / 2**30:.0f})")
+    before = allocated(device)
+    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    one.engine.arrived = Forgets()
+    connected = allocated(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    report, error = one.run()
+    most = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    after = allocated(device)
+    assert error is None
+    assert report.num_bytes == source.plan().num_bytes
+    figure("a buffer", source.buffer_bytes / 2**30, "GiB")
+    figure("held once connected", (connected - before) / 2**30, "GiB")
+    figure("during a push, the stand-ins' part included", (most - before) / 2**30, "GiB")
+    figure("after it", (after - before) / 2**30, "GiB")
+    small = 2**24
+    assert connected - before < small
+    assert after - before < small
+    assert most - before < (NUM_BUFFERS + 4) * source.buffer_bytes + small
