@@ -226,10 +226,13 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
         if args.gpu_memory is None:
             plan.assumptions.append(f"GPUs of {ASSUMED_GPU_MEMORY} (--gpu-memory)")
     dtype = compute_dtype(name, training)
+    engine_kwargs = training.vllm_engine_kwargs or {}
+    assert not isinstance(engine_kwargs, str), "TrainingArguments parses its dict fields"
     push = push_shape(
         config,
         dtype=dtype,
         bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
+        whole_experts=not any(engine_kwargs.get(key) for key in ("enable_expert_parallel", "quantization")),
         trust_remote_code=remote_code,
     )
     try:

@@ -35,16 +35,25 @@ class PushShape:
         return self.dtype_bytes * max(sum(-(-size // world_size) for size in bucket) for bucket in self.buckets)
 
 
-def push_shape(config: Any, *, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False) -> PushShape:
+def push_shape(
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    whole_experts: bool = True,
+    trust_remote_code: bool = False,
+) -> PushShape:
     """The push of the causal language model that `config` describes.
 
     Args:
         dtype: the engine's.
         bucket_bytes: upper size of a bucket.
+        whole_experts: whether the engine loads a layer's experts at once; not so with expert parallelism, or quantised.
     """
     model = meta_model(config, trust_remote_code=trust_remote_code)
     source = GatheredSource(model, wire_dtype=dtype, bucket_bytes=bucket_bytes)
-    source.adopt(experts_at_once(source))
+    if whole_experts:
+        source.adopt(experts_at_once(source))
     buckets = source.plan().buckets
     return PushShape(
         buffer_bytes=source.buffer_bytes,

@@ -4,6 +4,7 @@ import gc
 import queue
 import signal
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpo.engine.messages import Ready, Sample, Sampled
 from grpo.engine_pool import EnginePool
 from grpo.lookahead import prompts_of_batch
 from grpo.sampler import GenerationSampler
+from grpo.weights.wire_format import WireFormat
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -68,6 +70,8 @@ class ScriptedEngine:
     def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         if method == "finish_weight_update":
             self.story.append(("push", int(kwargs["weight_version"])))
+        if method == "wire_format":
+            return [asdict(WireFormat())]
         return True
 
     def submit(self, requests: list[Sample]) -> None:

@@ -191,10 +191,12 @@ def test_who_holds_what_in_a_push() -> None:
     assert lines_of(push, num_nodes=2, **cpu)["push_gathered"] == ("local main", 30 + 10)
 
 
-def test_experts_are_taken_apart_on_the_local_main() -> None:
+def test_experts_that_travel_one_by_one_are_taken_apart_on_the_local_main() -> None:
     config = tiny_config("qwen3-moe")
-    push = push_shape(config, dtype=torch.bfloat16, bucket_bytes=2**20)
-    assert sum(map(sum, push.buckets)) == shape_of(config, "moe").num_parameters
+    at_once = push_shape(config, dtype=torch.bfloat16, bucket_bytes=2**20)
+    assert at_once.converted_bytes == 0
+    push = push_shape(config, dtype=torch.bfloat16, bucket_bytes=2**20, whole_experts=False)
+    assert sum(map(sum, push.buckets)) == sum(map(sum, at_once.buckets)) == shape_of(config, "moe").num_parameters
     assert len(push.buckets) == 1
     # 2 layers of 4 experts of 64: gate and up, down; only the halves of the first are copied
     fused, down = 2 * 4 * 2 * 64 * 128, 2 * 4 * 64 * 128
