@@ -111,6 +111,21 @@ class FailureWatch:
                 self.phase = before
 
     @contextlib.contextmanager
+    def within(self, timeout_s: float, cause: Callable[[], str]) -> Iterator[None]:
+        """Around what may hold the main thread in a library that has no deadline: it becomes the job's failure.
+
+        Args:
+            cause: what to say then; called from another thread.
+        """
+        timer = threading.Timer(timeout_s, lambda: self.report(self.make_record(cause())))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Report what is raised inside to all ranks; a consequence of another rank's failure raises as that.
 

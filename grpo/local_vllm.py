@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -230,16 +229,12 @@ class LocalVLLM:
         with self._watch.during("push group"):
             failure = None
             timeout_s = self.args.vllm_sync_timeout
-            stuck = self._watch.make_record(f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)")
-            timer = threading.Timer(timeout_s, self._watch.report, [stuck])  # NCCL's own wait has no deadline
-            timer.daemon = True
-            timer.start()
+            stuck = f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)"
             try:
-                pusher.connect()
+                with self._watch.within(timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
+                    pusher.connect()
             except (EngineError, OSError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
-            finally:
-                timer.cancel()
             self._groups.exchange(self._watch, failure)
         return pusher
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -69,25 +68,19 @@ def new_gloo_groups(
         )
         return f"the process groups were not made within {creation_timeout_s:.0f} s: {why}"
 
-    def tell() -> None:
-        assert watch is not None
-        watch.report(watch.make_record(complaint()))
-
     arrivals.set(str(rank), "1")
-    timer = threading.Timer(creation_timeout_s + STUCK_S, tell)
-    timer.daemon = True
-    if watch is not None:
-        timer.start()
     groups: list[dist.ProcessGroup | None] = []
     try:
-        with unbound_default_group(), watch.during("process groups") if watch else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            around.enter_context(unbound_default_group())
+            if watch is not None:
+                around.enter_context(watch.during("process groups"))
+                around.enter_context(watch.within(creation_timeout_s + STUCK_S, complaint))
             for ranks in memberships:
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=creation_timeout_s), backend="gloo")
                 groups.append(group if rank in ranks else None)
     except RuntimeError as error:  # gloo's, and the store's
         raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error
-    finally:
-        timer.cancel()
     for group in groups:
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -29,5 +29,5 @@ def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callabl
     for name, seconds in medians.items():
         figure(name, seconds, "s")
     if not rehearsed():
-        # The sending rank receives as much in both: what the other one receives costs no time.
-        assert medians["own push"] < 1.1 * medians["own push by exchange"]
+        # The sending rank receives as much in both: about 1 where what the other one receives costs no time.
+        figure("own push / own push by exchange", medians["own push"] / medians["own push by exchange"], "")

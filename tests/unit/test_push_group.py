@@ -3,13 +3,13 @@
 import dataclasses
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from vllm.distributed.weight_transfer import nccl_common
+from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
@@ -17,13 +17,14 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from grpo.engine.client import EngineError
 from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
-from grpo.weights import nccl
+from grpo.weights import nccl, push
 from grpo.weights.buckets import ParamMeta
 from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
-from grpo.weights.worker import NCCLUpdateInfo
-from tests.nccl_stand_in import only_streams_stand_in
-from tests.tiny_models import tiny_config
+from grpo.weights.wire_format import WireFormat
+from grpo.weights.worker import CountedNCCLEngine, NCCLUpdateInfo
+from tests.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
+from tests.tiny_models import tiny_model
 
 
 class RecordingEngine:
@@ -160,13 +161,9 @@ def test_an_interrupted_push_goes_on_with_nothing(without_gpus: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         pusher.push(1)
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive()
+        thread.join(30)
+    assert [thread.name for thread in set(threading.enumerate()) - before] == []
     assert "finish_weight_update" not in [method for method, _ in engine.calls]
-
-
-def tiny_model(family: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
 
 
 def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +204,44 @@ def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pyt
     assert len(opened) == 1
     report, error = bystander.push(4)
     assert (report.num_bytes, report.send_s, error) == (0, 0.0, None)
+
+
+def test_the_workers_own_code_takes_what_the_transport_sends(
+    without_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers in float32 among bfloat16, experts at once; only the wire and the model behind the worker stand in."""
+    trained = tiny_model("glm4-moe")
+    source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**15)
+    routers = {meta.name: "float32" for meta in source.checkpoint_metas if ".gate." in meta.name}
+    source.adopt(WireFormat(dtypes=routers, whole_experts=tuple(stack.name for stack in source.experts)))
+    assert routers
+    assert source.experts
+    wire = Wire("cpu")
+    arrived: dict[str, torch.Tensor] = {}
+
+    worker = object.__new__(CountedNCCLEngine)  # its constructor wants an engine
+    worker.model_update_group, worker.device = wire, torch.device("cpu")  # type: ignore[assignment]
+    worker.packed_buffer_size_bytes, worker.packed_num_buffers = source.buffer_bytes, 1
+    worker._received, worker._held = set(), set()
+    worker._parts = {}
+    monkeypatch.setattr(worker, "load", lambda tensors: arrived.update((n, t.clone()) for n, t in tensors))
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, number: tuple(CpuStream() for _ in range(number)))
+
+    class Engine(RecordingEngine):
+        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
+            if method == "update_weights":
+                worker.receive_weights(NCCLUpdateInfo(**kwargs["update_info"]))
+            return super().call(method, timeout_s, **kwargs)
+
+    monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
+    pusher = Pusher(source, [Engine()], backend="nccl", tensor_parallel_size=1, timeout_s=30.0)  # type: ignore[list-item]
+    pusher.connect()
+    _, error = pusher.push(1)
+    assert error is None
+    assert wire.num_sent > 10
+    sent = dict(trained.named_parameters()) | dict(trained.named_buffers())
+    assert {*routers, *(stack.name for stack in source.experts)} <= arrived.keys()
+    for name, tensor in arrived.items():
+        dtype = torch.float32 if name in routers else torch.bfloat16
+        assert torch.equal(tensor, sent[name].to(dtype)), name
+        assert tensor.dtype == dtype, name
