@@ -16,7 +16,7 @@ JOB_S = 360
 MAX_GAP = 1e-3
 
 
-def run(job: Job) -> list[dict]:
+def run(job: Job, num_steps: int = 3) -> list[dict]:
     try:
         codes = job.wait(JOB_S)
         assert codes == [0] * len(codes), job.fail(f"launchers exited {codes}")
@@ -24,8 +24,10 @@ def run(job: Job) -> list[dict]:
         assert not job.traces(), job.fail("left something behind")
     finally:
         job.end()
-    assert [line["step"] for line in steps] == [1, 2, 3], job.fail("not every step was logged")
+    assert [line["step"] for line in steps] == [*range(1, num_steps + 1)], job.fail("not every step was logged")
+    assert job.output().count("the first push is proved: ") == 1, job.fail("the first proof is not told")
     for line in steps:
+        assert line["push/logprob_gap_limit"] == 1e-4  # a tenth of float32's, once the first gap is known
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
         assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
         assert line["engine/policy_version"] == line["step"] - 1
@@ -61,7 +63,8 @@ def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["glm4-moe"], indirect=True)
 def test_experts_that_travel_at_once_and_a_router_with_a_bias(model: Path, tmp_path: Path) -> None:
     """The bias, a buffer, is large enough to choose other experts; two workers load their parts of all experts."""
-    run(start_tiny_job(model, tmp_path / "out", config={"vllm_tensor_parallel_size": 2}))
+    config = {"vllm_tensor_parallel_size": 2, "max_steps": 5}
+    run(start_tiny_job(model, tmp_path / "out", config=config), num_steps=5)
 
 
 @pytest.mark.parametrize("model", ["phi3-fused"], indirect=True)
