@@ -89,8 +89,8 @@ class Pusher:
     Collective: every rank of the job makes one, connects it and calls `push`, in the same order.
 
     Memory beside the model during a push, for any model: on a local main `NUM_BUFFERS` packed buckets and one that is
-    being put together, or two if it holds experts that an engine takes one by one; on the other ranks a shard of a bucket, and
-    over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
+    being put together, or two if it holds experts that an engine takes one by one; on the other ranks a shard of a
+    bucket, and over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
 
     Args:
         clients: the node's engines on its local main; None on every other rank.
