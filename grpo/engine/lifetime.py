@@ -17,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+REMOVAL_S = 2.0
+
 
 def session_members(session_id: int) -> list[int]:
     """Pids of the live processes in the session `session_id`."""
@@ -48,13 +50,17 @@ def end_session(session_id: int, private_folder: Path, *, tracker_grace_s: float
     """
     members = set(session_members(session_id))
     trackers = {pid for pid in members if _is_resource_tracker(pid)}
-    _kill(members - trackers)
+    deadline = time.monotonic() + tracker_grace_s
+    others = members - trackers - {os.getpid()}
+    while others and time.monotonic() < deadline:
+        _kill(others)
+        time.sleep(0.02)
+        others = set(session_members(session_id)) - trackers - {os.getpid()}  # dying, or started while we looked
     remove_traces(private_folder)
     if os.getpid() in members:
         return
-    deadline = time.monotonic() + tracker_grace_s
     while (left := set(session_members(session_id))) and time.monotonic() < deadline:
-        _kill(left - trackers)  # started while we looked
+        _kill(left - trackers)
         time.sleep(0.05)
     _kill(left)
 
@@ -75,11 +81,19 @@ def _wait_for_death(pid: int) -> None:
 
 
 def remove_traces(private_folder: Path) -> None:
-    """Remove an engine's private folder, and the shared memory that its CPU workers named after a file in it."""
+    """Remove an engine's private folder, and the shared memory that its CPU workers named after a file in it.
+
+    Again while it is there: who goes on for a moment, the caller's own threads or a resource tracker, may put
+    something into it meanwhile.
+    """
     for rendezvous in private_folder.glob("vllm_dist_*"):
         for segment in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
             segment.unlink(missing_ok=True)
+    deadline = time.monotonic() + REMOVAL_S
     shutil.rmtree(private_folder, ignore_errors=True)
+    while private_folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        shutil.rmtree(private_folder, ignore_errors=True)
 
 
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:

@@ -26,6 +26,8 @@ class LayerShape:
     """Per token: what the norms of queries and keys read; 0 where there are none."""
     mlp_elements: int
     """Per token: what the MLP, or the experts that a token is routed to, keep for the backward."""
+    float32_router_elements: int
+    """Per token: what a router that computes in float32 reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +107,9 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
                 norm_elements=norms,
                 head_norm_elements=head_norms,
                 mlp_elements=mlp,
+                float32_router_elements=router,
             )
-            for (parameters, norms, head_norms, mlp), count in kinds.items()
+            for (parameters, norms, head_norms, mlp, router), count in kinds.items()
         ),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
@@ -144,8 +147,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
 
 
-def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> tuple[int, int, int, int]:
-    """(parameters, norm_elements, head_norm_elements, mlp_elements) of one layer."""
+def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> tuple[int, int, int, int, int]:
+    """(parameters, norm_elements, head_norm_elements, mlp_elements, float32_router_elements) of one layer."""
     norms = head_norms = 0
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
@@ -156,7 +159,11 @@ def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) ->
         else:
             norms += weight.numel()
     is_sparse = any("Experts" in type(m).__name__ or n.endswith("experts") for n, m in layer.named_modules())
-    return sum(p.numel() for p in layer.parameters()), norms, head_norms, _mlp_elements(text, is_sparse=is_sparse)
+    mlp = _mlp_elements(text, is_sparse=is_sparse)
+    # transformers' routers with a correction bias, and no others, compute in float32 (5.17, `...TopkRouter`).
+    in_float32 = any(name.endswith("e_score_correction_bias") for name, _ in layer.named_buffers())
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    return parameters, norms, head_norms, mlp, text.hidden_size if in_float32 else 0
 
 
 def _mlp_elements(text: Any, *, is_sparse: bool) -> int:

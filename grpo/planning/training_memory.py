@@ -29,14 +29,15 @@ def saved_bytes_per_token(
     - attention: queries, keys, values and result, e each, and a float32 log-sum per head. With padding, transformers
       repeats keys and values for grouped heads, and every layer keeps a mask of the sequence's square; flash attention
       does neither;
-    - the MLP or the experts (`LayerShape.mlp_elements`), e per element.
+    - the MLP or the experts (`LayerShape.mlp_elements`), e per element; a float32 router's copy of what it reads.
     """
     query = shape.attention_heads * shape.head_dim
     key = shape.key_value_heads * shape.head_dim if flash_attention else query
     mask = 0 if flash_attention else sequence_tokens
     norms = (4 + 2 * dtype_bytes) * layer.norm_elements + (4 + dtype_bytes) * layer.head_norm_elements
     attention = dtype_bytes * (2 * query + 2 * key + mask) + 4 * shape.attention_heads
-    return norms + attention + dtype_bytes * layer.mlp_elements
+    router = 0 if dtype_bytes == MASTER_BYTES else MASTER_BYTES * layer.float32_router_elements
+    return norms + attention + dtype_bytes * layer.mlp_elements + router
 
 
 def activation_lines(
