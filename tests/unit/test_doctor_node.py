@@ -162,3 +162,8 @@ def test_a_mount_that_hangs_shows_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(storage, "sees_file", hang)
     assert not report.find_shared_file(tmp_path / "file", "text")
+
+
+def test_a_file_that_a_network_file_system_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.time, "sleep", lambda _: (tmp_path / "file").write_text("text"))
+    assert report.find_shared_file(tmp_path / "file", "text")
