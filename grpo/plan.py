@@ -261,7 +261,7 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
     if plan.model.layers_without_kv:
         plan.assumptions.append(f"the states of {plan.model.layers_without_kv} linear-attention layers are not counted")
     if not training.optim.startswith("adamw_torch"):
-        plan.assumptions.append(f"the states of Adam with float32 moments; optim is {training.optim}")
+        plan.assumptions.append(f"the states of Adam with float32 moments; optim is {training.optim.value}")
 
 
 def _positive(text: str) -> int:

@@ -169,3 +169,16 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     check_free_space(tmp_path, 1)
     with pytest.raises(OSError, match=r"needs about 1000000\.0 GB.*nothing was written"):
         check_free_space(tmp_path, 10**15)
+
+
+def test_what_was_set_aside_under_this_name_before_is_replaced(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        (make(tmp_path, 5) / "note").write_text(text)
+        (moved,) = set_aside(tmp_path, after_step=3, name="abandoned.attempt-0")
+    assert (moved / "note").read_text() == "new"
+
+
+def test_nothing_is_rotated_before_one_is_complete(tmp_path: Path) -> None:
+    make(tmp_path, 3, complete=False)
+    rotate(tmp_path, limit=1, keep=set())
+    assert names(tmp_path) == {"checkpoint-3"}

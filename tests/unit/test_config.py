@@ -49,6 +49,8 @@ REFUSED = {
         {"use_transformers_continuous_batching": True},
         r"use_transformers_continuous_batching and use_vllm are both on",
     ),
+    "fsdp": ({"fsdp": "full_shard"}, r"fsdp is .*FSDP is not supported"),
+    "gather for generation": ({"ds3_gather_for_generation": False}, r"ds3_gather_for_generation is False"),
     "backend": ({"vllm_sync_backend": "mpi"}, r"vllm_sync_backend is 'mpi'"),
     "bucket": ({"vllm_sync_bucket_mb": 0}, r"vllm_sync_bucket_mb is 0; it must be above 0"),
     "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),

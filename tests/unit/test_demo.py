@@ -130,6 +130,20 @@ def test_the_slower_of_two_builders_throws_its_own_away(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
+    (private := tmp_path / "private").mkdir()
+    with pytest.raises(FileNotFoundError):
+        demo._move_into_place(private, tmp_path / "gone" / "model", {"steps": 1})
+
+
+def test_warming_up_ends_at_its_target():
+    """Any exact match will do, and from the first step on the learning rate falls."""
+    recipe = demo.RECIPE | {"max_steps": 2, "fall_at_exact_match": 0.0}
+    tokenizer = demo.build_demo_tokenizer()
+    assert demo._warm_up(tokenizer, recipe | {"target_exact_match": 0.0})[1] == 1
+    assert demo._warm_up(tokenizer, recipe | {"target_exact_match": 2.0})[1] == 2
+
+
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_) -> None:
         raise RuntimeError("no memory")

@@ -213,6 +213,12 @@ def test_a_build_for_gpus_that_sees_none() -> None:
     assert "built for ROCm 7.0" in str(mistake("ROCm 7.0"))
 
 
+def test_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, hip, build in ((None, None, None), ("12.9", None, "CUDA 12.9"), (None, "7.0", "ROCm 7.0")):
+        looks_built_for(monkeypatch, cuda, 0, hip=hip)
+        assert devices.torch_build() == build
+
+
 def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML counts GPUs even where the driver is too old for this build's CUDA."""
     looks_built_for(monkeypatch, "12.9", 8)

@@ -1,8 +1,12 @@
 """What an engine host inherits, and what it must not see."""
 
+import signal
+import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
-from grpo.engine.client import engine_environment
+from grpo.engine import lifetime
+from grpo.engine.client import _deaf_to_sigchld, engine_environment
 
 LAUNCHED = {
     "PATH": "/bin",
@@ -79,3 +83,23 @@ def test_what_is_compiled_for_gpus_stays_on_the_node() -> None:
     assert first.startswith(tempfile.gettempdir())
     assert environment({"VLLM_CACHE_ROOT": "/fast"}, devices=("6",))["VLLM_CACHE_ROOT"] == "/fast"
     assert "VLLM_CACHE_ROOT" not in environment()
+
+
+def test_processes_that_have_ended_meanwhile() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert not lifetime._is_resource_tracker(gone.pid)
+    lifetime._wait_for_death(gone.pid)
+
+
+def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> None:
+    def end() -> object:
+        with _deaf_to_sigchld():
+            return signal.getsignal(signal.SIGCHLD)
+
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        with ThreadPoolExecutor() as threads:
+            assert threads.submit(end).result() is signal.getsignal(signal.SIGCHLD)
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -165,3 +165,11 @@ def test_experts_come_one_by_one_where_a_layer_is_not_vllms_own() -> None:
     calls = {str(i): [Arrival(destination=place, details={"shard_id": "w2", "expert_id": i})] for i in range(2)}
     assert whole_loads([["0", "1"]], calls) is None
     assert whole_loads([["0", "unknown"]], calls) is None
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    engine = Engine()
+    engine.start_weight_update()
+    engine.note_received(["model.layer.gate.weight"], [])
+    with pytest.raises(IncompletePushError, match=r"the push sends model\.layer\.gate\.weight twice"):
+        engine.note_received(["model.layer.gate.weight"], [])

@@ -132,6 +132,7 @@ def test_an_unfinished_checkpoint_needs_a_flag(checkpoint: Path, tmp_path: Path,
     assert cli.main([*command, "--allow-incomplete"]) == 0
     said = capsys.readouterr()
     assert "has no complete.json" in said.err
+    assert "holds no tokenizer" not in said.err
     assert said.out.startswith(f"{tmp_path / 'out'}: 0.001 GB of float32 in 1 file(s), from 1 safetensors file(s)")
 
 
@@ -258,3 +259,10 @@ def test_a_conversion_that_needs_all_parameters_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"cannot be converted one by one: p\.of1, p\.of2, q\.of1, q\.of2 depend"):
         conversion_units(count, {name: torch.empty(2, device="meta") for name in ("p", "q")})
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer_config.json").unlink()
+    declare_complete(checkpoint)
+    (note,) = export(checkpoint, tmp_path / "out").notes
+    assert note == f"{checkpoint} holds no tokenizer: the export has none either"

@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from grpo.failure_record import FailureRecord, JobFailed
-from grpo.failures import FailureWatch
+from grpo.failures import _LEFT_KEY, FailureWatch, _may_be_an_echo
 from grpo.signals import StopSignals
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
@@ -137,3 +138,51 @@ def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
     threading.Timer(0.3, watch.report, [RECORD]).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
         busy(10)
+
+
+def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:
+    watch = alone()
+    with watch.guard(), watch.within(30.0, lambda: "too early"):
+        pass
+    stuck = watch.within(0.1, lambda: "the group did not open")
+    with pytest.raises(JobFailed, match="the group did not open"), watch.guard(), stuck:
+        busy(10)
+    watch.stop()  # it has no thread
+
+
+class GoneStore:
+    """As it is once its host has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return fail
+
+
+def test_a_store_that_is_gone_in_training_ends_it_and_afterwards_does_not(pair: list[FailureWatch]) -> None:
+    training, done = pair
+    done._store = GoneStore()  # type: ignore[assignment]
+    assert done._stopped.wait(10)
+    assert done.record is None
+    threading.Timer(0.1, setattr, [training, "_store", GoneStore()]).start()
+    with pytest.raises(JobFailed, match="the job's store is gone, and with it the launcher"), training.guard():
+        busy(10)
+
+
+def test_a_record_is_kept_where_no_store_takes_it(pair: list[FailureWatch]) -> None:
+    pair[0]._main_store = GoneStore()  # type: ignore[assignment]
+    pair[0].report(RECORD)
+    assert pair[0].record == RECORD
+    assert pair[1].record is None
+
+
+def test_a_rank_that_has_left_has_not_been_killed(pair: list[FailureWatch]) -> None:
+    pair[1]._main_store.set(_LEFT_KEY.format(rank=1), "1")
+    pair[0]._look_at_dead_rank(1)
+    assert pair[0].record is None
+
+
+def test_torchs_own_errors_may_be_echoes() -> None:
+    assert _may_be_an_echo(dist.DistNetworkError("reset"))
+    assert not _may_be_an_echo(RuntimeError("no such kernel"))

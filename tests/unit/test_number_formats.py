@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +117,26 @@ def test_formats_of_a_job(flags: list[str], launcher: str | None, dtypes: list[s
     flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in flags]
     file = None if launcher is None else str(ROOT / "configs" / launcher)
     assert read_wishes(flags, config_file=file).dtypes == ("float32", *dtypes)
+
+
+def test_a_machine_where_gloo_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no address to listen at\nat gloo/transport")
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", refuse)
+    with pytest.raises(ChildProcessError, match=r"could not start: no address to listen at$"):
+        number_formats.try_gloo(["float32"])
+
+
+def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match=r"train.yaml holds no settings, but \[1\]"):
+        read_wishes(["--config", str(tmp_path / "train.yaml")])
+
+
+def test_a_model_and_a_dataset_are_looked_for_where_asked(tmp_path: Path) -> None:
+    nothing = tmp_path / "model"
+    nothing.mkdir()
+    asked = Asked(gpus_per_node=None, output_dir=None, model=str(nothing), dataset=str(tmp_path), job=None)
+    found = {finding.check: finding.status for finding in examine("a", asked, {}, peers=()).findings}
+    assert (found["model"], found["dataset"]) == (FAIL, PASS)

@@ -12,6 +12,7 @@ import yaml
 
 from grpo.cli import main
 from grpo.planning.memory_budget import GIB
+from grpo.planning.view import _runs
 
 ROOT = Path(__file__).parents[2]
 LLAMA_8B = {  # meta-llama/Llama-3.1-8B: 8,030,261,248 parameters
@@ -322,6 +323,7 @@ def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.Mo
         (["--num_processes", "7", "--", "--vllm_gpus", "4"], "'--vllm_gpus', '4'"),
         (["--num_processes", "7", "--", "--vllm_sync_backend", "ipc"], "vllm_sync_backend is 'ipc'"),
         (["--num_processes", "7", "--", "--vllm_mode", "colocate"], "only local mode is planned"),
+        (["--num_processes", "7", "--", "--deepspeed", "no.json"], "no.json"),
     ],
 )
 def test_what_cannot_be_planned_says_why(cluster: Cluster, words: list[str], message: str) -> None:
@@ -330,7 +332,9 @@ def test_what_cannot_be_planned_says_why(cluster: Cluster, words: list[str], mes
     assert message in out
 
 
-@pytest.mark.parametrize("words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--network-gbps", "-1"]])
+@pytest.mark.parametrize(
+    "words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--network-gbps", "-1"], ["--network-gbps", "x"]]
+)
 def test_a_command_line_that_cannot_be_read_is_exit_code_2(cluster: Cluster, words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cluster.plan("--num_processes", "7", *words)
@@ -354,3 +358,56 @@ def test_the_command_line_is_light() -> None:
     seconds, *loaded = result.stdout.split()
     assert float(seconds) < 3
     assert loaded == ["False"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distributed_type": "FSDP"}, "has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one"),
+        ({"num_machines": 0}, "leaves num_processes or num_machines open"),
+        ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, "DeepSpeed configuration no.json cannot be read"),
+    ],
+)
+def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: dict[str, Any], message: str) -> None:
+    settings = {"num_machines": 1, "num_processes": 7} | settings
+    code, out = cluster.plan("--config_file", cluster.accelerate(**settings), "--config", cluster.training())
+    assert code == 1
+    assert message in out
+
+
+def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
+    """GPUs from the reserved ones, the prompt's length, another optimizer; and what is told is not."""
+    training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
+    words = ["--num_processes", "6", "--config", training]
+    assumed = cluster.read(*words)["assumptions"]
+    for part in ("8 GPUs per node: the ranks and vllm_reserved_gpus", "(--prompt-tokens)", "optim is sgd"):
+        assert any(part in line for line in assumed), assumed
+    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--network-gbps", "400")
+    assert told["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
+    assert not any("--prompt-tokens" in line or "--gpus-per-node" in line for line in told["assumptions"])
+
+
+def test_the_training_file_may_ask_for_cpus(cluster: Cluster) -> None:
+    plan = cluster.read("--num_processes", "2", "--", "--use_cpu", "--bf16", "False")
+    assert plan["nodes"][0]["devices"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"generation_batch_size": 60}, "set generation_batch_size to 56 or 112"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 3},
+            "set per_device_eval_batch_size to 8",
+        ),
+    ],
+)
+def test_other_batches_that_do_not_divide(cluster: Cluster, settings: dict[str, Any], advice: str) -> None:
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training(**settings))
+    assert code == 1
+    assert advice in out
+
+
+def test_many_equal_engines_are_shown_once() -> None:
+    assert _runs((1,) * 64) == "1 x 64"
+    assert _runs((2, 2, 1, 2)) == "2, 2, 1, 2"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from grpo.planning.batch import plan_batch
 from grpo.planning.engine_memory import default_max_num_seqs, engine_memory
@@ -262,3 +262,8 @@ def test_batch_of_several_steps_per_generation() -> None:
 )
 def test_sizes_have_three_digits(num_bytes: float, text: str) -> None:
     assert readable(num_bytes) == text
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="m is a mamba without attention heads"):
+        shape_of(AutoConfig.for_model("mamba"), "m")

@@ -1,9 +1,11 @@
 """What of stopping and saving needs no training."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import TrainerControl
 
 from grpo.resumable import ResumableTrainer
 from grpo.signals import StopLead
@@ -57,3 +59,37 @@ def test_where_a_generation_batch_ends(
     assert (control.should_save, control.should_training_stop, control.should_evaluate) == (ends, ends, not ends)
     assert stopping.is_stopping
     assert stopping._signals.request is not None  # from now on an engine may go
+
+
+def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def update(**_: Any) -> None:
+        raise OSError("No space left on device")
+
+    failing = trainer(_run=SimpleNamespace(update=update, path=tmp_path))
+    with pytest.raises(ZeroDivisionError), failing.recording_failures(setting_up=False):
+        raise ZeroDivisionError
+    assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, []), (3, ["SystemExit: 3"])])
+def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
+    causes: list[str] = []
+    ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
+    with pytest.raises(SystemExit), ending.recording_failures(setting_up=False):
+        raise SystemExit(code)
+    assert causes == told
+
+
+def test_a_run_that_is_done_takes_no_step_more() -> None:
+    control = TrainerControl()
+    done = trainer(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
+    done._run_epoch(epoch=2)
+    assert control.should_training_stop
+
+
+@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_complete_step": 4}])
+def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))
+    trainer(state=SimpleNamespace(global_step=4), **kept)._save_last_step()
+    assert saved == []

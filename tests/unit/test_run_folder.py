@@ -1,5 +1,6 @@
 """Attempts that share an output folder: who is in it, who wants it to stop, which metrics count."""
 
+import errno
 import json
 import os
 import subprocess
@@ -135,3 +136,17 @@ def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None
     folder.release()
     assert RunFolder(tmp_path, {}).tracker_run(resumed=True) == first
     assert RunFolder(tmp_path, {}).tracker_run(resumed=False) != first
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with pytest.warns(UserWarning, match=r"cannot be locked .*a second job here would go unnoticed"):
+        RunFolder(tmp_path, JOB)
+
+
+def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    record_mistake(tmp_path / "file", JOB, ImportError("no module named rewards"))

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ from datasets import Dataset
 
 import grpo.script
 from grpo.run_folder import read_run_state
-from grpo.script import DEMO_DEFAULTS, demo_summary, load_data, local_data, parse_arguments, run, run_demo
+from grpo.script import (
+    DEMO_DEFAULTS,
+    RewardProgress,
+    demo_summary,
+    load_data,
+    local_data,
+    parse_arguments,
+    run,
+    run_demo,
+)
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 MODEL = ["--model_name_or_path", "some/model", "--use_cpu", "--bf16", "False"]
@@ -290,3 +300,26 @@ def test_a_mistake_is_written_down_for_the_scheduler(
     state = read_run_state(tmp_path / "out")
     assert state is not None
     assert (state.state, state.can_heal, state.job) == ("failed", False, "17")
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_a_model_is_pushed_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeTrainer, "hub_model_id", "me/model", raising=False)
+    data = write_jsonl(tmp_path / "q.jsonl", ROWS)
+    argv = [*MODEL, "--dataset_name", str(data), "--reward_funcs", "exact_match", "--output_dir", "o", "--push_to_hub"]
+    assert run(parse_arguments(argv)).calls[-1] == ("push_to_hub", str(data))
+
+
+def test_a_system_prompt_for_conversations_is_a_mistake(tmp_path: Path):
+    data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": [{"role": "user", "content": "1+1?"}]}])
+    with pytest.raises(ValueError, match="the prompts of the data set are conversations already"):
+        load_data(parse_arguments([*MODEL, "--dataset_name", str(data), "--system_prompt", "Think."]))
+
+
+def test_the_progress_bar_shows_the_reward():
+    shown: list[str] = []
+    progress = RewardProgress()
+    progress.training_bar = SimpleNamespace(set_postfix_str=shown.append)
+    for logs in (None, {"loss": 1.0}, {"reward": 0.4567}):
+        progress.on_log(None, None, None, logs)
+    assert shown == ["reward 0.46"]

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -75,3 +77,17 @@ def test_forked_workers_neither_stop_nor_ask(signals: StopSignals) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert signals.request is None
+
+
+def test_another_threads_handlers_and_another_librarys_wake_up_stay(signals: StopSignals) -> None:
+    later = StopSignals()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(later.take).result()
+    assert later._taken == {}
+    with socket.socketpair()[0] as theirs, socket.socketpair()[0] as ours:
+        theirs.setblocking(False)
+        ours.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno())
+        later.take(ours.fileno())
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+    assert later._taken == {}

@@ -246,6 +246,11 @@ def change(topologies, ranks, **fields):
         ([3], {"local_rank": 0}, r"local ranks came: .*node 1 \(host h1\): 0:"),
         ([3], {"devices": ("7",)}, r"visible GPUs differs between ranks of one node: .*h1\): 0,1,2,3,4,5,6,7\|7:"),
         (range(2, 4), {"devices": ()}, r"some have none: .*node 1 \(host h1\): none:"),
+        (
+            range(4),
+            lambda t: {"node": 1 - t.node, "host": f"h{1 - t.node}"},
+            r"rank 0 is local rank 0 of node 1, but ranks must be numbered node by node, 2 on each",
+        ),
         ([3], {"rank": 2}, "4 ranks answered, but number 3 on host h1 takes itself for rank 2 of 4"),
         ([3], {"world_size": 8}, "takes itself for rank 3 of 8"),
     ],
@@ -254,7 +259,7 @@ def test_nodes_that_make_no_job(ranks, fields, message):
     topologies = job((8, 8), ranks=2)
     check_nodes(topologies)
     with pytest.raises(ValueError, match=message):
-        check_nodes(change(topologies, ranks, **fields))
+        check_nodes([t for t in topologies for t in change([t], ranks, **(fields(t) if callable(fields) else fields))])
 
 
 # --- accelerate's command line

@@ -1,0 +1,96 @@
+"""The engine host's answers to the local main: what it refuses, and what it passes on. Its engine is made up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo.engine.host import Host, _sampled_logprobs
+from grpo.engine.messages import Abort, Call, Reply, Sample, Sampled
+
+
+class MadeUpEngine:
+    """Never ends a request, or refuses it."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.cancelled: list[str] = []
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        yield None
+
+    async def get_weight_version(self) -> str:
+        return "7"
+
+
+def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
+    """With what it sends."""
+    sent: list[Any] = []
+    return Host(SimpleNamespace(send=sent.append), engine, {"temperature": 1.0}), sent  # type: ignore[arg-type]
+
+
+SAMPLE = Sample(request_id=3, token_ids=np.array([1, 2], dtype=np.int32), seed=0)
+
+
+def test_a_refused_request_is_answered_with_the_reason() -> None:
+    host, sent = host_of(MadeUpEngine(ValueError("the prompt is too long")))
+    asyncio.run(host._sample(SAMPLE))
+    (answer,) = sent
+    assert isinstance(answer, Sampled)
+    assert (answer.request_id, answer.error) == (3, "ValueError: the prompt is too long")
+    assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
+
+
+def test_calls_are_answered_under_their_id() -> None:
+    host, sent = host_of(MadeUpEngine())
+
+    async def ask() -> None:
+        await host._call(Call(call_id=1, method="weight_version", kwargs={}))
+        await host._call(Call(call_id=2, method="fly", kwargs={}))
+
+    asyncio.run(ask())
+    assert sent == [
+        Reply(call_id=1, value="7", error=None),
+        Reply(call_id=2, value=None, error="ValueError: engine host has no call 'fly'"),
+    ]
+
+
+def test_an_aborted_request_is_cancelled_and_not_answered() -> None:
+    engine = MadeUpEngine()
+    host, sent = host_of(engine)
+
+    async def abort() -> None:
+        host._dispatch(SAMPLE)
+        (task,) = host._tasks.values()
+        await asyncio.sleep(0)
+        host._dispatch(Abort(request_ids=(2, 3)))  # 2 has ended already
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(abort())
+    assert (engine.cancelled, sent, host._tasks) == (["3"], [], {})
+
+
+def test_what_is_no_message_is_refused() -> None:
+    host, _ = host_of(MadeUpEngine())
+    with pytest.raises(TypeError, match="engine host got str, which is no message"):
+        host._dispatch("sample")
+
+
+def test_a_log_probability_for_each_token() -> None:
+    def given(count: int) -> SimpleNamespace:
+        return SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * count), token_ids=[5, 6])
+
+    assert _sampled_logprobs(given(2)).tolist() == [-1.0, -1.0]
+    with pytest.raises(RuntimeError, match="vLLM gave 1 log-probabilities for 2 tokens"):
+        _sampled_logprobs(given(1))
