@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from grpo import GRPOConfig
 from grpo.script import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
 from grpo.topology import Launch, plan_node
+from tests.launching import free_port
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -44,7 +45,8 @@ def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     monkeypatch.setattr(
         launch, "deepspeed_launcher", lambda args: environments.append(prepare_deepspeed_cmd_env(args)[1])
     )
-    options = ["--config_file", str(file), "--main_process_ip", "127.0.0.1", "train.py"]
+    options = ["--config_file", str(file), "--main_process_ip", "127.0.0.1"]
+    options += ["--main_process_port", str(free_port()), "train.py"]  # its default may be another job's
     launch.launch_command(launch.launch_command_parser().parse_args(options))
     return environments[0]
 
