@@ -38,6 +38,18 @@ STUCK_GRACE_S = 6.0  # from seeing the record until a rank that has not raised i
 EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
 
 
+@contextlib.contextmanager
+def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
+    """Around what no deadline can be given to: `act` runs in another thread if it takes longer."""
+    timer = threading.Timer(timeout_s, act)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class FailureWatch:
     """This rank's end of the failure contract.
 
@@ -117,13 +129,8 @@ class FailureWatch:
         Args:
             cause: what to say then; called from another thread.
         """
-        timer = threading.Timer(timeout_s, lambda: self.report(self.make_record(cause())))
-        timer.daemon = True
-        timer.start()
-        try:
+        with on_expiry(timeout_s, lambda: self.fail(cause())):
             yield
-        finally:
-            timer.cancel()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -159,7 +166,7 @@ class FailureWatch:
             time.sleep(0.05)
         self._raising_since = time.monotonic()
         if self.record is None:
-            self.report(self.make_record(error))
+            self.fail(error)
         if self.record is not None and self.record.rank != self.rank:
             raise JobFailed(self.record) from error
 
@@ -181,6 +188,10 @@ class FailureWatch:
             cause=text,
             can_heal=not (phase == "start" and isinstance(cause, USERS_MISTAKES)),
         )
+
+    def fail(self, cause: BaseException | str) -> None:
+        """Make a failure of this rank the job's, as `report` does."""
+        self.report(self.make_record(cause))
 
     def report(self, record: FailureRecord) -> None:
         """Make `record` the job's, unless one is there already. From any thread."""
@@ -238,7 +249,7 @@ class FailureWatch:
     def _report_unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._excepthook(kind, error, trace)
         if self.record is None and not issubclass(kind, KeyboardInterrupt):
-            self.report(self.make_record(error))
+            self.fail(error)
 
     def leave(self) -> None:
         """This rank is done: its end is no failure, and neither is that of the others."""
@@ -311,7 +322,7 @@ class FailureWatch:
         if self.record is None and self.signals.is_open:
             return  # a request to stop
         if self.record is None:
-            self.report(self.make_record("got SIGTERM: the launcher or the scheduler ends this job"))
+            self.fail("got SIGTERM: the launcher or the scheduler ends this job")
         if self._raising_since is None:  # else the traceback is on its way
             self._end(128 + signal.SIGTERM)
 

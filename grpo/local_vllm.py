@@ -137,7 +137,7 @@ class LocalVLLM:
 
         def on_death(error: EngineError) -> None:
             if not watch.stop_was_asked(SIGNAL_PATIENCE_S):
-                watch.report(watch.make_record(error))
+                watch.fail(error)
 
         return [
             EngineClient(
@@ -224,7 +224,7 @@ class LocalVLLM:
             backend=self.backend,
             tensor_parallel_size=self.topology.tensor_parallel_size,
             timeout_s=self.args.vllm_sync_timeout,
-            tell=lambda error: self._watch.report(self._watch.make_record(error)),
+            tell=self._watch.fail,
         )
         with self._watch.during("push group"):
             failure = None

@@ -1,16 +1,16 @@
 """Sends filled buckets to the engines from threads of its own, while the main thread gathers the next one."""
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from grpo.engine.client import EngineError
+from grpo.failures import on_expiry
 from grpo.weights.buckets import NUM_BUFFERS, Bucket
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class Sender:
         self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
         if self._error is None:
             try:
-                with self._stuck_is_told(len(self._sent)):
+                # A library may hold the main thread here, and nothing in Python can end that.
+                with on_expiry(self._timeout_s + STUCK_S, self._tell_stuck):
                     self._transport.start_sending(buffer, bucket)
             except EngineError as error:
                 self._break(len(self._sent) + 0.5, error)  # the update's own error comes before it
@@ -168,17 +169,9 @@ class Sender:
         self._is_broken = True
         self._transport.abort()
 
-    @contextlib.contextmanager
-    def _stuck_is_told(self, number: int) -> Iterator[None]:
-        """Around what may hold the main thread in a library, which nothing in Python can end."""
-        stuck = EngineError(f"bucket {number} is stuck on its way to the engines: {self._timeout_s + STUCK_S:.0f} s")
-        timer = threading.Timer(self._timeout_s + STUCK_S, self._on_stuck, [stuck])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _tell_stuck(self) -> None:
+        waited_s = self._timeout_s + STUCK_S
+        self._on_stuck(EngineError(f"bucket {len(self._sent)} is stuck on its way to the engines: {waited_s:.0f} s"))
 
     def _wait(self, call: Future[None]) -> None:
         call.result((NUM_BUFFERS + 3) * self._timeout_s)  # it, and what may stand before it, end within their deadlines
