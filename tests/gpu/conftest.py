@@ -1,4 +1,4 @@
-"""Marks that say what a test needs, and the fixtures of GPU tests. Imports torch and pytest alone."""
+"""Skips what lacks something and says what; the fixtures of GPU tests. Imports torch and pytest alone."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,13 +7,6 @@ import pytest
 import torch
 
 from tests.gpu.requirements import STACK, lacking, rehearsed
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpus(count): how many GPUs a test needs")
-    config.addinivalue_line("markers", "requires(*modules): what must be installed beside torch and pytest")
-    config.addinivalue_line("markers", "rehearsable: knows how to run on CPU under GRPO_REHEARSE, as every job does")
-    config.addinivalue_line("markers", "job: starts a training job, and needs all that one imports")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
