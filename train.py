@@ -3,7 +3,7 @@
 With no model named it runs the demo task, the first thing to run on a new machine or cluster.
 """
 
-from grpo.script import main
+from grpo.recipes.script import main
 
 if __name__ == "__main__":
     main()

@@ -27,11 +27,12 @@ from vllm.utils.network_utils import get_open_port
 
 from bench.engines import VOCAB_SIZE, config, save_model, started
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
-from grpo.engine_pool import EnginePool
-from grpo.failures import watch_for
-from grpo.node_groups import NodeGroups, agree_on_topology
-from grpo.rollout import NodeSampler
-from grpo.topology import read_topology
+from grpo.job.agreement import agree_on_topology
+from grpo.job.node_groups import NodeGroups
+from grpo.job.topology import read_topology
+from grpo.job.watch import watch_for
+from grpo.rollout.node import NodeSampler
+from grpo.rollout.pool import EnginePool
 
 NUM_NODES = 2
 NUM_GENERATIONS = 4

@@ -29,10 +29,10 @@ import numpy as np
 
 from bench.engines import VOCAB_SIZE, config, save_model, started
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, ratio
-from grpo.dispatch import Request
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.messages import Sample, Sampled
-from grpo.engine_pool import EnginePool
+from grpo.rollout.packing import Request
+from grpo.rollout.pool import EnginePool
 
 GOAL_S = 0.2
 DEADLINE_S = 280.0

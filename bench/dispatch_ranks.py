@@ -25,13 +25,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 from vllm.utils.network_utils import get_open_port
 
 from bench.report import interleave
-from grpo.dispatch import Completions, Request, SingleValues
 from grpo.engine.messages import Sampled
-from grpo.engine_pool import Batch
-from grpo.failures import watch_for
-from grpo.node_groups import NodeGroups, agree_on_topology
-from grpo.rollout import NodeSampler
-from grpo.topology import read_topology
+from grpo.job.agreement import agree_on_topology
+from grpo.job.node_groups import NodeGroups
+from grpo.job.topology import read_topology
+from grpo.job.watch import watch_for
+from grpo.rollout.node import NodeSampler
+from grpo.rollout.packing import Completions, Request, SingleValues
+from grpo.rollout.pool import Batch
 
 NUM_GENERATIONS = 8
 PROMPT_TOKENS = 128

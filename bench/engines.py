@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from grpo import GRPOConfig
-from grpo.devices import visible_devices
 from grpo.engine.client import EngineClient, engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.engine_model import EngineModel, engine_args, sampling_settings
-from grpo.topology import NodeTopology
+from grpo.engine_settings import EngineModel, engine_args, sampling_settings
+from grpo.job.devices import visible_devices
+from grpo.job.topology import NodeTopology
 
 START_S = 300.0
 

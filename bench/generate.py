@@ -29,14 +29,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bench.engines import START_S, VOCAB_SIZE, config, engine_model, save_model, topology_of
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig
-from grpo.dispatch import collapse, pack_rows, seed_base
 from grpo.engine.client import engine_environment
 from grpo.engine.lifetime import end_session
-from grpo.engine_model import engine_args, sampling_settings
-from grpo.failures import FailureWatch
+from grpo.engine_settings import engine_args, sampling_settings
+from grpo.job.node_groups import NodeGroups
+from grpo.job.topology import NodeTopology
+from grpo.job.watch import FailureWatch
 from grpo.local_vllm import LocalVLLM
-from grpo.node_groups import NodeGroups
-from grpo.topology import NodeTopology
+from grpo.rollout.packing import collapse, pack_rows, seed_base
 
 PROMPT_TOKENS = 32
 NUM_GENERATIONS = 8

@@ -27,7 +27,7 @@ from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, Trainer
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.demo import build_demo_tokenizer
+from grpo.recipes.demo import build_demo_tokenizer
 
 WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
 SHAPES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
 from bench.scale_model import Cluster, Node, Step, simulate
-from grpo.planning.push_cost import NETWORK_GBPS, NODE_COUNTS, NVLINK_GBPS
+from grpo.plan.push_cost import NETWORK_GBPS, NODE_COUNTS, NVLINK_GBPS
 
 
 def read_result(folder: Path, benchmark: str) -> dict[str, Any] | None:

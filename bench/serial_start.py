@@ -7,7 +7,7 @@ import torch.distributed as dist
 import grpo.trainer
 from grpo.config import GRPOConfig
 from grpo.local_vllm import LocalVLLM
-from grpo.script import main
+from grpo.recipes.script import main
 
 
 class SerialStart(LocalVLLM):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import trl
 
-from grpo.devices import count_gpus
-from grpo.launch_request import asks_for_cpu, parent_argv
-from grpo.topology import Launch, plan_node, read_launch
+from grpo.job.devices import count_gpus
+from grpo.job.launch import Launch, asks_for_cpu, parent_argv, read_launch
+from grpo.job.topology import plan_node
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
 _SERVER_FIELDS = (

@@ -11,17 +11,17 @@ from pathlib import Path
 from torch import nn
 
 from grpo.config import GRPOConfig
-from grpo.dispatch import SingleValues, seed_base
 from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.engine_model import EngineModel, choose_backend, engine_args, sampling_settings
-from grpo.engine_pool import EnginePool
-from grpo.failure_record import FailureRecord
-from grpo.failures import FailureWatch
-from grpo.node_groups import SIGNAL_PATIENCE_S, NodeGroups
-from grpo.rollout import GenerationReport, NodeSampler, Rollout, Sampled
-from grpo.startup import StartupClock
-from grpo.topology import NodeTopology
+from grpo.engine_settings import EngineModel, choose_backend, engine_args, sampling_settings
+from grpo.job.failure import FailureRecord
+from grpo.job.node_groups import SIGNAL_PATIENCE_S, NodeGroups
+from grpo.job.startup import StartupClock
+from grpo.job.topology import NodeTopology
+from grpo.job.watch import FailureWatch
+from grpo.rollout.node import GenerationReport, NodeSampler, Rollout, Sampled
+from grpo.rollout.packing import SingleValues, seed_base
+from grpo.rollout.pool import EnginePool
 from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts, trainer_logprobs
 from grpo.weights.push import Pusher, PushReport
 from grpo.weights.source import GatheredSource

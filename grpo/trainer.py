@@ -10,23 +10,23 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.utils import parse_flag_from_env
-from datasets import IterableDataset
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
-from grpo.communication import WaitClock
 from grpo.config import GRPOConfig
-from grpo.engine_model import check_init_kwargs, check_text_only, describe_model
-from grpo.failure_record import FailureRecord
-from grpo.failures import watch_for
+from grpo.engine_settings import attention_heads, describe_model
+from grpo.job.agreement import agree_on_topology
+from grpo.job.communication import WaitClock
+from grpo.job.failure import FailureRecord
+from grpo.job.node_groups import NodeGroups
+from grpo.job.process_groups import join_deepspeed
+from grpo.job.topology import read_topology
+from grpo.job.watch import watch_for
 from grpo.local_vllm import LocalVLLM, SyncReport
-from grpo.lookahead import prompts_of_batch
-from grpo.metrics import MetricsFile, count_clipped
-from grpo.node_groups import NodeGroups, agree_on_topology
-from grpo.placement import attention_heads, ddp_memory_warning, join_deepspeed
-from grpo.resumable import ResumableTrainer
-from grpo.topology import read_topology
+from grpo.refusals import ddp_memory_warning, refuse_unsupported
+from grpo.run.metrics import MetricsFile, count_clipped
+from grpo.run.prompt_order import prompts_of_batch
+from grpo.run.resumable import ResumableTrainer
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
 
@@ -80,7 +80,8 @@ class GRPOTrainer(ResumableTrainer):
         self._wait_clock: WaitClock | None = None
         self._logged_sync: dict[str, SyncReport] = {}
         if not args.local_mode:
-            join_deepspeed(args)
+            if args.deepspeed:
+                join_deepspeed()
             super().__init__(**inherited)
             return
         with self.recording_failures(setting_up=True):
@@ -130,7 +131,8 @@ class GRPOTrainer(ResumableTrainer):
             self._local = LocalVLLM(
                 args, engine_model, self.topology, groups, self._watch, self._progress, attempt=self.attempt
             )
-            join_deepspeed(args)
+            if args.deepspeed:
+                join_deepspeed()
             # TRL would build its own generator here; it takes ours in the same place afterwards.
             args.use_vllm = False
             try:
@@ -280,35 +282,3 @@ class GRPOTrainer(ResumableTrainer):
             metrics["push/logprob_gap_limit"].append(local.gap_limit)
             metrics["push/logprob_gap_mean"].append(sync.gap.mean)
             metrics["push/logprob_gap_max"].append(sync.gap.max)
-
-
-def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Refuse what local mode does not do, before anything is started.
-
-    Raises:
-        ValueError: names the argument and the way out.
-    """
-    elsewhere = "remove it, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments[name]:
-            raise ValueError(
-                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; "
-                f"{elsewhere}"
-            )
-    model = arguments["model"]
-    if arguments["peft_config"] is not None or hasattr(model, "peft_config"):
-        raise ValueError(f"peft_config: local mode trains all weights and cannot push LoRA adapters yet; {elsewhere}")
-    if arguments["quantization_config"] is not None or getattr(model, "is_quantized", False):
-        raise ValueError(f"quantization_config: local mode cannot push quantised weights yet; {elsewhere}")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise ValueError(
-            "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
-            "accelerate launch --config_file configs/1node.yaml"
-        )
-    if arguments["args"].generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
-        raise ValueError(
-            "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
-            "does not have: set dataset_streaming to False, or generation_lookahead to 0"
-        )
-    check_init_kwargs(arguments["args"])
-    check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])

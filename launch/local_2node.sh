@@ -41,7 +41,7 @@ mapfile -t gpus < <(grep . <<<"$devices")
 half=$((${#gpus[@]} / 2))
 if ((${#gpus[@]} == 0)); then
     # A torch that is built for GPUs says what is wrong, unless --use_cpu asks for CPUs.
-    python -m grpo.devices "$@" >/dev/null || exit 1
+    python -m grpo.job.devices "$@" >/dev/null || exit 1
     config_file=configs/cpu.yaml ranks_per_node=$ranks_per_cpu_node
 elif ((half > reserved_gpus)); then
     config_file=configs/4node.yaml ranks_per_node=$((half - reserved_gpus))

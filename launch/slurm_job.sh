@@ -96,7 +96,7 @@ count_visible_gpus() {
         devices=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU ' || true)
     fi
     count=$(grep -c . <<<"$devices" || true)
-    ((count)) || count=$(python -m grpo.devices "$@") || return 1
+    ((count)) || count=$(python -m grpo.job.devices "$@") || return 1
     echo "$count $SLURMD_NODENAME"
 }
 

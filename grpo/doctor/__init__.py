@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.job_files import add_job_arguments, wishes_of
+from grpo.job.files import add_job_arguments, wishes_of
 
 JOIN_TIMEOUT_S = 60.0
 POD_JOIN_TIMEOUT_S = 900.0  # pods of a job are scheduled, and pull their images, minutes apart

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from grpo.doctor.network import select_interfaces
 from grpo.doctor.records import Finding, NodeReport, Status, Verdict, merge
-from grpo.same_everywhere import OF_THE_LOG, OF_THE_NODE
+from grpo.job.same_everywhere import OF_THE_LOG, OF_THE_NODE
 
 SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge tokens fail at minutes
 _NAMES_SHOWN = 8

@@ -32,8 +32,8 @@ from grpo.doctor.pairs import pair_rounds
 from grpo.doctor.records import Verdict
 from grpo.doctor.stage_watch import StageWatch
 from grpo.doctor.table import print_table
-from grpo.job_files import add_job_arguments, wishes_of
-from grpo.topology import Launch, read_launch
+from grpo.job.files import add_job_arguments, wishes_of
+from grpo.job.launch import Launch, read_launch
 
 MB = 10**6
 WARM_UPS, REPEATS = 2, 5

@@ -4,8 +4,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo.devices import DeviceMistake
 from grpo.doctor.records import Finding, Status
+from grpo.job.devices import DeviceMistake
 
 MIB, GIB = 1 << 20, 1 << 30
 IDLE_BYTES = GIB  # what a driver holds on a GPU that nobody uses stays well below

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from grpo import devices
 from grpo.doctor import gpus, installation, leftovers, network, number_formats, storage
 from grpo.doctor.deadline import within
 from grpo.doctor.records import Finding, NodeReport, Status
-from grpo.job_files import Wishes
+from grpo.job import devices
+from grpo.job.files import Wishes
 
 CHECK_S = 20.0  # for one check; nvidia-smi takes up to 10 s on a node without its persistence daemon
 _CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there

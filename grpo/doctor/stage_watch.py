@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from grpo.topology import Launch
+from grpo.job.launch import Launch
 
 _POLL_S = 0.3
 _SPREAD_S = 2.0  # a rank that failed stays this long, for the one that prints to hear of it

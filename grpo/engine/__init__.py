@@ -1,1 +1,5 @@
-"""The engine child: one vLLM in a process of its own. Nothing in here imports TRL, DeepSpeed or the trainer."""
+"""One vLLM in a child process: its host, the local main's client, what they say, and what ends it with its trainer.
+
+`weights`, `rollout` and `local_vllm` import it; it may import `job`.
+It must not know TRL, DeepSpeed, ZeRO-3 or the trainer's configuration: the child would load them.
+"""

@@ -1,1 +1,5 @@
-"""Bringing the engines to the trainer's weights: vLLM's weight-transfer protocol over NCCL or shared memory."""
+"""A weight's way: from ZeRO-3 or DDP, bucket by bucket, by NCCL or shared memory, into the engine; and the proof of it.
+
+`local_vllm` imports it, `plan` and `export` borrow names and sizes; it may import `engine` and `job`.
+It must not know prompts, rewards or checkpoint folders.
+"""

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from grpo.pending_weights import conversion_units
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, make_buckets, meta_bytes, packed_bytes
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.layers import frozen_names, persistent_buffers
+from grpo.weights.names import conversion_units
 from grpo.weights.wire_format import StackedExperts, WireFormat
 
 

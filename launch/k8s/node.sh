@@ -66,7 +66,7 @@ for ((index = 0; index < NODES; index++)); do
 done
 
 # Names what is wrong where torch is built for GPUs and sees none, and nothing asks for CPUs.
-gpus=$(python -m grpo.devices --config_file "$config_file" "$@") || exit 1
+gpus=$(python -m grpo.job.devices --config_file "$config_file" "$@") || exit 1
 if ((gpus == 0)); then
     ranks_per_node=$ranks_per_cpu_node
 elif ((gpus > reserved_gpus)); then

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from grpo import GRPOConfig
 from grpo.engine.lifetime import session_members
-from grpo.engine_model import EngineModel
-from grpo.failure_record import JobFailed
-from grpo.failures import FailureWatch
+from grpo.engine_settings import EngineModel
+from grpo.job.failure import JobFailed
+from grpo.job.node_groups import NodeGroups
+from grpo.job.topology import read_topology
+from grpo.job.watch import FailureWatch
 from grpo.local_vllm import LocalVLLM
-from grpo.node_groups import NodeGroups
-from grpo.topology import read_topology
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat

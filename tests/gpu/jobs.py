@@ -23,7 +23,7 @@ MAX_GAP_BF16 = 0.15  # grpo.weights.proof's limit of the mean
 
 def on_gpus(first: int, count: int) -> list[str]:
     """A command's prefix that shows it `count` of this machine's GPUs, from the `first` on."""
-    from grpo.devices import visible_devices  # imports yaml
+    from grpo.job.devices import visible_devices  # imports yaml
 
     tokens = visible_devices(os.environ)[first : first + count]
     assert len(tokens) == count or rehearsed(), f"{count} GPUs from {first} on are not there"

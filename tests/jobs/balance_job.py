@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from grpo.node_balance import NodeBalance
+from grpo.rollout.balance import NodeBalance
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 moves = Path(settings["config"]["output_dir"]) / "ranks" / f"moves-{os.environ['RANK']}.jsonl"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from grpo.checkpoints import write_complete
+from grpo.run.checkpoints import write_complete
 
 BATCH = [{"input_ids": [row + 2, 5, 6, 7, 8], "labels": [row + 2, 5, 6, 7, 8]} for row in range(16)]
 

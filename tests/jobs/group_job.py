@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo import process_groups
-from grpo.failures import watch_for
-from grpo.job_group import JobGroup
-from grpo.node_groups import NodeGroups, agree_on_topology
-from grpo.process_groups import new_gloo_groups
-from grpo.topology import read_topology
+from grpo.job import process_groups
+from grpo.job.agreement import agree_on_topology
+from grpo.job.job_group import JobGroup
+from grpo.job.node_groups import NodeGroups
+from grpo.job.process_groups import new_gloo_groups
+from grpo.job.topology import read_topology
+from grpo.job.watch import watch_for
 from tests.bound_group import bind_default_group
 
 out = Path(sys.argv[1])

@@ -44,7 +44,7 @@ def reward(prompts, completions, completion_ids, **kwargs):
 
 def hold_phases() -> None:
     from grpo.engine.client import EngineClient
-    from grpo.engine_pool import EnginePool
+    from grpo.rollout.pool import EnginePool
     from grpo.weights.push import NodeEngines
 
     submit, collect, update = EnginePool.submit, EnginePool.collect, NodeEngines.update_weights

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.planning.push_memory import experts_at_once
+from grpo.plan.push_memory import experts_at_once
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
 from grpo.weights.gather import ShardGather
 from grpo.weights.source import GatheredSource

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo import cli
 from grpo.engine.client import EngineClient, engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.export import export
+from grpo.export.command import export
 from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import save_tiny_model, tiny_config
 
@@ -143,7 +143,7 @@ def test_a_partition_that_is_missing_or_cut_short(
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from grpo.export import export
+from grpo.export.command import export
 small, large, out = map(Path, sys.argv[1:])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 export(small, out / "small")  # everything is imported now

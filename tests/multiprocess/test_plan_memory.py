@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo.planning import training_memory
-from grpo.planning.memory_budget import Budget
-from grpo.planning.model_shape import shape_of
-from grpo.planning.push_memory import push_lines, push_shape
-from grpo.planning.training_memory import training_budget
-from grpo.planning.zero_memory import Sharding, read_sharding, states_of
+from grpo.plan import training_memory
+from grpo.plan.memory_budget import Budget
+from grpo.plan.model_shape import shape_of
+from grpo.plan.push_memory import push_lines, push_shape
+from grpo.plan.training_memory import training_budget
+from grpo.plan.zero_memory import Sharding, read_sharding, states_of
 from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import tiny_config
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from grpo.checkpoints import write_complete
+from grpo.run.checkpoints import write_complete
 from tests.launching import (
     ROOT,
     Job,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo.devices import device_tokens
-from grpo.topology import Launch, plan_node
+from grpo.job.devices import device_tokens
+from grpo.job.launch import Launch
+from grpo.job.topology import plan_node
 from tests import slurm
 from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
 

@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import GRPOConfig
 from grpo.engine.host import sampling_params
-from grpo.engine_model import (
+from grpo.engine_settings import (
     EngineModel,
     PrivateFolder,
-    check_init_kwargs,
     choose_backend,
     describe_model,
     engine_args,
     sampling_settings,
 )
-from grpo.topology import read_topology
+from grpo.job.topology import read_topology
+from grpo.refusals import check_init_kwargs
 
 MODEL = EngineModel(path="m", tokenizer="t", revision="r", dtype=torch.bfloat16)
 

@@ -12,7 +12,7 @@ def loaded(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["grpo.config", "grpo.topology", "grpo.dispatch"])
+@pytest.mark.parametrize("module", ["grpo.config", "grpo.job.topology", "grpo.rollout.packing"])
 def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
     assert not {"vllm", "deepspeed"} & loaded(f"import {module}")
 

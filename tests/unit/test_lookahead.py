@@ -19,9 +19,8 @@ from grpo import GRPOConfig, GRPOTrainer, local_vllm
 from grpo import trainer as trainer_module
 from grpo.engine.client import EngineError
 from grpo.engine.messages import Ready, Sample, Sampled
-from grpo.engine_pool import EnginePool
-from grpo.lookahead import prompts_of_batch
-from grpo.sampler import GenerationSampler
+from grpo.rollout.pool import EnginePool
+from grpo.run.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.weights.wire_format import WireFormat
 
 

@@ -9,8 +9,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, ProcessorMixin
 
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.engine_model import compute_dtype
-from grpo.placement import attention_heads, ddp_memory_message
+from grpo.engine_settings import attention_heads, compute_dtype
+from grpo.refusals import ddp_memory_message
 from tests.tiny_models import tiny_config
 
 DATA = Dataset.from_dict({"prompt": ["1+1="]})

@@ -1,0 +1,176 @@
+"""What the launcher says: torchrun's variables, and what accelerate was asked to start.
+
+The one place that reads torchrun's variables.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int
+    """In the job, 0 .. world_size - 1."""
+    world_size: int
+    """Training processes of the job."""
+    local_rank: int
+    """On the node, 0 .. local_world_size - 1."""
+    local_world_size: int
+    """Training processes of this node."""
+    node: int
+    """Number of the node (torchrun agent), 0 .. num_nodes - 1."""
+    num_nodes: int
+    """Torchrun agents of the job."""
+    launched: bool = True
+    """False when there was no launcher: one process that was started with `python`."""
+
+
+def read_launch(env: Mapping[str, str]) -> Launch:
+    """Reads torchrun's variables (`accelerate launch` runs torchrun and sets the same ones).
+
+    GROUP_RANK and GROUP_WORLD_SIZE may be missing: they are then worked out, as if every node had LOCAL_WORLD_SIZE
+    consecutive ranks. Raises ValueError when variables are missing, are no numbers or contradict each other. A world
+    whose nodes differ in size is let through: `check_nodes` can name the nodes.
+    """
+    required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    names = (*required, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    present = {name: env[name] for name in names if env.get(name, "") != ""}
+    if not present:
+        return Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, launched=False)
+    shown = " ".join(f"{name}={value}" for name, value in present.items())
+    if missing := [name for name in required if name not in present]:
+        raise ValueError(
+            f"the launcher set {shown}, but not {', '.join(missing)}: start the script with accelerate launch or "
+            "torchrun, which set them all (with several machines and DeepSpeed, the accelerate config needs "
+            "deepspeed_multinode_launcher: standard), or unset the variables to run one process"
+        )
+    if bad := [name for name, value in present.items() if not re.fullmatch(r"[0-9]+", value)]:
+        raise ValueError(f"{', '.join(bad)} must be whole numbers from 0 up, but the environment has {shown}")
+    rank, world_size, local_rank, local_world_size = (int(present[name]) for name in required)
+
+    def contradiction(why: str) -> ValueError:
+        return ValueError(f"the launcher's variables contradict each other: {shown}: {why}; unset what is left over")
+
+    if local_world_size < 1 or local_world_size > world_size:
+        raise contradiction("LOCAL_WORLD_SIZE must be between 1 and WORLD_SIZE")
+    if rank >= world_size or local_rank >= local_world_size or local_rank > rank:
+        raise contradiction(
+            "ranks count from 0, so RANK < WORLD_SIZE, LOCAL_RANK < LOCAL_WORLD_SIZE, LOCAL_RANK <= RANK"
+        )
+    if "GROUP_WORLD_SIZE" not in present and world_size % local_world_size:
+        raise contradiction("WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE")
+    num_nodes = int(present.get("GROUP_WORLD_SIZE", world_size // local_world_size))
+    if "GROUP_RANK" not in present and rank % local_world_size != local_rank:
+        raise contradiction("without GROUP_RANK, LOCAL_RANK must be RANK modulo LOCAL_WORLD_SIZE")
+    node = int(present.get("GROUP_RANK", rank // local_world_size))
+    if node >= num_nodes or num_nodes > world_size or (num_nodes == 1) != (local_world_size == world_size):
+        raise contradiction(f"they give {num_nodes} nodes, of which this is node {node} (counted from 0)")
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node=node,
+        num_nodes=num_nodes,
+        launched=True,
+    )
+
+
+def parent_argv() -> list[str]:
+    """The command line of the process that started this one; [] when it cannot be read."""
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return raw.decode(errors="replace").split("\0")[:-1]
+
+
+def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
+    """(num_processes, num_machines) that an `accelerate launch` command line asked for; None for what it left open.
+
+    As accelerate does: the command line goes before the config file, and without --config_file the default one is read
+    unless --cpu is given. (None, None) when `argv` is another command.
+    """
+    args, config = _read_request(argv)
+    asked = {name: getattr(args, name, None) for name in ("num_processes", "num_machines")}
+    values = [getattr(config, name, None) if value is None else value for name, value in asked.items()]
+    return values[0], values[1]
+
+
+def asks_for_cpu(argv: Sequence[str]) -> bool:
+    """Whether a command line is `accelerate launch --cpu`, or its file says `use_cpu: true`.
+
+    Accelerate tells its ranks by ACCELERATE_USE_CPU, but not those that it starts with DeepSpeed (1.15).
+    """
+    args, config = _read_request(argv)
+    return bool(getattr(args, "cpu", False) or getattr(args, "use_cpu", False) or getattr(config, "use_cpu", False))
+
+
+def _read_request(argv: Sequence[str]) -> tuple[Any, Any]:
+    """The parsed options of an `accelerate launch` command line, and the file that it reads; None for what there is
+    not: another command, no file, one that cannot be read, one that is not for machines of one's own."""
+    arguments = _accelerate_arguments(argv)
+    if arguments is None:
+        return None, None
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import ComputeEnvironment
+
+    try:
+        args = launch_command_parser().parse_args(arguments)
+    except SystemExit:  # argparse's way to refuse; accelerate has already taken this line, so it was no such line
+        return None, None
+    if args.config_file is None and (args.cpu or not os.path.isfile(default_config_file)):
+        return args, None
+    try:
+        config = load_config_from_file(args.config_file)
+    except OSError:  # a relative path, and the script has changed its directory: nothing can be said
+        return args, None
+    return args, config if config.compute_environment == ComputeEnvironment.LOCAL_MACHINE else None
+
+
+def _accelerate_arguments(argv: Sequence[str]) -> list[str] | None:
+    """What follows `accelerate launch` in the command line of a process, with or without the interpreter before it."""
+    words = list(argv)
+    if words and Path(words[0]).name.startswith("python"):
+        del words[0]
+        while words and words[0].startswith("-") and words[0] != "-m":
+            del words[: 2 if words[0] in ("-X", "-W") else 1]
+    match words:
+        case ["-m", "accelerate.commands.launch", *arguments]:
+            return arguments
+        case ["-m", "accelerate.commands.accelerate_cli", "launch", *arguments]:
+            return arguments
+        case [program, "launch", *arguments] if Path(program).name == "accelerate":
+            return arguments
+        case [program, *arguments] if Path(program).name == "accelerate-launch":
+            return arguments
+    return None
+
+
+def check_accelerate_request(num_processes: int | None, num_machines: int | None, launch: Launch) -> None:
+    """Raises ValueError when accelerate started fewer processes than it was asked for.
+
+    It starts `num_processes // num_machines` on every node and says nothing about the rest.
+    """
+    if num_processes is None or num_machines is None or num_machines < 1 or num_processes % num_machines == 0:
+        return
+    raise ValueError(
+        f"num_processes {num_processes} is no multiple of num_machines {num_machines}: accelerate started "
+        f"{launch.local_world_size} processes on each machine, {launch.world_size} in all: write num_processes: "
+        f"{either(multiples_around(num_processes, num_machines))} in the accelerate config or on the command line"
+    )
+
+
+def multiples_around(value: int, step: int) -> list[int]:
+    return [multiple for multiple in (value // step * step, value // step * step + step) if multiple > 0]
+
+
+def either(values: Sequence[int]) -> str:
+    return " or ".join(str(value) for value in values)

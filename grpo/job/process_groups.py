@@ -1,0 +1,101 @@
+"""Makes gloo groups of some of the job's ranks: without a hang, within a deadline, and naming who did not come."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from grpo.job.watch import FailureWatch
+
+CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
+STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
+
+_creations = itertools.count()
+
+
+@contextlib.contextmanager
+def unbound_default_group() -> Iterator[None]:
+    """The default group without the device that it is bound to.
+
+    On GPUs DeepSpeed binds it (0.19, `deepspeed/comm/torch.py`). torch then calls `perform_nocolor_split`, which is
+    `ncclCommSplit` on the communicator of all ranks, on every rank that is *not* in a new group, whatever that group's
+    backend (2.13, `_new_process_group_helper`). The split returns when all ranks have called it, and the members of a
+    gloo group never do: https://github.com/pytorch/pytorch/issues/134314. For groups that are not NCCL's.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "no process group"
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def new_gloo_groups(
+    memberships: Sequence[Sequence[int]],
+    *,
+    timeout_s: float,
+    watch: FailureWatch | None = None,
+    creation_timeout_s: float = CREATION_TIMEOUT_S,
+) -> list[dist.ProcessGroup | None]:
+    """A group for each list of global ranks. Collective over the job: every rank calls it with the same lists.
+
+    Args:
+        timeout_s: of each operation on the groups.
+        watch: is told when this rank is stuck where no deadline holds.
+        creation_timeout_s: until all members have met.
+
+    Returns:
+        The groups, in order; None for those without this rank.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+    """
+    arrivals = dist.PrefixStore(
+        f"grpo/groups/{next(_creations)}", dist.distributed_c10d._get_default_store().clone()
+    )  # a connection of its own: the job's is busy while the groups are made
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def complaint() -> str:
+        missing = [other for other in range(world_size) if not arrivals.check([str(other)])]
+        why = (
+            f"ranks {missing} did not come"
+            if missing
+            else "all ranks came, but cannot connect: look at GLOO_SOCKET_IFNAME and at the firewall between the nodes"
+        )
+        return f"the process groups were not made within {creation_timeout_s:.0f} s: {why}"
+
+    arrivals.set(str(rank), "1")
+    groups: list[dist.ProcessGroup | None] = []
+    try:
+        with contextlib.ExitStack() as around:
+            around.enter_context(unbound_default_group())
+            if watch is not None:
+                around.enter_context(watch.during("process groups"))
+                around.enter_context(watch.within(creation_timeout_s + STUCK_S, complaint))
+            for ranks in memberships:
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=creation_timeout_s), backend="gloo")
+                groups.append(group if rank in ranks else None)
+    except RuntimeError as error:  # gloo's, and the store's
+        raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error
+    for group in groups:
+        if group is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return groups
+
+
+def join_deepspeed() -> None:
+    """Let DeepSpeed know of the process group, where transformers has made one without it.
+
+    With `--deepspeed FILE` and no GPU it does (5.17), and DeepSpeed then takes a rank that loads a ZeRO-3 model for the
+    only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+    """
+    if not dist.is_initialized():
+        return
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend())

@@ -1,0 +1,305 @@
+"""A job as its files describe it, read on a machine that is not part of it: nothing is started, no group is joined."""
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from grpo.config import GRPOConfig
+from grpo.job.agreement import check_nodes
+from grpo.job.launch import Launch, accelerate_request, check_accelerate_request, either, multiples_around
+from grpo.job.topology import NodeTopology, plan_node
+from grpo.recipes.script import Arguments, GRPOScriptArguments, demo_defaults
+
+ASSUMED_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What accelerate, or torchrun, will be asked for."""
+
+    num_processes: int
+    """Training processes of all nodes."""
+    num_machines: int
+    use_cpu: bool
+    mixed_precision: str
+    """'no', 'bf16' or 'fp16'."""
+    zero_optimization: dict[str, Any] | None
+    """DeepSpeed's section of that name; None when the launcher brings no DeepSpeed."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_processes // self.num_machines
+
+
+def read_launcher(config_file: str | None, num_processes: int | None, num_machines: int | None) -> Launcher:
+    """The accelerate file with the flags that go before it; without a file, torchrun's numbers.
+
+    Raises ValueError for a file that accelerate would refuse and for numbers that are missing.
+    """
+    if config_file is None:
+        if num_processes is None:
+            raise ValueError("there is nothing to plan: give --config_file FILE (accelerate's), or --num_processes N")
+        return Launcher(
+            num_processes=num_processes,
+            num_machines=num_machines or 1,
+            use_cpu=False,
+            mixed_precision="no",
+            zero_optimization=None,
+        )
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    try:
+        config = load_config_from_file(config_file)
+    except OSError as error:
+        raise ValueError(
+            f"--config_file {config_file} cannot be read: {error.strerror or 'there is no such file'}"
+        ) from None
+    if not isinstance(config, ClusterConfig):
+        raise ValueError(f"--config_file {config_file} is for {config.compute_environment}: only clusters are planned")
+    if config.distributed_type == "FSDP":
+        raise ValueError(
+            f"--config_file {config_file} has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one "
+            "process: take configs/1node.yaml or configs/4node.yaml as a start"
+        )
+    flags = {"--num_processes": num_processes, "--num_machines": num_machines}
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    processes, machines = accelerate_request(["accelerate", "launch", "--config_file", config_file, *words, "train.py"])
+    if processes is None or processes < 1 or machines is None or machines < 1:
+        raise ValueError(f"--config_file {config_file} leaves num_processes or num_machines open: write both into it")
+    zero = _zero_optimization(config.deepspeed_config) if config.distributed_type == "DEEPSPEED" else None
+    return Launcher(
+        num_processes=processes,
+        num_machines=machines,
+        use_cpu=bool(config.use_cpu),
+        mixed_precision=str(config.mixed_precision or "no"),
+        zero_optimization=zero,
+    )
+
+
+def _zero_optimization(deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+    """As accelerate's plugin builds it; what it leaves out is DeepSpeed's default."""
+    if file := deepspeed_config.get("deepspeed_config_file"):
+        return read_deepspeed(file)
+    return {
+        "stage": int(deepspeed_config.get("zero_stage", 2)),
+        "offload_optimizer": {"device": deepspeed_config.get("offload_optimizer_device", "none")},
+        "offload_param": {"device": deepspeed_config.get("offload_param_device", "none")},
+    }
+
+
+def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
+    """The `zero_optimization` section of a DeepSpeed configuration, which is a file or what stands in one."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the DeepSpeed configuration {config} cannot be read: {error}") from None
+    assert isinstance(config, dict)
+    return config.get("zero_optimization") or {"stage": 0}
+
+
+class PlannedConfig(GRPOConfig):
+    """`GRPOConfig` as it will be on a rank of the job, with all its checks; what it refuses is kept, not raised.
+
+    The number of ranks is told and not asked of a process group, and no accelerator is looked for.
+    """
+
+    planned_world_size = 1
+    """Set on a subclass by `read_training`."""
+    planned_precision = "no"
+    """The launcher's `mixed_precision`, which counts where bf16 and fp16 are off."""
+    refusal: str | None = None
+    """Why the trainer would stop at start; fields that are worked out may then be missing."""
+    deepspeed_file: "str | dict[str, Any] | None" = None
+    """What `--deepspeed` names. Loading it would switch ZeRO-3 on in this process."""
+
+    def __post_init__(self) -> None:
+        self.deepspeed_file = vars(self)["deepspeed"]
+        self.deepspeed = None
+        use_cpu, self.use_cpu = self.use_cpu, True
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            advice = batch_advice(self, self.world_size)
+            self.refusal = f"{str(error).rstrip('.')}: {advice}" if advice else str(error)
+        self.use_cpu = use_cpu
+        if not (self.bf16 or self.fp16):
+            self.mixed_precision = self.planned_precision
+
+    @property
+    def world_size(self) -> int:
+        return self.planned_world_size
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        self.distributed_state, self._n_gpu = None, 0
+        return torch.device("cpu")
+
+
+def batch_advice(args: GRPOConfig, world_size: int) -> str:
+    """The settings to change where batches do not divide; '' where they do."""
+    group, micro_batch = args.num_generations, args.per_device_train_batch_size * world_size
+    size, steps = args.generation_batch_size, args.steps_per_generation
+    if size is not None and steps is None and size % micro_batch:
+        return f"set generation_batch_size to {either(multiples_around(size, micro_batch))}"
+    if size is not None and group > 1 and size % group:
+        fitting = [count for count in range(2, min(size, 2 * group) + 1) if size % count == 0]
+        near = sorted(sorted(fitting, key=lambda count: abs(count - group))[:2])
+        step = group // math.gcd(group, size // args.per_device_train_batch_size)
+        text = f"set per_device_train_batch_size to {either(multiples_around(args.per_device_train_batch_size, step))}"
+        return text + (f", or num_generations to {either(near)}" if near else "")
+    group = args.num_generations_eval or group
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size * world_size % group:
+        step = group // math.gcd(group, world_size)
+        return f"set per_device_eval_batch_size to {either(multiples_around(args.per_device_eval_batch_size, step))}"
+    return ""
+
+
+def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) -> Arguments:
+    """What `train.py --config CONFIG FLAGS` would be given; `training` is a `PlannedConfig`.
+
+    Without a model these are the demo's settings, as `train.py` has it. Raises ValueError for keys and flags that do
+    not exist and for a file that cannot be read.
+    """
+
+    class ConfigOfThisJob(PlannedConfig):
+        planned_world_size = launcher.num_processes
+        planned_precision = launcher.mixed_precision
+
+    argv = [*(["--config", config] if config is not None else []), *flags]
+    try:
+        peek = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
+        parser = TrlParser((GRPOScriptArguments, ConfigOfThisJob, ModelConfig, DatasetMixtureConfig), prog="train.py")
+        if peek.model_name_or_path is None:
+            parser.set_defaults_with_config(**demo_defaults(world_size=launcher.num_processes))
+        script, training, model, mixture = parser.parse_args_and_config(argv)
+    except OSError as error:
+        raise ValueError(f"--config {config} cannot be read: {error}") from None
+    init_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
+    training.model_init_kwargs = {**init_kwargs, **(training.model_init_kwargs or {})}
+    return Arguments(script=script, training=training, model=model, mixture=mixture)
+
+
+def gpus_of_nodes(
+    asked: Sequence[int] | None, launcher: Launcher, reserved_gpus: int | None
+) -> tuple[tuple[int, ...], str | None]:
+    """GPUs of each node (0 without GPUs), and what was assumed about them.
+
+    Raises ValueError when `asked` has another number of nodes than the launcher.
+    """
+    nodes = launcher.num_machines
+    if launcher.use_cpu:
+        note = "use_cpu is set: no GPUs" + (", --gpus-per-node is not used" if asked else "")
+        return (0,) * nodes, note
+    if asked is not None:
+        if len(asked) not in (1, nodes):
+            raise ValueError(
+                f"--gpus-per-node {','.join(map(str, asked))} names {len(asked)} nodes, but num_machines is {nodes}: "
+                "give one number for all nodes, or one for each"
+            )
+        return tuple(asked) * (nodes if len(asked) == 1 else 1), None
+    if reserved_gpus is not None:
+        gpus = launcher.ranks_per_node + reserved_gpus
+        return (gpus,) * nodes, f"{gpus} GPUs per node: the ranks and vllm_reserved_gpus (--gpus-per-node)"
+    return (ASSUMED_GPUS_PER_NODE,) * nodes, f"{ASSUMED_GPUS_PER_NODE} GPUs per node (--gpus-per-node)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What of the training settings decides where engines run."""
+
+    reserved_gpus: int | None
+    tensor_parallel_size: int
+    engines_per_node: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+
+
+def place(launcher: Launcher, gpus: Sequence[int], settings: EngineSettings) -> tuple[NodeTopology, ...]:
+    """The local main's view of each node, by the code and with the refusals of the ranks themselves.
+
+    Raises ValueError as they do.
+    """
+    ranks, nodes = launcher.ranks_per_node, launcher.num_machines
+    world_size = ranks * nodes
+
+    def launch(node: int, local_rank: int) -> Launch:
+        rank = node * ranks + local_rank
+        return Launch(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=ranks,
+            node=node,
+            num_nodes=nodes,
+        )
+
+    check_accelerate_request(launcher.num_processes, nodes, launch(0, 0))
+    topologies = [
+        plan_node(launch(node, local_rank), _devices(gpus[node]), host=f"node{node}", **asdict(settings))
+        for node in range(nodes)
+        for local_rank in range(ranks)
+    ]
+    check_nodes(topologies)
+    return tuple(topologies[::ranks])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A placement that works on nodes of these sizes."""
+
+    ranks_per_node: int
+    num_processes: int
+    vllm_reserved_gpus: int | None
+    """None: leave it unset."""
+    reserved: tuple[int, ...]
+    """GPUs of each node that serve engines."""
+    idle: tuple[int, ...]
+    """GPUs of each node that do nothing."""
+
+
+def best_layout(gpus: Sequence[int], settings: EngineSettings) -> Layout | None:
+    """The number of ranks per node that wastes least: the fewest idle GPUs, then the most ranks. None: none works.
+
+    Torchrun wants as many ranks on every node; reserved GPUs may differ, in multiples of the tensor parallel size.
+    """
+    layouts = []
+    size = settings.tensor_parallel_size
+    for reserved in (None, *range(size, min(gpus), size)):
+        for ranks in range(1, min(gpus)):
+            own = {**asdict(settings), "reserved_gpus": reserved, "engines_per_node": None}
+            launch = Launch(
+                rank=0,
+                world_size=ranks * len(gpus),
+                local_rank=0,
+                local_world_size=ranks,
+                node=0,
+                num_nodes=len(gpus),
+            )
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    nodes = [plan_node(launch, _devices(count), host="", **own) for count in gpus]
+            except ValueError:
+                continue
+            held = tuple(len(node.reserved_devices) for node in nodes)
+            layouts.append(
+                Layout(
+                    ranks_per_node=ranks,
+                    num_processes=ranks * len(gpus),
+                    vllm_reserved_gpus=reserved,
+                    reserved=held,
+                    idle=tuple(count - ranks - engines for count, engines in zip(gpus, held, strict=True)),
+                )
+            )
+    return min(layouts, key=lambda layout: (sum(layout.idle), -layout.ranks_per_node), default=None)
+
+
+def _devices(count: int) -> tuple[str, ...]:
+    return tuple(str(index) for index in range(count))

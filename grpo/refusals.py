@@ -1,0 +1,103 @@
+"""What local mode does not do, refused by name before anything is started."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
+from datasets import IterableDataset
+from transformers import ProcessorMixin
+
+from grpo.config import GRPOConfig
+
+DDP_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two Adam moments
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Refuse what local mode does not do, before anything is started.
+
+    Raises:
+        ValueError: names the argument and the way out.
+    """
+    elsewhere = "remove it, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if arguments[name]:
+            raise ValueError(
+                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; "
+                f"{elsewhere}"
+            )
+    model = arguments["model"]
+    if arguments["peft_config"] is not None or hasattr(model, "peft_config"):
+        raise ValueError(f"peft_config: local mode trains all weights and cannot push LoRA adapters yet; {elsewhere}")
+    if arguments["quantization_config"] is not None or getattr(model, "is_quantized", False):
+        raise ValueError(f"quantization_config: local mode cannot push quantised weights yet; {elsewhere}")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
+            "accelerate launch --config_file configs/1node.yaml"
+        )
+    if arguments["args"].generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
+        raise ValueError(
+            "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
+            "does not have: set dataset_streaming to False, or generation_lookahead to 0"
+        )
+    check_init_kwargs(arguments["args"])
+    check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
+
+
+def check_init_kwargs(args: GRPOConfig) -> None:
+    """Refuse ways of loading a model that the engines could not follow.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for key in ("subfolder", "config", "cache_dir", "gguf_file", "code_revision", "token"):
+        if (args.model_init_kwargs or {}).get(key) is not None:
+            raise ValueError(
+                f"model_init_kwargs holds {key!r}, which would not reach the engines: they load configuration and "
+                "tokenizer themselves; give a local folder, or set HF_HOME and HF_TOKEN"
+            )
+
+
+def check_text_only(processing_class: Any, *datasets: Any) -> None:
+    """Refuse images, before anything is started.
+
+    Raises:
+        ValueError: names what would bring them.
+    """
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}: local mode takes text alone; pass its "
+            "tokenizer, or set vllm_mode to 'server' or 'colocate'"
+        )
+    for dataset in datasets:
+        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            found = {"image", "images"} & set(getattr(part, "column_names", None) or [])
+            if found:
+                raise ValueError(
+                    f"the data set has the column {sorted(found)[0]!r}: local mode takes text alone; remove the "
+                    "column, or set vllm_mode to 'server' or 'colocate'"
+                )
+
+
+def ddp_memory_message(num_parameters: int, device_bytes: int) -> str | None:
+    """What to say when a model is trained by plain DDP and cannot fit; None when it may."""
+    needed = num_parameters * DDP_BYTES_PER_PARAMETER
+    if needed <= device_bytes:
+        return None
+    return (
+        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments "
+        f"on every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate launch "
+        "--config_file configs/1node.yaml, or give torchrun's script --deepspeed configs/zero3.json"
+    )
+
+
+def ddp_memory_warning(trainer: Any) -> None:
+    """Warn when torchrun was started without DeepSpeed on a model that cannot fit: it is silently DDP then."""
+    if trainer.is_deepspeed_enabled or not dist.is_initialized() or trainer.accelerator.device.type != "cuda":
+        return
+    device_bytes = torch.cuda.get_device_properties(trainer.accelerator.device).total_memory
+    message = ddp_memory_message(sum(p.numel() for p in trainer.model.parameters()), device_bytes)
+    if message is not None:
+        warnings.warn(message, stacklevel=2)

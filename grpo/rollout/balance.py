@@ -1,0 +1,155 @@
+"""Prompts move from slow nodes to fast ones, so that no node waits for the slowest (`vllm_balance_nodes`).
+
+Over the local mains. A request travels with its seed, so that a row's completion is the same wherever it is sampled,
+and its completions come back to the node that asked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo.job.node_groups import NodeGroups
+from grpo.rollout.packing import Completions, Request, concat_completions, from_message, split_completions, to_message
+
+TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
+SMOOTHING = 0.5  # share of the last batch in a node's tokens/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Requests that another node samples."""
+
+    source: int
+    """The node that asked."""
+    target: int
+    """The node that samples."""
+    requests: tuple[int, ...]
+    """Numbers of the source's requests, ascending."""
+
+
+def plan_moves(completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float]) -> list[Move]:
+    """Who sends which requests to whom, so that all nodes are done at about the same time.
+
+    One request after the other goes from the node that would be done last to the one that is then done first, as long
+    as that ends earlier; none when the last node is within `TOLERANCE` of the ideal. A function of its arguments: every
+    local main works out the same plan.
+
+    Args:
+        completions: of each node, the completions of each of its requests.
+        tokens_per_s: of each node, above 0.
+
+    Returns:
+        At most one move for each pair of nodes. A node that gets requests sends none.
+    """
+    nodes = range(len(completions))
+    loads = [sum(of_node) for of_node in completions]
+    ideal_s = sum(loads) / sum(tokens_per_s)
+    kept = [len(of_node) for of_node in completions]  # a node sends its last requests first
+    moved: dict[tuple[int, int], list[int]] = {}
+    while True:
+        source = max(nodes, key=lambda node: loads[node] / tokens_per_s[node])
+        ends_s = loads[source] / tokens_per_s[source]
+        if ends_s <= ideal_s * (1 + TOLERANCE) or kept[source] <= 1 or any(target == source for _, target in moved):
+            break
+        size = completions[source][kept[source] - 1]
+        givers = {giver for giver, _ in moved} | {source}
+        takers = [node for node in nodes if node not in givers]
+        target = min(takers, key=lambda node: (loads[node] + size) / tokens_per_s[node], default=source)
+        if target == source or (loads[target] + size) / tokens_per_s[target] >= ends_s:
+            break
+        kept[source] -= 1
+        loads[source] -= size
+        loads[target] += size
+        moved.setdefault((source, target), []).append(kept[source])
+    return [
+        Move(source=source, target=target, requests=tuple(sorted(requests)))
+        for (source, target), requests in sorted(moved.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shares:
+    """What becomes of the requests of a batch, as one node sees it."""
+
+    asked: Sequence[Request]
+    """By this node's ranks."""
+    moves: Sequence[Move]
+    """Of the whole job."""
+    sampled: Sequence[Request]
+    """By this node's engines: what it kept of its own, then what came, by source."""
+
+
+class NodeBalance:
+    """This node's end of the balance. Only local mains have one; all call the same methods in the same order."""
+
+    def __init__(self, groups: NodeGroups) -> None:
+        self._groups = groups
+        self._node = groups.topology.node
+        self._tokens_per_s = [0.0] * groups.topology.num_nodes  # not measured yet
+
+    def note(self, tokens_per_s: Sequence[float]) -> None:
+        """What the nodes' engines did in the last batch; the same on every local main. 0: nothing was sampled there."""
+        for node, (old, new) in enumerate(zip(self._tokens_per_s, tokens_per_s, strict=True)):
+            if new > 0:
+                self._tokens_per_s[node] = SMOOTHING * new + (1 - SMOOTHING) * (old or new)
+
+    def share_out(self, requests: Sequence[Request] | None) -> Shares:
+        """Agree on the moves and exchange the requests that move. Over the local mains.
+
+        Args:
+            requests: of this node's ranks; None when they were refused: then nothing moves anywhere.
+        """
+        offers = self._groups.all_gather_between_nodes(None if requests is None else [r.n for r in requests])
+        if any(offer is None for offer in offers):
+            return Shares(asked=requests or [], moves=[], sampled=requests or [])
+        assert requests is not None
+        known = all(self._tokens_per_s)
+        moves = plan_moves(offers, self._tokens_per_s if known else [1.0] * len(offers))
+        if not moves:
+            return Shares(asked=requests, moves=[], sampled=requests)
+        mine = [move for move in moves if move.source == self._node]
+        travelling = self._groups.all_gather_between_nodes(
+            {move.target: [requests[number] for number in move.requests] for move in mine}
+        )
+        gone = {number for move in mine for number in move.requests}
+        sampled = [request for number, request in enumerate(requests) if number not in gone]
+        for from_node in travelling:
+            sampled += from_node.get(self._node, [])
+        return Shares(asked=requests, moves=moves, sampled=sampled)
+
+    def bring_back(self, shares: Shares, completions: Completions) -> Completions:
+        """Send what was sampled for other nodes to them, and get what they sampled for this one. Over the local mains,
+        after all have said that they have everything.
+
+        Args:
+            completions: of `shares.sampled`, in that order.
+
+        Returns:
+            Those of `shares.asked`, in that order.
+        """
+        if not shares.moves:
+            return completions
+        away = {move.target: move.requests for move in shares.moves if move.source == self._node}
+        here = {move.source: len(move.requests) for move in shares.moves if move.target == self._node}
+        sizes = [request.n for request in shares.sampled]
+        by_request = split_completions(completions, sizes)
+        foreign: dict[int, Completions] = {}
+        for source in sorted(here, reverse=True):  # they came after this node's own, by source
+            foreign[source] = concat_completions(by_request[-here[source] :])
+            del by_request[-here[source] :]
+
+        counts = {target: [shares.asked[number].n for number in numbers] for target, numbers in away.items()}
+        lengths = self._groups.exchange_between_nodes(
+            {source: part.lengths for source, part in foreign.items()},
+            {target: sum(of_requests) for target, of_requests in counts.items()},
+        )
+        messages = self._groups.exchange_between_nodes(
+            {source: to_message(part) for source, part in foreign.items()},
+            {target: len(of_node) + 2 * int(of_node.sum()) for target, of_node in lengths.items()},
+        )
+        gone = {number for numbers in away.values() for number in numbers}
+        kept = [number for number in range(len(shares.asked)) if number not in gone]
+        of_request = dict(zip(kept, by_request, strict=True))
+        for target, message in messages.items():
+            came = from_message(message, len(lengths[target]))
+            of_request.update(zip(away[target], split_completions(came, counts[target]), strict=True))
+        return concat_completions([of_request[number] for number in range(len(shares.asked))])

@@ -1,0 +1,243 @@
+"""Prompts to requests, completions to arrays and back to ranks: pure functions over numpy arrays.
+
+A node's rows are the prompts of its ranks, end to end in the order of their local ranks. Row i's completion is
+completion i, whichever engine sampled it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+NODE_SEED_STRIDE = 2**32 + 2**20
+"""Distance between the seeds of two nodes. The seeds of two rows of a job differ as whole numbers (rows < 2**32), and
+also in their low 32 bits (rows < 2**20, nodes < 2**12), which are all that torch's CPU generator keeps of a seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRows:
+    """Token-id rows of different lengths in two arrays. No rows and empty rows are legal."""
+
+    token_ids: np.ndarray
+    """[T] int32, all rows end to end."""
+    lengths: np.ndarray
+    """[R] int32, tokens per row; sums to T."""
+
+    def __post_init__(self) -> None:
+        assert self.lengths.sum() == len(self.token_ids), (self.lengths.sum(), len(self.token_ids))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One prompt, to be sampled `n` times."""
+
+    token_ids: np.ndarray
+    """[L] int32, the prompt; a view into the batch."""
+    n: int
+    """Completions to sample, >= 1."""
+    seed: int
+    """Of the first completion; completion i has seed + i."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completions:
+    """Completions of consecutive rows."""
+
+    token_ids: np.ndarray
+    """[T] int32, all completions end to end."""
+    lengths: np.ndarray
+    """[C] int32, tokens per completion; sums to T."""
+    engine_logprobs: np.ndarray
+    """[T] float32, natural log, of each token in `token_ids`."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.lengths.sum(), len(self.token_ids), len(self.engine_logprobs))
+        assert sizes[0] == sizes[1] == sizes[2], sizes
+
+    @property
+    def num_completions(self) -> int:
+        return len(self.lengths)
+
+
+def _pack(rows: Iterable[Sequence[float] | np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """All rows end to end, and their lengths."""
+    arrays: list[np.ndarray] = [np.asarray(row, dtype=dtype) for row in rows]
+    values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+    return values, np.array([len(array) for array in arrays], np.int32)
+
+
+def _bounds(lengths: np.ndarray) -> list[int]:
+    """[R + 1] where each row begins, and where the last one ends."""
+    return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+
+
+def pack_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PackedRows:
+    token_ids, lengths = _pack(rows, np.int32)
+    return PackedRows(token_ids=token_ids, lengths=lengths)
+
+
+def unpack_rows(packed: PackedRows) -> list[np.ndarray]:
+    """Views, one per row."""
+    bounds = _bounds(packed.lengths)
+    return [packed.token_ids[start:stop] for start, stop in pairwise(bounds)]
+
+
+def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
+    """The rows of all parts, in order."""
+    if not parts:
+        return pack_rows([])
+    return PackedRows(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+    )
+
+
+def seed_base(*, seed: int, step: int, mode: str, draw: int, user_seed: int | None) -> int:
+    """62 bits that are the same on every rank, in every run and on every machine for the same arguments.
+
+    seed: the training seed; step: the optimizer step; mode: "train" or "eval"; draw: number of the generation within
+    that step and mode; user_seed: a sampling seed of the user's, if any. The bits are the first of BLAKE2b over the
+    arguments as a JSON list. Below 2**62, so that adding a node's and a row's offset stays below 2**63.
+    """
+    text = json.dumps([int(seed), int(step), str(mode), int(draw), None if user_seed is None else int(user_seed)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
+    """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
+
+    The requests cover the rows in order, without a gap. vLLM gives sample i of a request the seed `seed + i`, so with
+    `seed = seed_base + node * NODE_SEED_STRIDE + row` each row has a seed of its own in the whole job: a group of
+    completions that straddles two nodes is not sampled twice with the same numbers.
+    """
+    assert node >= 0, node
+    prompts = unpack_rows(rows)
+    starts = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
+    return [
+        Request(
+            token_ids=prompts[start],
+            n=stop - start,
+            seed=(seed_base + node * NODE_SEED_STRIDE + start) % 2**63,
+        )
+        for start, stop in pairwise([*starts, len(prompts)])
+    ]
+
+
+def pack_completions(
+    token_rows: Sequence[Sequence[int] | np.ndarray], logprob_rows: Sequence[Sequence[float] | np.ndarray]
+) -> Completions:
+    """Row i of `logprob_rows` has one number for each token of row i of `token_rows`."""
+    token_ids, lengths = _pack(token_rows, np.int32)
+    engine_logprobs, logprob_lengths = _pack(logprob_rows, np.float32)
+    assert np.array_equal(lengths, logprob_lengths), (lengths, logprob_lengths)
+    return Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=engine_logprobs)
+
+
+def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Completions]:
+    """Cut into parts of so many completions each, in order; as views."""
+    assert sum(sizes) == completions.num_completions, (sum(sizes), completions.num_completions)
+    rows = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+    tokens = _bounds(completions.lengths)
+    return [
+        Completions(
+            token_ids=completions.token_ids[tokens[start] : tokens[stop]],
+            lengths=completions.lengths[start:stop],
+            engine_logprobs=completions.engine_logprobs[tokens[start] : tokens[stop]],
+        )
+        for start, stop in pairwise(rows)
+    ]
+
+
+def concat_completions(parts: Sequence[Completions]) -> Completions:
+    """The completions of all parts, in order."""
+    if not parts:
+        return pack_completions([], [])
+    return Completions(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        engine_logprobs=np.concatenate([part.engine_logprobs for part in parts]),
+    )
+
+
+def rows_to_message(rows: PackedRows) -> np.ndarray:
+    """[1 + R + T] int32: number of rows, lengths, token ids."""
+    return np.concatenate([np.array([rows.num_rows], np.int32), rows.lengths, rows.token_ids])
+
+
+def rows_from_message(message: np.ndarray) -> PackedRows:
+    """What `rows_to_message` was given, as views; `message` may go on behind it."""
+    first_token = 1 + int(message[0])
+    lengths = message[1:first_token]
+    return PackedRows(lengths=lengths, token_ids=message[first_token : first_token + int(lengths.sum())])
+
+
+def to_message(completions: Completions) -> np.ndarray:
+    """[C + 2 T] int32: lengths, token ids, and the bits of the log-probabilities, end to end."""
+    return np.concatenate([completions.lengths, completions.token_ids, completions.engine_logprobs.view(np.int32)])
+
+
+def from_message(message: np.ndarray, num_completions: int) -> Completions:
+    """What `to_message` was given, as views; `message` may go on behind it."""
+    lengths = message[:num_completions]
+    middle = num_completions + int(lengths.sum())
+    end = 2 * middle - num_completions
+    return Completions(
+        token_ids=message[num_completions:middle],
+        lengths=lengths,
+        engine_logprobs=message[middle:end].view(np.float32),
+    )
+
+
+def to_lists(completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
+    """Token ids and log-probabilities, one list per completion."""
+    spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
+    return [completions.token_ids[span].tolist() for span in spans], [
+        completions.engine_logprobs[span].tolist() for span in spans
+    ]
+
+
+class SingleValues(Sequence[tuple[float]]):
+    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
+
+    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
+    to the ranks does.
+    """
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
+
+    def __iter__(self) -> Iterator[tuple[float]]:
+        return zip(self._values)
+
+
+def check_prompt_lengths(rows: PackedRows, *, max_model_len: int, max_tokens: int, first_row: int = 0) -> None:
+    """Raises ValueError for a prompt that leaves no room for one sampled token; to be called before anything is sent.
+
+    A completion that reaches `max_model_len` before `max_tokens` is cut there by vLLM, which is no error. `first_row`
+    is the number of the first of `rows` in the batch that the error speaks of.
+    """
+    too_long = np.flatnonzero(rows.lengths >= max_model_len)
+    if not len(too_long):
+        return
+    row, longest_tokens = int(too_long[0]), int(rows.lengths.max())
+    others = f" ({len(too_long)} prompts are too long, the longest has {longest_tokens})" if len(too_long) > 1 else ""
+    raise ValueError(
+        f"the prompt of row {first_row + row} has {int(rows.lengths[row])} tokens{others}, but the engine holds "
+        f"{max_model_len} tokens of prompt and completion, so a prompt may have {max_model_len - 1} at most: set "
+        f"vllm_max_model_length to {longest_tokens + max_tokens} (the longest prompt + max_completion_length), or drop "
+        "such prompts from the dataset"
+    )

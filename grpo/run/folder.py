@@ -1,0 +1,200 @@
+"""The output folder, which attempts of a run share: who is in it, how the last one ended, who wants it to stop.
+
+Global rank 0 alone reads and writes here; the others hear from it what it found. The scripts in `launch/` read
+`run_state.json` because no exit code of a worker gets past torchrun or accelerate.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from grpo.job.signals import StopRequest
+from grpo.run.checkpoints import write_atomically
+
+STATE_FILE = "run_state.json"
+LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What `run_state.json` holds: how this attempt stands."""
+
+    state: str
+    """running, finished, stopped or failed."""
+    why: str
+    """For a person: the request, or the failure record."""
+    job: str
+    """The scheduler's id (GRPO_JOB, SLURM_JOB_ID), or host and pid."""
+    attempt: int
+    """0 for the first start, 1 after the first requeue …"""
+    step: int = 0
+    """Optimizer steps that are done."""
+    checkpoint: str | None = None
+    """The newest complete one."""
+    requeue: bool = False
+    """Whether the job asks to be started again."""
+    can_heal: bool = True
+    """False for a failure that the next start would meet again: placement, configuration, an import."""
+    tracker_run: str = ""
+    """The id under which W&B and Trackio go on."""
+
+
+class RunFolder:
+    """`output_dir` in the hands of one job.
+
+    Raises:
+        ValueError: another job is in it.
+    """
+
+    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._started = float(env.get("GRPO_STARTED") or time.time())
+        self._updating = threading.Lock()
+        self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
+        self._lock = self._take_lock()
+        previous = read_run_state(path)
+        self.previous_attempt = previous.attempt if previous else 0
+        given = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT")
+        self.attempt = int(given) if given else (previous.attempt + 1 if previous else 0)
+        self.state = RunState(
+            state="running",
+            why="",
+            job=self.job,
+            attempt=self.attempt,
+            tracker_run=previous.tracker_run if previous else "",
+        )
+        self._own_request = path / f"stop.{self.job}.{self.attempt}"
+        self._person_request = path / "stop"
+
+    def _take_lock(self) -> IO[str] | None:
+        # The kernel drops it with this process, however that ends; a file that says "running" would stay.
+        path = self.path / LOCK_FILE
+        lock = path.open("a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise ValueError(
+                f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's checkpoints; "
+                "end that job, or set another output_dir"
+            ) from None
+        except OSError as error:
+            lock.close()
+            warnings.warn(f"{path} cannot be locked ({error}): a second job here would go unnoticed", stacklevel=2)
+            return None
+        lock.truncate(0)
+        lock.write(f"{self.job} (pid {os.getpid()} on {socket.gethostname()})")
+        lock.flush()
+        return lock
+
+    def release(self) -> None:
+        """Let another job in. Safe to call twice."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # -- the state ------------------------------------------------------------------------------------------------
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the state and write it. From any thread.
+
+        The first failure counts, and what stopped as asked has not failed; only another start changes either.
+        """
+        with self._updating:
+            over = {"failed"} if changes.get("state") != "failed" else {"failed", "stopped"}
+            if self.state.state in over and changes.get("state") != "running":
+                return
+            self.state = replace(self.state, **changes)
+            write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+
+    def tracker_run(self, *, resumed: bool) -> str:
+        """The id for W&B and Trackio: the last attempt's when this one goes on where that one was."""
+        if not resumed or not self.state.tracker_run:
+            self.state = replace(self.state, tracker_run=uuid.uuid4().hex[:8])
+        return self.state.tracker_run
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def drop_old_requests(self) -> list[str]:
+        """Remove requests that were meant for an earlier attempt; a line about each."""
+        notes = []
+        for path in [self._person_request, *self.path.glob("stop.*.*")]:
+            try:
+                too_old = path.stat().st_mtime < self._started
+            except OSError:
+                continue
+            if path != self._own_request and (too_old or path != self._person_request):
+                path.unlink(missing_ok=True)
+                notes.append(f"{path} was left for an earlier attempt: ignored and removed")
+        return notes
+
+    def stop_request(self) -> StopRequest | None:
+        """What a file asks for. Two stats: cheap enough for every step."""
+        if self._person_request.exists():
+            return StopRequest(why=f"{self._person_request} was written", requeue=False)
+        if self._own_request.exists():
+            return StopRequest(why=f"{self._own_request} was written", requeue=True)
+        return None
+
+    @property
+    def a_person_asks(self) -> bool:
+        """Whether a person wants the run to end; that counts more than a scheduler's request."""
+        return self._person_request.exists()
+
+    def answer_requests(self) -> None:
+        """Remove them: what they asked for is done."""
+        self._person_request.unlink(missing_ok=True)
+        self._own_request.unlink(missing_ok=True)
+
+    # -- metrics --------------------------------------------------------------------------------------------------
+
+    def cut_metrics(self, step: int) -> None:
+        """Keep the lines of `metrics.jsonl` up to `step`; later ones go to `metrics.attempt-<k>.jsonl`."""
+        path = self.path / METRICS_FILE
+        kept: list[str] = []
+        dropped: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in path.read_text().splitlines(keepends=True):
+                try:
+                    is_kept = json.loads(line)["step"] <= step and step > 0
+                except (ValueError, KeyError, TypeError):  # a line that was cut off when its writer was killed
+                    is_kept = False
+                (kept if is_kept else dropped).append(line)
+        if dropped:
+            with (self.path / f"metrics.attempt-{self.previous_attempt}.jsonl").open("a") as lines:
+                lines.writelines(dropped)
+        write_atomically(path, "".join(kept))
+
+
+def record_mistake(path: Path, env: Mapping[str, str], error: BaseException) -> None:
+    """Say in `run_state.json` that this attempt failed before there was a trainer, by what the user wrote."""
+    try:
+        folder = RunFolder(path, env)
+    except (OSError, ValueError):  # no folder, or another job's
+        return
+    previous = read_run_state(path)
+    if previous is None or (previous.state, previous.job) != ("failed", folder.job):  # else the trainer has said more
+        folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=False)
+    folder.release()
+
+
+def read_run_state(path: Path) -> RunState | None:
+    """The last attempt's state; None when there is none that can be read."""
+    try:
+        return RunState(**json.loads((path / STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,49 @@
+"""Every logged step as one JSON object per line, whatever trackers are configured; and what is counted for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from grpo.run.folder import METRICS_FILE
+
+
+class MetricsFile(TrainerCallback):
+    """Appends to `<output_dir>/metrics.jsonl` on global rank 0; `RunFolder` has cut it to the steps that count."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.is_world_process_zero and logs:
+            path = Path(args.output_dir) / METRICS_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as lines:
+                lines.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def count_clipped(
+    ratio: torch.Tensor, completion_mask: torch.Tensor, *, mode: str, clip_min: float | None, clip_max: float | None
+) -> torch.Tensor:
+    """What TRL's importance sampling has clipped or masked, and of how many. [2] int64.
+
+    Args:
+        ratio: after TRL's correction: [completions, tokens], or [completions, 1] in the modes of whole sequences.
+        completion_mask: [completions, tokens], 0 on padding.
+        mode: TRL's `vllm_importance_sampling_mode`.
+    """
+    if mode.endswith("mask"):
+        clipped = ratio == 0
+    else:
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
+        for bound in (clip_min, clip_max):
+            if bound is not None:
+                clipped |= ratio == bound
+    counted = completion_mask.bool() if mode.startswith("token") else torch.ones_like(clipped)
+    return torch.stack([(clipped & counted).sum(), counted.sum()])

@@ -1,0 +1,325 @@
+"""The frame of the benchmarks and the simulated cluster, by numbers worked out by hand."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import learning, tables
+from bench.report import RESULTS as RESULTS_FOLDER
+from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, number, ratio
+from bench.scale import draw, measured_node, read_result, share_of_bound
+from bench.scale_model import (
+    Cluster,
+    Node,
+    best_reserved,
+    central_pool,
+    central_server,
+    colocated,
+    node_local,
+    simulate,
+    slowest_of,
+)
+from grpo.recipes.script import parse_arguments
+
+SLOW = Figure(name="one at a time", unit="s", values=(6.0, 4.0, 9.0))
+FAST = Figure(name="in buckets", unit="s", values=(2.0, 4.0, 3.0))
+
+
+def make_report(**settings: object) -> Report:
+    return Report(
+        benchmark="push",
+        settings={"model": "tiny", **settings},
+        ratios=(ratio("one at a time / in buckets", SLOW, FAST, goal=1.5), ratio("inverse", FAST, SLOW, goal=1.0)),
+        figures=(SLOW, FAST, Figure(name="size", unit="MiB", values=(12345.6,))),
+        notes=("two ranks share two cores",),
+    )
+
+
+def test_statistics_of_a_figure() -> None:
+    assert (SLOW.median, SLOW.low, SLOW.high) == (6.0, 4.0, 9.0)
+    assert Figure(name="two", unit="s", values=(1.0, 2.0)).median == 1.5
+    with pytest.raises(ValueError, match="'none' has no values"):
+        Figure(name="none", unit="s", values=())
+
+
+def test_a_ratio_goes_pair_by_pair_and_not_median_by_median() -> None:
+    paired = ratio("slow / fast", SLOW, FAST, goal=3.0)
+    assert paired.values == (3.0, 1.0, 3.0)
+    assert (paired.median, paired.low, paired.high) == (3.0, 1.0, 3.0)  # the medians alone would say 6 / 3 = 2
+    assert paired.reached is True
+    assert Ratio(name="below", values=(1.0, 2.0, 9.0), goal=2.5).reached is False
+    assert ratio("no goal", SLOW, FAST).reached is None
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        ratio("uneven", SLOW, Figure(name="two", unit="s", values=(1.0, 2.0)))
+
+
+def test_variants_take_turns() -> None:
+    order: list[str] = []
+
+    def variant(name: str, seconds: float):
+        def run() -> float:
+            order.append(name)
+            return seconds + len(order)
+
+        return run
+
+    seconds = interleave({"a": variant("a", 10.0), "b": variant("b", 20.0)}, 3)
+    assert order == ["a", "b"] * 3
+    assert seconds == {"a": [11.0, 13.0, 15.0], "b": [22.0, 24.0, 26.0]}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01234, "0.0123"), (1.5, "1.50"), (123.4, "123"), (999.6, "1,000"), (12345.6, "12,346"), (0.0, "0.00")],
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/somewhere/bin/python", "-m", "bench.push", "--note", "two words"])
+    path = tmp_path / "new folder" / "push.json"
+    make_report().write(path)
+    content = json.loads(path.read_text())
+    assert content["benchmark"] == "push"
+    assert content["command"] == "python -m bench.push --note 'two words'"
+    assert content["settings"] == {"model": "tiny"}
+    assert content["ratios"][0] == {
+        "name": "one at a time / in buckets",
+        "values": [3.0, 1.0, 3.0],
+        "goal": 1.5,
+        "median": 3.0,
+        "low": 1.0,
+        "high": 3.0,
+        "reached": True,
+    }
+    assert content["figures"][1] == {
+        "name": "in buckets",
+        "unit": "s",
+        "values": [2.0, 4.0, 3.0],
+        "median": 3.0,
+        "low": 2.0,
+        "high": 4.0,
+    }
+    assert content["notes"] == ["two ranks share two cores"]
+    assert content["machine"]["cores"] >= 1
+    assert content["machine"]["memory_gib"] > 0
+    assert content["machine"]["cpu"]
+    assert content["machine"]["gpus"] == []
+    assert content["versions"]["torch"].startswith("2.13")
+    assert content["date"].endswith("+00:00")
+
+
+def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: pytest.CaptureFixture) -> None:
+    make_report().print()
+    lines = capsys.readouterr().out.splitlines()
+    assert "push: model tiny" in lines[0]
+    rows = {
+        name: next(line for line in lines if f"│{name} " in line)
+        for name in ("one at a time / in buckets", "inverse", "size")
+    }
+    assert lines.index(rows["one at a time / in buckets"]) < lines.index(rows["inverse"]) < lines.index(rows["size"])
+    assert "│   3.00 │  1.00 .. 3.00 │" in rows["one at a time / in buckets"]
+    assert ">= 1.5 yes" in rows["one at a time / in buckets"]
+    assert ">= 1 NO" in rows["inverse"]
+    assert "12,346 │" in rows["size"]
+    assert ".." not in rows["size"]  # one value has no spread
+    assert lines[-1] == "- two ranks share two cores"
+
+
+def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RESULTS_FOLDER.parent.name == "bench"
+    monkeypatch.setattr("bench.report.RESULTS", tmp_path)
+    parser = argument_parser("a benchmark")
+
+    finish(make_report(), parser.parse_args(["--device", "cpu", "--short"]))
+    assert list(tmp_path.iterdir()) == []  # a short form never replaces a real result
+
+    finish(make_report(repetitions=3), parser.parse_args(["--device", "cpu", "--repetitions", "7"]))
+    finish(make_report(), parser.parse_args(["--device", "cuda"]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["push-cuda.json", "push.json"]
+    settings = json.loads((tmp_path / "push.json").read_text())["settings"]
+    assert settings == {"device": "cpu", "repetitions": 3, "model": "tiny"}  # a script knows better than its options
+
+    finish(make_report(), parser.parse_args(["--device", "cpu", "--short", "--output", str(tmp_path / "short.json")]))
+    assert json.loads((tmp_path / "short.json").read_text())["settings"]["short"] is True
+
+
+def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
+    make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "push.json")
+    written = tables.markdown(tmp_path)
+    assert "## push (cpu)" in written
+    assert "Settings: model tiny, device cpu." in written  # what is no plain value stays in the JSON
+    assert "| **one at a time / in buckets** | **3.00** | 1.00 .. 3.00 | | >= 1.5 yes |" in written
+    assert "| size | 12,346 |  | MiB | |" in written
+    assert "- two ranks share two cores" in written
+    assert "## overlap\n\nNot run yet: `python -m bench.overlap`." in written
+
+    document = f"# Results\n{tables.BEGIN}\nold\n{tables.END}\n## By hand\nkept\n"
+    replaced = tables.replace_tables(document, written)
+    assert replaced == f"# Results\n{tables.BEGIN}\n\n{written}\n{tables.END}\n## By hand\nkept\n"
+    assert tables.replace_tables(replaced, written) == replaced
+    with pytest.raises(ValueError, match="one of them is missing"):
+        tables.replace_tables("# Results\n", written)
+    assert tables.BEGIN in tables.DOCUMENT.read_text()
+
+
+def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_what_is_there() -> None:
+    scripts = RESULTS_FOLDER.parent.glob("*.py")
+    reporting = {path.stem for path in scripts if f'benchmark="{path.stem}"' in path.read_text()}
+    assert reporting == set(tables.BENCHMARKS)
+    makefile = (RESULTS_FOLDER.parent.parent / "Makefile").read_text()
+    run_by_make = makefile.partition("BENCHMARKS := ")[2].partition("\n")[0].split()
+    assert reporting - set(run_by_make) == {"learning"}  # six runs of the demo
+    assert run_by_make[-1] == "scale"  # reads what the others have written
+
+
+# 1 B parameters are 16 Gbit in bf16; a node's 80 completions take 160 GPU-seconds to sample and 80 to train on.
+NODE = Node(
+    name="by hand",
+    gpus=8,
+    parameters=10**9,
+    completions=80,
+    completion_tokens=100,
+    sample_s=2.0,
+    train_s=1.0,
+)
+CLUSTER = Cluster(network_gbps=160.0, nvlink_gbps=1600.0, host_gbps=320.0, spread=0.1)
+
+
+def test_one_node_with_engines_of_its_own() -> None:
+    on_policy = node_local(NODE, CLUSTER, nodes=1, reserved=4, lookahead=0)
+    assert on_policy.generate_s == 160 / 4
+    assert on_policy.train_s == 80 / 4
+    assert on_policy.push_s == pytest.approx(0.01)  # 16 Gbit at 1600; the gather brings only 3/4 of it into a rank
+    assert on_policy.step_s == pytest.approx(40 + 20 + 0.01)
+    assert on_policy.training_idle == pytest.approx(1 - 20 / 60.01)
+    assert on_policy.engine_idle == pytest.approx(1 - 40 / 60.01)
+
+    ahead = node_local(NODE, CLUSTER, nodes=1, reserved=4, lookahead=1)
+    assert ahead.step_s == pytest.approx(40.01)
+    assert ahead.training_idle == pytest.approx(1 - 20 / 40.01)
+
+    slower = replace(NODE, push_efficiency=0.5, overlap_efficiency=0.8)
+    assert node_local(slower, CLUSTER, nodes=1, reserved=4, lookahead=0).step_s == pytest.approx(60.02)
+    assert node_local(slower, CLUSTER, nodes=1, reserved=4, lookahead=1).step_s == pytest.approx(40.02 / 0.8)
+
+
+def test_many_nodes_wait_for_the_slowest_and_gather_over_the_network() -> None:
+    step = node_local(NODE, CLUSTER, nodes=4, reserved=4, lookahead=0)
+    assert slowest_of(4, 0.1) == pytest.approx(1.166511)  # 1 + 0.1 sqrt(2 ln 4)
+    assert slowest_of(1, 0.1) == 1.0
+    assert step.generate_s == pytest.approx(40 * 1.166511)
+    assert step.train_s == 20
+    assert step.push_s == pytest.approx(0.075)  # 3/4 of 16 Gbit at 160
+    assert step.engine_idle == pytest.approx(1 - 40 / step.step_s)  # most engines are done before the slowest
+
+
+def test_the_best_number_of_reserved_gpus() -> None:
+    # lookahead 1, the longer of 160 / R and 80 / (8 - R): R = 5 gives 32, R = 4 and R = 6 give 40
+    assert best_reserved(NODE, CLUSTER, lookahead=1) == 5
+    # lookahead 0, their sum: R = 4 gives 60, R = 5 gives 58.7, R = 6 gives 66.7
+    assert best_reserved(NODE, CLUSTER, lookahead=0) == 5
+    assert best_reserved(replace(NODE, sample_s=0.1), CLUSTER, lookahead=1) == 1  # 8 and 80 / 7
+
+
+def test_a_central_server_samples_for_all() -> None:
+    step = central_server(NODE, CLUSTER, nodes=4, reserved=4)
+    assert step.engine_gpus == 8
+    assert step.generate_s == pytest.approx(4 * 160 / 8 + 320 * 100 * 8 * 8 / 160e9)  # and the completions' way
+    assert step.train_s == pytest.approx(4 * 80 / 24)
+    assert step.push_s == pytest.approx(0.1)  # 16 Gbit at 160; the gather's 2/3 of it come meanwhile
+    assert step.step_s == pytest.approx(step.generate_s + step.push_s + step.train_s)
+    assert central_server(NODE, CLUSTER, nodes=1, reserved=4).engine_gpus == 4
+
+
+def test_a_central_pool_has_one_queue() -> None:
+    step = central_pool(NODE, CLUSTER, nodes=2, reserved=4)
+    assert step.engine_gpus == 8
+    assert step.generate_s == pytest.approx(40, abs=1e-3)
+    assert step.train_s == 20
+    assert step.push_s == pytest.approx(0.1)
+    assert step.step_s == pytest.approx(40.1, abs=1e-3)
+
+
+def test_colocated_engines_sleep_while_the_ranks_train() -> None:
+    step = colocated(NODE, CLUSTER, nodes=1)
+    assert slowest_of(8, 0.1) == pytest.approx(1.203933)
+    assert step.generate_s == pytest.approx(20 * 1.203933)
+    assert step.train_s == 10
+    assert step.push_s == pytest.approx(0.00875 + 2 * 0.05)  # 7/8 of 16 Gbit at 1600, and 16 at 320 there and back
+    assert step.training_idle == step.engine_idle == pytest.approx(1 - 30 / step.step_s)
+
+
+def test_all_layouts_at_all_sizes_are_drawn(tmp_path: Path) -> None:
+    steps = simulate(NODE, CLUSTER, node_counts=(1, 2, 64), reserved=None)
+    assert len(steps) == 3 * 5
+    assert {step.nodes for step in steps} == {1, 2, 64}
+    assert all(0 <= share < 1 for step in steps for share in (step.training_idle, step.engine_idle))
+    draw({"by hand": steps, "again": steps}, tmp_path / "new folder" / "chart.png")
+    assert (tmp_path / "new folder" / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_node_of_measured_devices(tmp_path: Path) -> None:
+    overlap = {
+        "settings": {"device": "cpu", "parameters": 5_000, "completions": 32, "completion_tokens": 64},
+        "ratios": [
+            {"name": "steps/s, lookahead 1 / lookahead 0", "median": 1.6},
+            {"name": "bound of a step / step with lookahead 1", "median": 0.93},
+        ],
+        "figures": [
+            {"name": "step, lookahead 0", "median": 10.0},
+            {"name": "  waiting for completions", "median": 4.0},
+            {"name": "  push", "median": 1.0},
+            {"name": "step, lookahead 1", "median": 6.0},
+            {"name": "  waiting for completions", "median": 0.5},
+            {"name": "  push", "median": 2.0},
+        ],
+    }
+    assert read_result(tmp_path, "overlap") is None
+    (tmp_path / "overlap.json").write_text(json.dumps(overlap))
+    assert read_result(tmp_path, "overlap") == overlap
+    (tmp_path / "overlap-cuda.json").write_text("{}")
+    assert read_result(tmp_path, "overlap") == {}  # GPUs first
+
+    assert share_of_bound(overlap) == 0.93
+    assert share_of_bound(None) is None
+    assert share_of_bound({"ratios": [{"name": "bound / own push", "median": 1.02}]}) == 1.0
+    node = measured_node(overlap, NODE)
+    assert node.name == "measured (cpu)"
+    assert (node.parameters, node.completions, node.completion_tokens) == (5_000, 256, 64)
+    assert node.sample_s == 4 / 32
+    assert node.train_s == (10 - 4 - 1) / 32
+
+
+def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs themselves are the demo, which has tests of its own."""
+    asked = []
+
+    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
+        training = parse_arguments(command[command.index(str(learning.ROOT / "train.py")) + 1 :]).training
+        asked.append((training.seed, training.generation_lookahead, training.max_steps))
+        reward = 0.5 + 0.1 * training.generation_lookahead
+        lines = [{"step": step, "reward": reward, "step_time": 9.0 if step == 1 else 2.0} for step in range(1, 4)]
+        metrics = Path(training.output_dir) / "metrics.jsonl"
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"train_runtime": 13.0}]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def demo_model(folder: Path, max_steps: int | None) -> Path:
+        folder.mkdir()
+        return folder
+
+    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(learning, "ensure_demo_model", demo_model)
+    output = tmp_path / "learning.json"
+    monkeypatch.setattr(sys, "argv", ["bench.learning", "--device", "cpu", "--short", "--output", str(output)])
+    learning.main()
+    assert asked == [(42, 0, 3), (42, 1, 3)]
+    result = json.loads(output.read_text())
+    assert [ratio["values"] for ratio in result["ratios"]] == [[pytest.approx(1.2)], [1.0]]
+    assert [figure["values"] for figure in result["figures"][2:]] == [[4.0], [4.0]]

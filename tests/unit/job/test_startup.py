@@ -1,0 +1,47 @@
+"""The report of a start, by numbers worked out by hand and by a real process."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo.job import startup
+from grpo.job.startup import Startup, StartupClock
+
+
+def test_the_report_of_a_start() -> None:
+    report = Startup(launch_to_first_step_s=40.0, engine_s=25.0, trainer_s=18.0, waited_for_engine_s=15.0)
+    # 40 s, of which 15 s were waiting; if the engines' 25 s came on top of all own work it would be 25 + 25.
+    assert report.one_after_the_other_s == 50.0
+    assert report.metrics() == {
+        "startup/launch_to_first_step_s": 40.0,
+        "startup/engine_s": 25.0,
+        "startup/trainer_s": 18.0,
+        "startup/waited_for_engine_s": 15.0,
+        "startup/one_after_the_other_s": 50.0,
+    }
+    assert str(report) == (
+        "first step 40.0 s after the start: trainer ready after 18.0 s, then 15.0 s for the engines, which took 25.0 s "
+        "beside it; one after the other it would be 50.0 s"
+    )
+
+
+def test_the_clock_tells_once_what_came_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = iter([18.0, 33.0, 40.0])
+    monkeypatch.setattr(startup, "process_age_s", lambda: next(ages))
+    clock = StartupClock()
+    with clock.waiting():
+        pass
+    clock.engine_s = 25.0
+    assert clock.first_step() == Startup(
+        launch_to_first_step_s=40.0, engine_s=25.0, trainer_s=18.0, waited_for_engine_s=15.0
+    )
+    assert clock.first_step() is None
+
+
+def test_a_process_knows_its_age_before_python_ran_a_line() -> None:
+    code = "import time; time.sleep(1); from grpo.job.startup import process_age_s; print(process_age_s())"
+    began = time.monotonic()
+    age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout)
+    assert 1.0 < age_s < time.monotonic() - began + 0.02  # of a clock tick

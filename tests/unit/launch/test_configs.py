@@ -1,0 +1,154 @@
+"""Every file in configs/ is read by the code that users run it with."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from transformers.integrations import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from grpo import GRPOConfig
+from grpo.job.launch import Launch
+from grpo.job.topology import plan_node
+from grpo.recipes.script import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
+from tests.launching import free_port
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
+
+# file: machines, GPUs of each, reserved of each, tensor parallel, processes
+LAYOUTS = {
+    "cpu.yaml": (1, 0, 0, 1, 2),
+    "1node.yaml": (1, 8, 1, 1, 7),
+    "4node.yaml": (4, 8, 1, 1, 28),
+    "4node_tp2.yaml": (4, 8, 2, 2, 24),
+}
+
+
+@pytest.fixture
+def no_deepspeed_left(monkeypatch: pytest.MonkeyPatch):
+    """Undoes what a DeepSpeed config leaves in transformers and the environment."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    yield
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that `accelerate launch --config_file FILE` gives its ranks."""
+    environments = []
+    monkeypatch.setattr(
+        launch, "deepspeed_launcher", lambda args: environments.append(prepare_deepspeed_cmd_env(args)[1])
+    )
+    options = ["--config_file", str(file), "--main_process_ip", "127.0.0.1"]
+    options += ["--main_process_port", str(free_port()), "train.py"]  # its default may be another job's
+    launch.launch_command(launch.launch_command_parser().parse_args(options))
+    return environments[0]
+
+
+def test_every_config_is_checked():
+    assert {file.name for file in CONFIGS.glob("*.yaml")} == set(LAYOUTS)
+    assert {file.name for file in (CONFIGS / "train").iterdir()} == {"demo.yaml", "gsm8k_qwen2.5_7b.yaml"}
+    assert {file.name for file in CONFIGS.iterdir()} == {*LAYOUTS, "zero3.json", "train"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_accelerate_reads_the_layout(name: str):
+    machines, gpus, reserved, _, processes = LAYOUTS[name]
+    config = load_config_from_file(str(CONFIGS / name))
+    assert isinstance(config, ClusterConfig)
+    assert (config.num_machines, config.num_processes) == (machines, processes)
+    assert config.num_processes % config.num_machines == 0, "accelerate would floor it without a word"
+    assert config.use_cpu == (gpus == 0)
+    assert config.mixed_precision == ("bf16" if gpus else "no")
+    assert config.distributed_type == DistributedType.DEEPSPEED
+    assert config.deepspeed_config == {
+        "deepspeed_multinode_launcher": "standard",
+        "zero_stage": 3,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+    }
+    if gpus:
+        assert processes == machines * (gpus - reserved)
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout[1]])
+def test_the_layout_is_one_that_a_node_accepts(name: str):
+    machines, gpus, reserved, tensor_parallel_size, processes = LAYOUTS[name]
+    told = Launch(
+        rank=0,
+        world_size=processes,
+        local_rank=0,
+        local_world_size=processes // machines,
+        node=0,
+        num_nodes=machines,
+    )
+    topology = plan_node(
+        told,
+        host="n0",
+        devices=tuple(str(i) for i in range(gpus)),
+        reserved_gpus=None,
+        tensor_parallel_size=tensor_parallel_size,
+        engines_per_node=None,
+    )
+    assert topology.reserved_devices == tuple(str(i) for i in range(gpus - reserved, gpus))
+    assert topology.num_engines == 1
+
+
+@pytest.mark.usefixtures("no_deepspeed_left")
+def test_zero3_json_is_what_the_yaml_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
+    from_json = GRPOConfig(deepspeed=str(CONFIGS / "zero3.json"), **settings)
+    json_config = copy.deepcopy(from_json.deepspeed_plugin.deepspeed_config)
+    unset_hf_deepspeed_config()
+
+    for key, value in launch_environment(CONFIGS / "4node.yaml", monkeypatch).items():
+        if key.startswith("ACCELERATE_"):
+            monkeypatch.setenv(key, value)
+    from_yaml = GRPOConfig(**settings)
+    plugin = from_yaml.deepspeed_plugin
+    assert plugin.zero3_init_flag is from_json.deepspeed_plugin.zero3_init_flag is True
+    # transformers' Trainer fills an accelerate plugin from the arguments in just this way.
+    filled = HfTrainerDeepSpeedConfig(plugin.deepspeed_config)
+    filled.trainer_config_process(from_yaml)
+
+    assert json_config["zero_optimization"]["stage"] == 3
+    assert json_config["bf16"] == {"enabled": True}
+    assert json_config == filled.config
+
+
+def test_demo_yaml_holds_the_defaults():
+    assert yaml.safe_load((CONFIGS / "train" / "demo.yaml").read_text()) == DEMO_DEFAULTS
+    arguments = parse_arguments(["--config", str(CONFIGS / "train" / "demo.yaml")])
+    assert arguments.is_demo
+    assert arguments.training.learning_rate == DEMO_DEFAULTS["learning_rate"]
+
+
+@pytest.mark.parametrize(("world_size", "per_rank"), [(1, 256), (2, 128), (7, 32), (24, 8), (28, 8), (64, 8)])
+def test_demo_batch_has_whole_groups_on_any_world(world_size: int, per_rank: int):
+    defaults = demo_defaults(world_size=world_size)
+    assert defaults["per_device_train_batch_size"] == defaults["per_device_eval_batch_size"] == per_rank
+    assert per_rank % DEMO_DEFAULTS["num_generations"] == 0
+    assert world_size * per_rank <= max(DEMO_COMPLETIONS, 8 * world_size)
+
+
+@pytest.mark.parametrize("world_size", [7, 28, 24])
+def test_gsm8k_recipe(world_size: int):
+    arguments = parse_arguments(["--config", str(CONFIGS / "train" / "gsm8k_qwen2.5_7b.yaml"), "--use_cpu"])
+    training, script = arguments.training, arguments.script
+    assert not arguments.is_demo
+    assert arguments.model.model_name_or_path == "Qwen/Qwen2.5-7B-Instruct"
+    assert script.dataset_columns == {"question": "prompt", "answer": "solution"}
+    assert script.system_prompt.endswith(r"\boxed{}.")
+    assert (training.use_vllm, training.vllm_mode, training.bf16) == (True, "local", True)
+    assert training.steps_per_generation == training.gradient_accumulation_steps == 4
+    assert training.learning_rate == 1e-6
+    assert world_size * training.per_device_train_batch_size % training.num_generations == 0
+    assert world_size * training.per_device_eval_batch_size % training.num_generations == 0
+    assert training.max_completion_length < training.vllm_max_model_length

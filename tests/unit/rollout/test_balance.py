@@ -1,0 +1,157 @@
+"""The plan of moves by hand and by its properties; requests out and completions back between scripted nodes."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo.rollout.balance import TOLERANCE, Move, NodeBalance, plan_moves
+from grpo.rollout.packing import Request, pack_completions, to_lists
+
+DEADLINE_S = 20.0
+
+
+def moves_of(plan: list[Move]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(move.source, move.target, move.requests) for move in plan]
+
+
+def test_plans_by_hand() -> None:
+    six = [4] * 6
+    assert plan_moves([six, six], [1.0, 1.0]) == []
+    # 24 s and 12 s -> 20 and 14 -> 16 and 16
+    assert moves_of(plan_moves([six, six], [1.0, 2.0])) == [(0, 1, (4, 5))]
+    assert moves_of(plan_moves([six, six], [200.0, 100.0])) == [(1, 0, (4, 5))]
+    # 24, 8 and 24 s -> 20, 9.3, 24 -> 20, 10.7, 20 -> 16, 12, 20 -> 16, 13.3, 16 -> 12, 14.7, 16 -> one more is no gain
+    assert moves_of(plan_moves([six, six, six], [1.0, 3.0, 1.0])) == [(0, 1, (3, 4, 5)), (2, 1, (4, 5))]
+    # one request is not cut
+    assert plan_moves([[8], [8]], [1.0, 4.0]) == []
+    assert plan_moves([[8, 8], [8, 8]], [1.0, 1.9]) == [Move(source=0, target=1, requests=(1,))]
+    assert plan_moves([[8, 8], [8, 8]], [1.0, 1.4]) == []  # 16 s against 17.1
+    assert plan_moves([[], [4, 4]], [1.0, 1.0]) == [Move(source=1, target=0, requests=(1,))]
+    assert plan_moves([[], []], [1.0, 1.0]) == []
+    assert plan_moves([[3, 3]], [1.0]) == []
+
+
+@pytest.mark.parametrize("trial", range(200))
+def test_a_plan_moves_whole_requests_once_and_ends_earlier(trial: int) -> None:
+    rng = np.random.default_rng(trial)
+    num_nodes = int(rng.integers(1, 9))
+    completions = [rng.integers(1, 9, size=rng.integers(0, 20)).tolist() for _ in range(num_nodes)]
+    rates = rng.uniform(0.3, 3.0, size=num_nodes).tolist()
+    plan = plan_moves(completions, rates)
+    assert plan == plan_moves([list(of_node) for of_node in completions], list(rates))
+    moved = [(move.source, number) for move in plan for number in move.requests]
+    assert len(moved) == len(set(moved))
+    assert len(plan) == len({(move.source, move.target) for move in plan})
+    assert not {move.source for move in plan} & {move.target for move in plan}
+    before = [sum(of_node) for of_node in completions]
+    after = list(before)
+    for move in plan:
+        size = sum(completions[move.source][number] for number in move.requests)
+        after[move.source] -= size
+        after[move.target] += size
+        assert after[move.source] > 0  # its speed is to be measured again
+    ends_s = [load / rate for load, rate in zip(after, rates, strict=True)]
+    last_before_s = max(load / rate for load, rate in zip(before, rates, strict=True))
+    assert max(ends_s) < last_before_s if plan else max(ends_s) == last_before_s
+    if all(len(of_node) > 8 for of_node in completions) and max(rates) < 3 * min(rates):
+        largest_s = max(max(of_node) for of_node in completions) / min(rates)
+        assert max(ends_s) <= sum(before) / sum(rates) * (1 + TOLERANCE) + largest_s
+
+
+class Nodes:
+    """The groups of several local mains, each in a thread."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.barrier = threading.Barrier(num_nodes, timeout=DEADLINE_S)
+        self.values: list[Any] = [None] * num_nodes
+
+    def of(self, node: int) -> Any:
+        def all_gather(value: Any) -> list[Any]:
+            self.values[node] = value
+            self.barrier.wait()
+            values = list(self.values)
+            self.barrier.wait()
+            return values
+
+        def exchange(outgoing: dict[int, np.ndarray], incoming: dict[int, int]) -> dict[int, np.ndarray]:
+            everything = all_gather(outgoing)
+            came = {source: sent[node] for source, sent in enumerate(everything) if node in sent}
+            assert {source: len(array) for source, array in came.items()} == incoming
+            assert all(array.dtype == np.int32 for array in came.values())
+            return came
+
+        return SimpleNamespace(
+            topology=SimpleNamespace(node=node, num_nodes=self.num_nodes),
+            all_gather_between_nodes=all_gather,
+            exchange_between_nodes=exchange,
+        )
+
+
+def answer(request: Request, number: int) -> list[int]:
+    return [*request.token_ids.tolist(), *range((request.seed + number) % 5)]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int) -> None:
+    rng = np.random.default_rng(trial)
+    num_nodes = int(rng.integers(2, 6))
+    nodes = Nodes(num_nodes)
+    asked = []
+    for node in range(num_nodes):
+        sizes = rng.integers(1, 5, size=rng.integers(0, 12)).tolist()
+        rows = np.cumsum([0, *sizes])
+        asked.append(
+            [
+                Request(token_ids=np.array([node, number], np.int32), n=n, seed=1000 * node + int(row) * trial)
+                for number, (row, n) in enumerate(zip(rows, sizes, strict=False))
+            ]
+        )
+    speeds = rng.choice([0.0, 50.0, 100.0, 300.0], size=(2, num_nodes)).tolist()
+
+    def run(node: int) -> tuple[int, Any]:
+        balance = NodeBalance(nodes.of(node))
+        num_sampled = 0
+        for of_nodes in speeds:
+            balance.note(of_nodes)
+            shares = balance.share_out(asked[node])
+            num_sampled += sum(request.n for request in shares.sampled)
+            rows = [answer(request, number) for request in shares.sampled for number in range(request.n)]
+            sampled = pack_completions(rows, [[-float(token) for token in row] for row in rows])
+            completions = balance.bring_back(shares, sampled)
+        return num_sampled, to_lists(completions)
+
+    with ThreadPoolExecutor(num_nodes) as threads:
+        results = list(threads.map(run, range(num_nodes), timeout=DEADLINE_S))
+    for node, (_, (rows, logprobs)) in enumerate(results):
+        assert rows == [answer(request, number) for request in asked[node] for number in range(request.n)]
+        assert logprobs == [[-float(token) for token in row] for row in rows]
+    assert sum(num for num, _ in results) == 2 * sum(request.n for of_node in asked for request in of_node)
+
+
+def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
+    nodes = Nodes(1)
+    balance = NodeBalance(nodes.of(0))
+    balance.note([100.0])
+    balance.note([0.0])  # nothing was sampled
+    balance.note([200.0])
+    assert balance._tokens_per_s == [150.0]
+
+
+def test_where_one_node_refuses_its_prompts_nothing_moves() -> None:
+    nodes = Nodes(2)
+    requests = [Request(token_ids=np.array([7], np.int32), n=4, seed=row) for row in range(6)]
+
+    def run(node: int) -> Any:
+        balance = NodeBalance(nodes.of(node))
+        balance.note([100.0, 10.0])
+        return balance.share_out(None if node == 1 else requests)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, range(2), timeout=DEADLINE_S)
+    assert first.sampled == requests
+    assert second.sampled == []

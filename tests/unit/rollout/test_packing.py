@@ -1,0 +1,219 @@
+"""Dispatch: numbers worked out by hand, and properties over seeded random batches."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpo.rollout.packing import (
+    Completions,
+    Request,
+    SingleValues,
+    check_prompt_lengths,
+    collapse,
+    concat_completions,
+    concat_rows,
+    from_message,
+    pack_completions,
+    pack_rows,
+    seed_base,
+    split_completions,
+    to_lists,
+    to_message,
+    unpack_rows,
+)
+
+
+def as_lists(packed):
+    return [row.tolist() for row in unpack_rows(packed)]
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[], []], [[7]], [[1, 2, 3], [], [4], [5, 6]], [[], [1], []]])
+def test_rows_come_back(rows):
+    packed = pack_rows(rows)
+    assert packed.num_rows == len(rows)
+    assert packed.lengths.tolist() == [len(row) for row in rows]
+    assert packed.token_ids.dtype == packed.lengths.dtype == np.int32
+    assert as_lists(packed) == rows
+    assert as_lists(pack_rows([np.array(row, np.int64) for row in rows])) == rows
+
+
+def test_packed_arrays_by_hand():
+    packed = pack_rows([[5, 6], [], [7, 8, 9]])
+    assert packed.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert packed.lengths.tolist() == [2, 0, 3]
+    assert all(np.shares_memory(row, packed.token_ids) for row in unpack_rows(packed) if len(row))
+
+
+def test_concat_keeps_the_order_of_ranks():
+    parts = [pack_rows([[1], [2, 3]]), pack_rows([]), pack_rows([[], [4]])]
+    assert as_lists(concat_rows(parts)) == [[1], [2, 3], [], [4]]
+    for empty in (concat_rows([]), concat_rows([pack_rows([])])):
+        assert empty.num_rows == 0
+        assert empty.token_ids.dtype == np.int32
+
+
+def shape(requests: list[Request]):
+    return [(request.token_ids.tolist(), request.n) for request in requests]
+
+
+def test_collapse_by_hand():
+    a, b = [1, 2], [1, 2, 3]
+    assert shape(collapse(pack_rows([a, a, a, b, a]), 0, 0)) == [(a, 3), (b, 1), (a, 1)]
+    assert collapse(pack_rows([]), 0, 0) == []
+    assert shape(collapse(pack_rows([[], [], a]), 0, 0)) == [([], 2), (a, 1)]
+    # same tokens end to end, cut elsewhere: not equal
+    assert shape(collapse(pack_rows([[1, 2], [3], [1], [2, 3]]), 0, 0)) == [
+        ([1, 2], 1),
+        ([3], 1),
+        ([1], 1),
+        ([2, 3], 1),
+    ]
+
+
+def test_a_group_that_straddles_two_ranks_is_one_request():
+    rank_0, rank_1 = pack_rows([[9], [5], [5]]), pack_rows([[5], [5], [4]])
+    requests = collapse(concat_rows([rank_0, rank_1]), 100, 0)
+    assert shape(requests) == [([9], 1), ([5], 4), ([4], 1)]
+    assert [request.seed for request in requests] == [100, 101, 105]
+
+
+def test_seed_by_hand():
+    (request,) = collapse(pack_rows([[5]]), 7, 3)
+    assert request.seed == 7 + 3 * (4294967296 + 1048576)
+    (request,) = collapse(pack_rows([[5]]), 2**62 - 1, 1)
+    assert request.seed == 2**62 + 4294967296 + 1048576 - 1
+    (request,) = collapse(pack_rows([[5]]), 2**63 - 1, 1)
+    assert request.seed == 4294967296 + 1048576 - 1
+
+
+def seeds_of_rows(requests: list[Request]) -> list[int]:
+    return [request.seed + i for request in requests for i in range(request.n)]
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_no_two_rows_of_a_job_share_a_seed(bits):
+    """A group that covers several whole nodes: the same prompt and the same row numbers on each of them.
+
+    32 bits: torch's CPU generator drops the upper half of a seed.
+    """
+    base = seed_base(seed=42, step=3, mode="train", draw=0, user_seed=None)
+    seeds = [
+        seed % 2**bits
+        for node in (0, 1, 2, 100, 4095)
+        for seed in seeds_of_rows(collapse(pack_rows([[5]] * 300 + [[6]] * 5), base, node))
+    ]
+    assert len(seeds) == 5 * 305
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_first_and_last_rows_of_neighbouring_nodes_differ_in_32_bits():
+    base, last = 2**32 - 10, 2**20 - 1
+    first_of_next = collapse(pack_rows([[1]]), base, 1)[0].seed
+    assert (base + last) % 2**32 == (first_of_next - 1) % 2**32
+
+
+def test_seed_base_is_fixed_and_depends_on_everything():
+    values = {
+        "seed": [42, 43],
+        "step": [0, 1, 11],
+        "mode": ["train", "eval"],
+        "draw": [0, 1],
+        "user_seed": [None, 0, 1],
+    }
+    bases = [
+        seed_base(**dict(zip(values, combination, strict=True))) for combination in itertools.product(*values.values())
+    ]
+    assert len(bases) == len(set(bases)) == 2 * 3 * 2 * 2 * 3
+    assert all(0 <= base < 2**62 for base in bases)
+    assert max(bases) > 2**61  # the bits are used to the top
+    # the same on every machine and in every version: resumed runs rely on it
+    # printf '[42, 7, "train", 0, null]' | b2sum -l 64  ->  ff8e829c77972b83
+    assert seed_base(seed=42, step=7, mode="train", draw=0, user_seed=None) == 0xFF8E829C77972B83 >> 2
+
+
+def test_completions_by_hand():
+    completions = pack_completions([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]])
+    assert completions.token_ids.tolist() == [1, 2, 3]
+    assert completions.lengths.tolist() == [2, 0, 1]
+    assert completions.engine_logprobs.tolist() == [-0.5, -1.0, -2.0]
+    assert (completions.token_ids.dtype, completions.engine_logprobs.dtype) == (np.int32, np.float32)
+    assert to_lists(completions) == ([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]])
+    first, none, rest = split_completions(completions, [1, 0, 2])
+    assert to_lists(first) == ([[1, 2]], [[-0.5, -1.0]])
+    assert to_lists(none) == ([], [])
+    assert to_lists(rest) == ([[], [3]], [[], [-2.0]])
+    assert np.shares_memory(first.token_ids, completions.token_ids)
+    assert to_lists(concat_completions([rest, none, first])) == ([[], [3], [1, 2]], [[], [-2.0], [-0.5, -1.0]])
+    assert to_lists(concat_completions([])) == to_lists(pack_completions([], [])) == ([], [])
+
+
+def test_log_probabilities_as_trl_reads_them():
+    values = SingleValues([-0.5, -1.0, -2.0])
+    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # GRPOTrainer._generate_single_turn of TRL
+    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # again
+    assert (len(values), values[1], list(values[1:])) == (3, (-1.0,), [(-1.0,), (-2.0,)])
+    assert np.array(list(values)).shape == (3, 1)
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[5, 6], [], [7]]])
+def test_a_message_brings_completions_bit_by_bit(rows):
+    sent = pack_completions(rows, [[-0.1 * token for token in row] for row in rows])
+    message = to_message(sent)
+    assert message.dtype == np.int32
+    assert message[: len(rows)].tolist() == [len(row) for row in rows]
+    came = from_message(np.concatenate([message, [99, 99]]).astype(np.int32), len(rows))  # padded
+    assert to_lists(came) == to_lists(sent)
+    assert came.engine_logprobs.dtype == np.float32
+
+
+def test_inconsistent_arrays_are_refused():
+    with pytest.raises(AssertionError):
+        pack_completions([[1, 2], [3]], [[-1.0], [-1.0, -1.0]])
+    with pytest.raises(AssertionError):
+        Completions(token_ids=np.arange(3), lengths=np.array([2]), engine_logprobs=np.zeros(3))
+    with pytest.raises(AssertionError):
+        split_completions(pack_completions([[1]], [[-1.0]]), [2])
+
+
+@pytest.mark.parametrize("trial", range(30))
+def test_every_completion_comes_back_to_its_rank_and_row(trial):
+    """Answers are numbers made of prompt and seed; ranks have ragged shares, and groups lie across the ranks."""
+    rng = np.random.default_rng(1000 + trial)
+    num_ranks = int(rng.integers(1, 6))
+    base, node = int(rng.integers(0, 2**62)), int(rng.integers(0, 8))
+    prompts = [rng.integers(0, 3, size=rng.integers(0, 4)).tolist() for _ in range(int(rng.integers(1, 12)))]
+    rows = [prompt for prompt in prompts for _ in range(int(rng.integers(1, 5)))]
+    cuts = [0, *sorted(rng.integers(0, len(rows) + 1, size=num_ranks - 1).tolist()), len(rows)]
+    parts = [pack_rows(rows[start:stop]) for start, stop in itertools.pairwise(cuts)]
+
+    requests = collapse(concat_rows(parts), base, node)
+    assert all(not np.array_equal(a.token_ids, b.token_ids) for a, b in itertools.pairwise(requests))
+    token_rows: list[list[int]] = []
+    for request in requests:
+        for i in range(request.n):
+            length = (request.seed + i) % 4
+            token_rows.append([*request.token_ids.tolist(), (request.seed + i) % 2**20][:length])
+    assert len(token_rows) == len(rows)
+    logprob_rows = [[-float(token) for token in tokens] for tokens in token_rows]
+    completions = pack_completions(token_rows, logprob_rows)
+
+    spans = list(itertools.pairwise(cuts))
+    parts_of_ranks = split_completions(completions, [stop - start for start, stop in spans])
+    for (start, stop), part in zip(spans, parts_of_ranks, strict=True):
+        token_lists, logprob_lists = to_lists(part)
+        seeds = [base + node * (2**32 + 2**20) + row for row in range(start, stop)]
+        expected = [[*row, seed % 2**20][: seed % 4] for row, seed in zip(rows[start:stop], seeds, strict=True)]
+        assert token_lists == expected
+        assert logprob_lists == [[-float(token) for token in tokens] for tokens in expected]
+
+
+def test_prompt_lengths():
+    rows = pack_rows([[1] * 3, [], [1] * 9])
+    check_prompt_lengths(rows, max_model_len=10, max_tokens=100)  # 9 tokens and one sampled
+    check_prompt_lengths(pack_rows([]), max_model_len=10, max_tokens=100)
+    with pytest.raises(ValueError, match=r"row 2 has 9 tokens, but the engine holds 9 .* 8 at most.*to 14 ") as error:
+        check_prompt_lengths(rows, max_model_len=9, max_tokens=5)
+    assert "vllm_max_model_length" in str(error.value)
+    with pytest.raises(ValueError, match=r"row 16 has 3 tokens \(2 prompts are too long, the longest has 9\)"):
+        check_prompt_lengths(rows, max_model_len=3, max_tokens=5, first_row=16)

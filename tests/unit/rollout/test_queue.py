@@ -1,0 +1,71 @@
+"""Which engine samples what: the decisions alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpo.rollout.queue import RequestQueue
+
+
+def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
+    requests = RequestQueue([4, 4])
+    requests.add([(5, [0, 1]), (15, [2, 3]), (10, [4, 5]), (5, [6, 7]), (5, [8, 9])])
+    # the dearest first; 30 | 20 -> 10 to the second, which is then full -> 10 to the first
+    assert requests.send() == [(0, [2, 3]), (1, [4, 5]), (1, [0, 1]), (0, [6, 7])]
+    assert requests.send() == []
+    requests.answered(1, 4)
+    assert requests.send() == [(1, [8, 9])]  # one place: the other waits inside the engine
+    assert requests.fullest() == 1
+    assert requests.forget([2, 3, 8, 9]) == [(0, [2, 3]), (1, [8, 9])]
+    assert requests.fullest() == 1
+
+
+def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> None:
+    requests = RequestQueue([1, 2])
+    requests.add([(9, [0]), (2, [1, 2, 3]), (1, [4, 5, 6])])
+    assert requests.send() == [(0, [0]), (1, [1, 2, 3])]
+    requests.answered(1, 1)
+    assert requests.send() == []  # two that are left take both places
+    requests.answered(0, 0)
+    assert requests.send() == [(0, [4, 5, 6])]
+
+
+@pytest.mark.parametrize("trial", range(200))
+def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: int) -> None:
+    rng = np.random.default_rng(trial)
+    windows = rng.integers(1, 12, size=rng.integers(1, 5)).tolist()
+    requests = RequestQueue(windows)
+    ids = itertools.count()
+    left: list[dict[int, int]] = [{} for _ in windows]  # tokens of each completion that an engine holds, by id
+    waiting: dict[int, list[int]] = {}  # chunks that were not sent, by first id
+    sent_once: list[int] = []
+    batches_left = int(rng.integers(1, 4))
+    while batches_left or waiting or any(left):
+        if batches_left and (rng.random() < 0.2 or not any(left)):
+            batches_left -= 1
+            chunks = [[next(ids) for _ in range(rng.integers(1, 5))] for _ in range(rng.integers(1, 12))]
+            waiting |= {chunk[0]: chunk for chunk in chunks}
+            requests.add([(int(rng.integers(1, 100)), chunk) for chunk in chunks])
+        for engine, chunk in requests.send():
+            assert waiting.pop(chunk[0]) == chunk
+            assert len(left[engine]) < windows[engine]
+            left[engine] |= {completion: int(rng.integers(1, 30)) for completion in chunk}
+            sent_once += chunk
+        for engine, held in enumerate(left):
+            assert requests.is_idle(engine) == (not held)
+            assert not waiting or len(held) >= windows[engine]  # no place is free while something waits
+        engine = int(rng.choice([engine for engine in range(len(windows)) if left[engine]]))
+        speed = int(rng.integers(1, 4))
+        for completion, tokens in list(left[engine].items()):
+            left[engine][completion] = tokens - speed
+            if tokens <= speed:
+                del left[engine][completion]
+                requests.answered(engine, completion)
+        if waiting and rng.random() < 0.1:  # a batch is dropped
+            dropped = [*waiting.pop(min(waiting)), *itertools.islice(left[0], 1)]
+            held = {completion for _, completions in requests.forget(dropped) for completion in completions}
+            assert held == {completion for completion in dropped if completion in left[0]}
+            for completion in held:
+                del left[0][completion]
+    assert len(sent_once) == len(set(sent_once))

@@ -1,0 +1,95 @@
+"""What of stopping and saving needs no training."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerControl
+
+from grpo.job.signals import StopLead
+from grpo.run.resumable import ResumableTrainer
+
+
+def trainer(**fields: Any) -> ResumableTrainer:
+    bare = ResumableTrainer.__new__(ResumableTrainer)
+    bare.__dict__.update({"_run": SimpleNamespace(), **fields})
+    return bare
+
+
+@pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
+def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) -> None:
+    said: list[str] = []
+    judge = StopLead(lead, said.append)
+    for now in (1000.0, 1100.0):
+        judge.batch_ended(now)
+    judge.saved(1100.0, 1140.0)
+    judge.batch_ended(1200.0)  # 60 s after the save: not the longest
+    assert (judge.longest_batch_s, judge.save_s) == (100.0, 40.0)
+    assert len(said) == warned
+    if warned:
+        assert "comes 199 s before the end" in said[0]
+        assert "--signal=B:USR1@200" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "per_batch", "ends"),
+    [((0, 4), 4, True), ((0, 2), 4, False), ((2, 4), 4, True), ((0, 8), 4, True), ((8, 16), 3, True)],
+)
+def test_where_a_generation_batch_ends(
+    micro_batches: tuple[int, int], per_batch: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where batches and optimizer steps do not end together: at the first step after it."""
+    before, now = micro_batches
+    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False, should_evaluate=True)
+    stopping = trainer(
+        _job=SimpleNamespace(largest=lambda code: code),
+        _run=SimpleNamespace(stop_request=lambda: SimpleNamespace(why="asked", requeue=True)),
+        _signals=SimpleNamespace(request=None),
+        _step=now,
+        _step_began_at=before,
+        args=SimpleNamespace(steps_per_generation=per_batch),
+        num_iterations=1,
+        _buffered_inputs=None,
+        _lead=StopLead(None, print),
+        _metrics={"train": {}},
+        state=SimpleNamespace(global_step=1, max_steps=10),
+    )
+    stopping.after_step(control)  # type: ignore[arg-type]
+    assert (control.should_save, control.should_training_stop, control.should_evaluate) == (ends, ends, not ends)
+    assert stopping.is_stopping
+    assert stopping._signals.request is not None  # from now on an engine may go
+
+
+def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def update(**_: Any) -> None:
+        raise OSError("No space left on device")
+
+    failing = trainer(_run=SimpleNamespace(update=update, path=tmp_path))
+    with pytest.raises(ZeroDivisionError), failing.recording_failures(setting_up=False):
+        raise ZeroDivisionError
+    assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, []), (3, ["SystemExit: 3"])])
+def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
+    causes: list[str] = []
+    ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
+    with pytest.raises(SystemExit), ending.recording_failures(setting_up=False):
+        raise SystemExit(code)
+    assert causes == told
+
+
+def test_a_run_that_is_done_takes_no_step_more() -> None:
+    control = TrainerControl()
+    done = trainer(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
+    done._run_epoch(epoch=2)
+    assert control.should_training_stop
+
+
+@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_complete_step": 4}])
+def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))
+    trainer(state=SimpleNamespace(global_step=4), **kept)._save_last_step()
+    assert saved == []
