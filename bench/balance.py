@@ -31,7 +31,8 @@ from grpo.job.agreement import agree_on_topology
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import read_topology
 from grpo.job.watch import watch_for
-from grpo.rollout.node import NodeSampler
+from grpo.rollout.node import LocalMainSampler, NodeSampler
+from grpo.rollout.packing import pack_rows
 from grpo.rollout.pool import EnginePool
 
 NUM_NODES = 2
@@ -98,10 +99,9 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
         pool = EnginePool(clients, max_num_seqs=windows, max_tokens=options.tokens)
 
         def sampler(balance_nodes: bool) -> NodeSampler:
-            return NodeSampler(
+            return LocalMainSampler(
                 groups,
                 watch,
-                topology,
                 pool,
                 max_model_len=PROMPT_TOKENS + options.tokens,
                 max_tokens=options.tokens,
@@ -118,11 +118,11 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
                 rows = [prompt for prompt in prompts for _ in range(NUM_GENERATIONS)]
                 dist.barrier()
                 begun = time.perf_counter()
-                sampled = of.collect(of.submit(rows, base_seed=0))
+                completions, reports = of.collect(of.submit(pack_rows(rows), base_seed=0))
                 seconds = time.perf_counter() - begun
-                assert all(len(ids) == options.tokens for ids in sampled.completion_ids)
+                assert (completions.lengths == options.tokens).all()
                 if of is alone:
-                    speeds.append(sampled.reports[0].tokens_per_s / sampled.reports[1].tokens_per_s)
+                    speeds.append(reports[0].tokens_per_s / reports[1].tokens_per_s)
                 return seconds
 
             return seconds

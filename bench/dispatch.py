@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,19 +73,18 @@ class MadeUpLengths:
         self._client = client
         self._lengths = lengths
 
-    def submit(self, samples: Sequence[Sample]) -> None:
-        self._client.submit(
-            [
-                replace(sample, overrides={"max_tokens": self._lengths[sample.seed], "ignore_eos": True})
-                for sample in samples
-            ]
-        )
+    def submit(self, sample: Sample) -> None:
+        for number, completion_id in enumerate(sample.ids):
+            seed = sample.seed + number
+            length = {"max_tokens": self._lengths[seed], "ignore_eos": True}
+            one = range(completion_id, completion_id + 1)
+            self._client.submit(replace(sample, ids=one, seed=seed, overrides=length))
 
-    def abort(self, request_ids: Sequence[int]) -> None:
-        self._client.abort(request_ids)
+    def abort(self, ids: Sequence[int]) -> None:
+        self._client.abort(ids)
 
-    def next_sampled(self, timeout_s: float) -> Sampled | None:
-        return self._client.next_sampled(timeout_s)
+    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
+        self._client.listen(hear)
 
     def error(self, what: str) -> EngineError:
         return self._client.error(what)

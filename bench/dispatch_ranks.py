@@ -30,8 +30,9 @@ from grpo.job.agreement import agree_on_topology
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import read_topology
 from grpo.job.watch import watch_for
-from grpo.rollout.node import NodeSampler
-from grpo.rollout.packing import Completions, Request, SingleValues
+from grpo.local_vllm import SingleValues
+from grpo.rollout.node import LocalMainSampler, NodeSampler
+from grpo.rollout.packing import Completions, Request, pack_rows, to_lists
 from grpo.rollout.pool import Batch
 
 NUM_GENERATIONS = 8
@@ -100,21 +101,22 @@ def run_rank(rank: int, settings: dict[str, Any]) -> None:
     if rank == 0:
         answers = [
             Sampled(
-                request_id=row,
+                completion_id=row,
                 token_ids=rng.integers(0, 150_000, num_tokens).astype(np.int32),
                 engine_logprobs=-rng.random(num_tokens).astype(np.float32),
             )
             for row in range(world_size * num_rows)
         ]
-    sampler = NodeSampler(
-        groups,
-        watch,
-        topology,
-        ReadyPool(answers) if rank == 0 else None,  # type: ignore[arg-type]
-        max_model_len=PROMPT_TOKENS + num_tokens,
-        max_tokens=num_tokens,
-        timeout_s=MAX_WAIT_S,
-    )
+    sampler = NodeSampler(groups, watch)
+    if rank == 0:
+        sampler = LocalMainSampler(
+            groups,
+            watch,
+            ReadyPool(answers),  # type: ignore[arg-type]
+            max_model_len=PROMPT_TOKENS + num_tokens,
+            max_tokens=num_tokens,
+            timeout_s=MAX_WAIT_S,
+        )
     prompts = [[5 + rank, row // NUM_GENERATIONS] * (PROMPT_TOKENS // 2) for row in range(num_rows)]
     theirs = trls_generation(rank, world_size, answers)
     raw = torch.empty(num_rows * (2 * num_tokens + 1), dtype=torch.int32)
@@ -122,9 +124,9 @@ def run_rank(rank: int, settings: dict[str, Any]) -> None:
     rows: dict[str, Any] = {}
 
     def ours() -> None:
-        sampled = sampler.collect(sampler.submit(prompts, 0))
-        # As `LocalVLLM.generate` returns them.
-        rows["ours"] = sampled.completion_ids, [SingleValues(row) for row in sampled.engine_logprobs]
+        completions, _ = sampler.collect(sampler.submit(pack_rows(prompts), 0))
+        completion_ids, engine_logprobs = to_lists(completions)
+        rows["ours"] = completion_ids, [SingleValues(row) for row in engine_logprobs]  # as `LocalVLLM.generate` does
 
     def trl() -> None:
         _, completion_ids, logprobs, _ = theirs.generate(prompts, None, NUM_GENERATIONS, contextlib.nullcontext())

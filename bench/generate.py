@@ -31,11 +31,12 @@ from bench.report import Figure, Report, argument_parser, finish, interleave, ra
 from grpo import GRPOConfig
 from grpo.engine.client import engine_environment
 from grpo.engine.lifetime import end_session
-from grpo.engine_settings import engine_args, sampling_settings
+from grpo.engine.starting import StartingEngines
+from grpo.engine_settings import engine_args, engine_spec, sampling_settings
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
-from grpo.local_vllm import LocalVLLM
+from grpo.local_vllm import LocalVLLM, TrainedModel
 from grpo.rollout.packing import collapse, pack_rows, seed_base
 
 PROMPT_TOKENS = 32
@@ -85,16 +86,24 @@ class BareVLLM:
 
 @contextlib.contextmanager
 def local_vllm(args: GRPOConfig, model: Path, topology: NodeTopology, trained: torch.nn.Module) -> Iterator[LocalVLLM]:
+    watch = FailureWatch(None, node=0, rank=0, host="here", local_pids={})
+    engines = StartingEngines(
+        engine_spec(args, engine_model(model), topology),
+        topology,
+        watch,
+        log_folder=Path(args.output_dir) / "logs",
+        attempt=0,
+        timeout_s=START_S,
+    )
     local = LocalVLLM(
         args,
-        engine_model(model),
-        topology,
+        engines,
+        TrainedModel(model=trained, engine_model=engine_model(model)),
         NodeGroups(topology, max_wait_s=START_S),
-        FailureWatch(None, node=0, rank=0, host="here", local_pids={}),
+        watch,
         lambda: (STEP, "train"),
     )
     try:
-        local.attach(trained, contextlib.nullcontext)
         yield local
     finally:
         local.close()

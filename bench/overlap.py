@@ -111,8 +111,7 @@ def pin(trainer: GRPOTrainer) -> None:
         raise SystemExit("one core alone: there is nothing that engine and trainer could do at the same time")
     torch.set_num_threads(1)
     assert trainer._local is not None
-    assert trainer._local._clients is not None
-    for client in trainer._local._clients:
+    for client in trainer._local.engines.clients:
         host = psutil.Process(client.pid)
         for process in [host, *host.children(recursive=True)]:
             _pin_threads(process.pid, set(others))

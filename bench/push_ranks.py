@@ -82,7 +82,7 @@ class Ranks:
         self.source = GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
         self.pusher = Pusher(
             self.source,
-            None if self.client is None else [self.client],
+            [] if self.client is None else [self.client],
             backend=settings["backend"],
             tensor_parallel_size=1,
             timeout_s=CALL_S,
@@ -332,7 +332,7 @@ class ExpertRanks:
         self._formats = {"experts at once": answer[0], "experts one by one": replace(answer[0], whole_experts=())}
         self.pusher = Pusher(
             self._source,
-            None if self.client is None else [self.client],
+            [] if self.client is None else [self.client],
             backend=settings["backend"],
             tensor_parallel_size=1,
             timeout_s=CALL_S,

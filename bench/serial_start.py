@@ -1,26 +1,21 @@
-"""`train.py` whose ranks wait for the engines before they go on: the start that `bench.startup` compares with."""
+"""`train.py` whose engines are ready before a model is loaded: the start that `bench.startup` compares with."""
 
 from typing import Any
 
-import torch.distributed as dist
-
-import grpo.trainer
-from grpo.config import GRPOConfig
-from grpo.local_vllm import LocalVLLM
+from grpo.engine.client import EngineClient
 from grpo.recipes.script import main
+from grpo.trainer import GRPOTrainer
+
+START_S = 600.0
 
 
-class SerialStart(LocalVLLM):
-    """Engines that are ready when the constructor returns, on every rank."""
-
-    def __init__(self, args: GRPOConfig, *rest: Any, **kwargs: Any) -> None:
-        super().__init__(args, *rest, **kwargs)
-        for client in self._clients or []:
-            client.wait_ready(args.vllm_start_timeout, self._watch.check)
-        if dist.is_initialized():
-            dist.barrier()
+def start_ready_engine(*args: Any, **kwargs: Any) -> EngineClient:
+    """An engine that takes work when this returns. The node's other ranks wait for it where they load the model."""
+    client = EngineClient(*args, **kwargs)
+    client.wait_ready(START_S)
+    return client
 
 
 if __name__ == "__main__":
-    grpo.trainer.LocalVLLM = SerialStart  # type: ignore[misc]
+    GRPOTrainer.start_engine = staticmethod(start_ready_engine)
     main()

@@ -3,7 +3,7 @@
 import os
 import warnings
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import trl
 
 from grpo.job.devices import count_gpus
 from grpo.job.launch import Launch, asks_for_cpu, parent_argv, read_launch
+from grpo.job.process_groups import make_world_group
 from grpo.job.topology import plan_node
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
@@ -167,8 +168,6 @@ class GRPOConfig(trl.GRPOConfig):
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.
             self.use_cpu = True
-        if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
-            self._make_world_group(self.ddp_backend)
         super().__post_init__()
         own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
         if self.local_mode:
@@ -181,6 +180,13 @@ class GRPOConfig(trl.GRPOConfig):
                 f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
                 f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
             )
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """Where transformers makes the process group; beside `--deepspeed FILE` it forgets the backend."""
+        if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
+            make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
+        return super()._setup_devices
 
     def _check_placement(self, launch: Launch, num_gpus: int) -> None:
         """What this rank can tell alone, before transformers makes the process group.
@@ -195,18 +201,6 @@ class GRPOConfig(trl.GRPOConfig):
                 reserved_gpus=self.vllm_reserved_gpus,
                 tensor_parallel_size=self.vllm_tensor_parallel_size,
                 engines_per_node=self.vllm_engines_per_node,
-            )
-
-    def _make_world_group(self, backend: str) -> None:
-        """Make the job's process group with `ddp_backend`, which transformers drops beside `--deepspeed FILE` (5.17).
-
-        It then takes the group that is there; `accelerate launch` with DeepSpeed in its file needs none of this.
-        """
-        import deepspeed
-
-        if not torch.distributed.is_initialized():
-            deepspeed.init_distributed(
-                dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=self.ddp_timeout)
             )
 
     def _check_local(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
+from grpo.engine.messages import EngineSpec
 from grpo.job.topology import NodeTopology
 
 
@@ -131,6 +132,12 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
     if asked == "auto":
         return "nccl" if has_gpus else "shm"
     return asked
+
+
+def engine_spec(args: GRPOConfig, model: EngineModel, topology: NodeTopology) -> EngineSpec:
+    """How to build each of the node's engines."""
+    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
+    return EngineSpec(engine_args=engine_args(args, model, topology, backend), sampling=sampling_settings(args))
 
 
 def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str) -> dict[str, Any]:

@@ -1,242 +1,192 @@
 """What the trainer calls to generate and to push: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
 
 import contextlib
-import os
-import time
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from grpo.config import GRPOConfig
-from grpo.engine.client import EngineClient, EngineError, engine_environment
-from grpo.engine.messages import EngineSpec
-from grpo.engine_settings import EngineModel, choose_backend, engine_args, sampling_settings
-from grpo.job.failure import FailureRecord
-from grpo.job.node_groups import SIGNAL_PATIENCE_S, NodeGroups
+from grpo.engine.client import EngineError
+from grpo.engine.starting import StartingEngines
+from grpo.engine_settings import EngineModel, choose_backend
+from grpo.job.node_groups import NodeGroups
 from grpo.job.startup import StartupClock
-from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
-from grpo.rollout.node import GenerationReport, NodeSampler, Rollout, Sampled
-from grpo.rollout.packing import SingleValues, seed_base
+from grpo.rollout.ahead import GenerationBatch, GenerationBatches, Progress
+from grpo.rollout.node import LocalMainSampler, NodeSampler
+from grpo.rollout.packing import pack_rows, to_lists
 from grpo.rollout.pool import EnginePool
-from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts, trainer_logprobs
-from grpo.weights.push import Pusher, PushReport
+from grpo.rollout.report import generation_metrics
+from grpo.weights.proof import Prover, is_due, probe_prompts
+from grpo.weights.push import Pusher
+from grpo.weights.report import PushReport, slowest
 from grpo.weights.source import GatheredSource
-from grpo.weights.wire_format import agreed, ask_engines
-
-_OTHER_PROMPTS = (
-    "the prompts that were sampled ahead are not those that training asks for now: the data set, its transform or the "
-    "data loader gives other rows when it is read again; set generation_lookahead to 0"
-)
+from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLag:
-    """How old the policy is that sampled a batch, when the batch is first used."""
+class TrainedModel:
+    """What the engines are kept equal to."""
 
-    pushes: int
-    """Between sampling and first use."""
-    steps: int
-    """Optimizer steps, likewise."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Ahead:
-    """A generation batch from its submission to its use."""
-
-    rollout: Rollout
-    step: int
-    """Optimizer step at its submission."""
-    pushes: int
-    """Done before its submission."""
-    sampled: Sampled | None
-    """Once it was collected."""
+    model: nn.Module
+    """The unwrapped transformers model."""
+    engine_model: EngineModel
+    """How the engines see it."""
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    """Makes the context in which the trainer runs its forwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """What one push cost, over the whole job, and what its proof found."""
+class _EngineFacts:
+    """What a local main has learnt of its engines when they take work."""
 
-    total_s: float
-    """Of the slowest rank, as the next two."""
-    gather_s: float
-    send_s: float
-    num_bytes: int
-    """Sent to each engine."""
-    gap: LogprobGap | None
-    """The worst engine's; None when this push was not proved."""
-    policy_version: int
+    startup_s: float
+    """Of the slowest."""
+    max_model_len: int
+    wire_format: WireFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Serving:
+    """What there is on a rank once all engines of the job take work."""
+
+    batches: GenerationBatches
+    pusher: Pusher
+    prover: Prover
+    pool: EnginePool | None
+    """On the local main."""
 
 
 class LocalVLLM:
     """This node's engines, as the trainer sees them.
 
-    `sync_weights` and `generate` are collective over the job. Engines start in the constructor and are
-    waited for in the first `sync_weights`, so that their start-up overlaps the loading of the trainer's model.
+    `sync_weights` and `generate` are collective over the job. The engines are waited for in the first `sync_weights`,
+    so that their start-up overlaps whatever the trainer does until then.
 
     Args:
-        progress: the current optimizer step, and "train" or "eval".
-        attempt: of the run, for the names of the engines' logs.
+        engines: started before the trainer's model is loaded.
+        progress: the optimizer steps that are done, and "train" or "eval".
+        next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
+            rank, when there is none.
+        say: prints a line for the user, on rank 0.
     """
 
     def __init__(
         self,
         args: GRPOConfig,
-        model: EngineModel,
-        topology: NodeTopology,
+        engines: StartingEngines,
+        trained: TrainedModel,
         groups: NodeGroups,
         watch: FailureWatch,
         progress: Callable[[], tuple[int, str]],
         *,
-        attempt: int = 0,
+        next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.args = args
-        self.topology = topology
-        self.backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
-        self.last_generation: list[GenerationReport] = []
-        """Of each node."""
-        self.last_sync: SyncReport | None = None
-        self.first_gap: LogprobGap | None = None
-        """Of the first push, which is always proved; the worst engine's of the job."""
+        self.engines = engines
         self.startup = StartupClock()
-        self._model = model
+        self.last_batch: GenerationBatch | None = None
+        self.last_push: PushReport | None = None
+        """Over the whole job."""
+        self._trained = trained
         self._groups = groups
         self._watch = watch
         self._progress = progress
-        self._attempt = attempt
-        self.policy_lag = PolicyLag(pushes=0, steps=0)
-        """Of the last generation batch."""
-        self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last step, and its batches so far
+        self._next_prompts = next_prompts
+        self._say = say
         self._pushes = 0
-        self._ahead: _Ahead | None = None
-        self._sampler: NodeSampler | None = None
-        self._pool: EnginePool | None = None
-        self._next_prompts: Callable[[], list[list[int]] | None] = lambda: None
-        self._pusher: Pusher | None = None
-        self._trained_model: nn.Module | None = None
-        self._autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-        self._probe: list[list[int]] = []
-        self._started = time.monotonic()
-        self._clients: list[EngineClient] | None = self._start_engines() if topology.is_local_main else None
-        # At the interpreter's exit, or when nobody holds this object: a notebook's next trainer needs the GPUs.
-        self._ender = weakref.finalize(self, _close_all, self._clients or [])
+        self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
+        self._serving: _Serving | None = None
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def _start_engines(self) -> list[EngineClient]:
-        spec = EngineSpec(
-            engine_args=engine_args(self.args, self._model, self.topology, self.backend),
-            sampling=sampling_settings(self.args),
+    def _connect(self) -> _Serving:
+        """Wait for the engines of the job and meet them. Collective."""
+        args, clients = self.args, self.engines.clients
+        source = GatheredSource(
+            self._trained.model,
+            wire_dtype=self._trained.engine_model.dtype,
+            bucket_bytes=args.vllm_sync_bucket_mb * 2**20,
         )
-        node = self.topology.node
-
-        watch = self._watch  # and not this object, which the engines' threads would keep alive
-
-        def on_death(error: EngineError) -> None:
-            if not watch.stop_was_asked(SIGNAL_PATIENCE_S):
-                watch.fail(error)
-
-        return [
-            EngineClient(
-                spec,
-                name=f"engine {index} of node {node}",
-                environment=engine_environment(
-                    os.environ,
-                    devices=devices,
-                    tensor_parallel_size=self.topology.tensor_parallel_size,
-                    engines_per_node=self.topology.num_engines,
-                ),
-                log_path=Path(self.args.output_dir) / "logs" / f"engine-node{node}-{index}.attempt-{self._attempt}.log",
-                on_death=on_death,
-            )
-            for index, devices in enumerate(self.topology.engines)
-        ]
-
-    def attach(
-        self,
-        model: nn.Module,
-        autocast: Callable[[], contextlib.AbstractContextManager],
-        next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
-    ) -> None:
-        """Say which model is trained; before the first `sync_weights`.
-
-        Args:
-            model: the unwrapped transformers model.
-            autocast: makes the context in which the trainer runs its forwards.
-            next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
-                rank, when there is none.
-        """
-        self._trained_model = model
-        self._autocast = autocast
-        self._next_prompts = next_prompts
-
-    def _connect(self) -> Pusher:
-        assert self._trained_model is not None, "sync_weights before attach"
-        failure, startup_s, max_model_len, wire_format = None, 0.0, 0, None
-        bucket_bytes = self.args.vllm_sync_bucket_mb * 2**20
-        source = GatheredSource(self._trained_model, wire_dtype=self._model.dtype, bucket_bytes=bucket_bytes)
+        pool, facts, failure = None, None, None
         with self._watch.during("engine start"), self.startup.waiting():
             try:
-                max_num_seqs = []
-                for client in self._clients or []:
-                    left_s = self.args.vllm_start_timeout - (time.monotonic() - self._started)
-                    ready = client.wait_ready(max(left_s, 0.1), self._watch.check)
-                    startup_s = max(startup_s, ready.startup_s)
-                    max_model_len = ready.max_model_len
-                    max_num_seqs.append(ready.max_num_seqs)
-                if self._clients is not None:
-                    self._pool = EnginePool(
-                        self._clients, max_num_seqs=max_num_seqs, max_tokens=self.args.max_completion_length
-                    )
-                    wire_format = ask_engines(
-                        self._clients,
-                        source.checkpoint_metas,
-                        source.experts,
-                        source.buffers,
-                        self.args.vllm_sync_timeout,
-                    )
+                if clients:
+                    pool, facts = self._meet_engines(source)
             except (EngineError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
-            starts = self._groups.exchange(self._watch, failure, (startup_s, max_model_len, wire_format))
-        source.adopt(agreed([answer for _, _, answer in starts if answer is not None]))
-        self._sampler = NodeSampler(
-            self._groups,
-            self._watch,
-            self.topology,
-            self._pool,
-            max_model_len=max_model_len,
-            max_tokens=self.args.max_completion_length,
-            timeout_s=self.args.vllm_generate_timeout,
-            balance_nodes=self.args.vllm_balance_nodes,
-        )
-        self.startup.engine_s = max(seconds for seconds, _, _ in starts)
-        self._probe = probe_prompts(
-            self._trained_model.get_input_embeddings().num_embeddings,
-            min(length for _, length, _ in starts if length),  # local mains know, the other ranks say 0
-            self._model.special_ids,
-        )
+            of_nodes = [each for each in self._groups.exchange(self._watch, failure, facts) if each is not None]
+        self.startup.engine_s = max(each.startup_s for each in of_nodes)
+        source.adopt(agreed([each.wire_format for each in of_nodes]))
         pusher = Pusher(
             source,
-            self._clients,
-            backend=self.backend,
-            tensor_parallel_size=self.topology.tensor_parallel_size,
-            timeout_s=self.args.vllm_sync_timeout,
+            clients,
+            backend=choose_backend(args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices)),
+            tensor_parallel_size=self.engines.topology.tensor_parallel_size,
+            timeout_s=args.vllm_sync_timeout,
             tell=self._watch.fail,
         )
+        self._open_push_group(pusher)
+        sampler = NodeSampler(self._groups, self._watch)
+        if pool is not None and facts is not None:
+            sampler = LocalMainSampler(
+                self._groups,
+                self._watch,
+                pool,
+                max_model_len=facts.max_model_len,
+                max_tokens=args.max_completion_length,
+                timeout_s=args.vllm_generate_timeout,
+                balance_nodes=args.vllm_balance_nodes,
+            )
+        user_seed = (args.generation_kwargs or {}).get("seed")
+        return _Serving(
+            batches=GenerationBatches(sampler, seed=args.seed, user_seed=user_seed, progress=self._progress_now),
+            pusher=pusher,
+            prover=self._make_prover(min(each.max_model_len for each in of_nodes)),
+            pool=pool,
+        )
+
+    def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, _EngineFacts]:
+        clients = self.engines.clients
+        ready = self.engines.wait_ready()
+        pool = EnginePool(
+            clients, max_num_seqs=[each.max_num_seqs for each in ready], max_tokens=self.args.max_completion_length
+        )
+        return pool, _EngineFacts(
+            startup_s=max(each.startup_s for each in ready),
+            max_model_len=min(each.max_model_len for each in ready),
+            wire_format=ask_engines(
+                clients, source.checkpoint_metas, source.experts, source.buffers, self.args.vllm_sync_timeout
+            ),
+        )
+
+    def _open_push_group(self, pusher: Pusher) -> None:
+        timeout_s, failure = self.args.vllm_sync_timeout, None
+        stuck = f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)"
         with self._watch.during("push group"):
-            failure = None
-            timeout_s = self.args.vllm_sync_timeout
-            stuck = f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)"
             try:
                 with self._watch.within(timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
                     pusher.connect()
             except (EngineError, OSError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
             self._groups.exchange(self._watch, failure)
-        return pusher
+
+    def _make_prover(self, max_model_len: int) -> Prover:
+        model, engine_model = self._trained.model, self._trained.engine_model
+        vocab_size = model.get_input_embeddings().num_embeddings
+        return Prover(
+            model,
+            self.engines.clients,
+            probe_prompts(vocab_size, max_model_len, engine_model.special_ids),
+            dtype=engine_model.dtype,
+            asked_limit=self.args.vllm_max_logprob_gap,
+            autocast=self._trained.autocast,
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            timeout_s=self.args.vllm_sync_timeout,
+        )
 
     # -- push -----------------------------------------------------------------------------------------------------
 
@@ -247,60 +197,36 @@ class LocalVLLM:
             JobFailed: on every rank, when an engine failed on any node or a proof did not hold.
         """
         self._watch.check()
-        if self._pusher is None:
-            self._pusher = self._connect()
-        self.collect_ahead()
+        serving = self._serving = self._serving or self._connect()
+        self.wait_for_batch()
         step, _ = self._progress()
-        with self._watch.during("push"), self._pool.busy_otherwise() if self._pool else contextlib.nullcontext():
+        with self._watch.during("push"), serving.pool.busy_otherwise() if serving.pool else contextlib.nullcontext():
             try:
-                report, error = self._pusher.push(step)
-                self._pushes += 1
-                failure = None if error is None else self._watch.make_record(error)
-                gap = None
-                if is_due(self._pushes):
-                    gap, failure = self._prove(failure)
-                answers = self._groups.exchange(self._watch, failure, (report, gap))
+                self._note(serving.prover, self._push(serving, step))
             except BaseException:
                 self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
-        self.last_sync = _summarise(answers, step)
-        self.first_gap = self.first_gap or self.last_sync.gap
 
-    @property
-    def gap_limit(self) -> float:
-        """Of the next proof."""
-        return gap_limit(self._model.dtype, asked=self.args.vllm_max_logprob_gap, first=self.first_gap)
+    def _push(self, serving: _Serving, step: int) -> PushReport:
+        report, error = serving.pusher.push(step)
+        self._pushes += 1
+        if is_due(self._pushes):
+            try:
+                gap = serving.prover.prove(self._pushes, engines_work=error is None)
+                report = replace(report, gap=gap)
+            except EngineError as unproved:
+                error = unproved
+        failure = None if error is None else self._watch.make_record(error)
+        return slowest(self._groups.exchange(self._watch, failure, report))
 
-    def _prove(self, failure: FailureRecord | None) -> tuple[LogprobGap | None, FailureRecord | None]:
-        """Score the probe on both sides. Collective over the job: the trainer's forward gathers under ZeRO-3."""
-        assert self._trained_model is not None
-        expected = trainer_logprobs(
-            self._trained_model,
-            self._probe,
-            self._autocast(),
-            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-        )
-        if self._clients is None or failure is not None:
-            return None, failure
-        limit = self.gap_limit
-        worst = LogprobGap(mean=0.0, max=0.0)
-        try:
-            for client in self._clients:
-                gap = gap_between(
-                    client.call("prompt_logprobs", self.args.vllm_sync_timeout, prompts=self._probe), expected
-                )
-                worst = max(worst, gap, key=lambda g: g.mean)
-                if gap.mean > limit:
-                    raise client.error(
-                        f"does not compute what the trainer does after push {self._pushes}: log-probabilities of the "
-                        f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
-                        f"mean is {limit:.3g} for {self._model.dtype}"
-                        + (f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else "")
-                        + "; vllm_max_logprob_gap sets another"
-                    )
-        except EngineError as error:
-            return worst, self._watch.make_record(error)
-        return worst, None
+    def _note(self, prover: Prover, report: PushReport) -> None:
+        self.last_push = report
+        if report.gap is not None and prover.first_gap is None:
+            prover.first_gap = report.gap
+            self._say(
+                f"the first push is proved: log-probabilities differ by {report.gap.mean:.2g} nats in the mean and "
+                f"{report.gap.max:.2g} at most; from now on up to {prover.limit:.2g} in the mean"
+            )
 
     # -- generation -----------------------------------------------------------------------------------------------
 
@@ -310,7 +236,7 @@ class LocalVLLM:
         images: list[list | None] | None,
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[SingleValues], None]:
+    ) -> "tuple[list[list[int]], list[list[int]], list[SingleValues], None]":
         """One completion for each prompt of this rank, sampled now or ahead. Collective over the job.
 
         Args:
@@ -325,83 +251,80 @@ class LocalVLLM:
 
         Raises:
             JobFailed: on every rank, when an engine failed on any node.
-            RuntimeError: what was sampled ahead is not what is asked for.
+            RuntimeError: what was sampled ahead is not what is asked for; or nothing was pushed yet.
         """
         del num_generations
         if images is not None:
             raise ValueError("images reached the engine; local mode takes text alone")
-        assert self._sampler is not None, "generate before sync_weights"
+        if self._serving is None:
+            raise RuntimeError("generate before sync_weights: the engines have no weights yet")
         self._watch.check()
-        step, mode = self._progress()
-        with profiler or contextlib.nullcontext():
-            self.collect_ahead()
-            with self._watch.during("generate"):
-                if mode == "train" and self._ahead is not None:
-                    ahead, self._ahead = self._ahead, None
-                    if ahead.rollout.prompts != prompts:
-                        raise RuntimeError(_OTHER_PROMPTS)
-                else:
-                    ahead = self._submit(prompts)
-                    ahead.sampled = self._sampler.collect(ahead.rollout)
-                sampled = ahead.sampled
-                assert sampled is not None
-                self.last_generation = sampled.reports
-                self.policy_lag = PolicyLag(pushes=self._pushes - ahead.pushes, steps=step - ahead.step)
-                if mode == "train" and (following := self._next_prompts()) is not None:
-                    self._ahead = self._submit(following)
-        return prompts, sampled.completion_ids, [SingleValues(row) for row in sampled.engine_logprobs], None
+        batches = self._serving.batches
+        with profiler or contextlib.nullcontext(), self._watch.during("generate"):
+            self.last_batch = batches.take(pack_rows(prompts))
+            if self._progress_now().mode == "train" and (following := self._next_prompts()) is not None:
+                batches.sample_ahead(pack_rows(following))
+        completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
+        return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
 
-    def collect_ahead(self) -> None:
-        """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job.
-
-        Before a push: a completion is of one policy version, and engines drop their prefix cache only at rest.
-        """
-        if self._ahead is not None and self._ahead.sampled is None:
-            assert self._sampler is not None
+    def wait_for_batch(self) -> None:
+        """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job."""
+        if self._serving is not None:
             with self._watch.during("generate"):
-                self._ahead.sampled = self._sampler.collect(self._ahead.rollout)
+                self._serving.batches.wait()
 
     def drop_ahead(self) -> None:
         """Forget the batch that is sampled ahead. On every rank, but not collective."""
-        if self._ahead is not None and self._sampler is not None:
-            self._sampler.drop(self._ahead.rollout)
-        self._ahead = None
+        if self._serving is not None:
+            self._serving.batches.drop()
 
-    def _submit(self, prompts: list[list[int]]) -> "_Ahead":
-        assert self._sampler is not None
+    def _progress_now(self) -> Progress:
         step, mode = self._progress()
-        last_step, draws = self._draws.get(mode, (step, 0))
-        draw = draws if last_step == step else 0
-        self._draws[mode] = (step, draw + 1)
-        user_seed = (self.args.generation_kwargs or {}).get("seed")
-        base = seed_base(seed=self.args.seed, step=step, mode=mode, draw=draw, user_seed=user_seed)
-        return _Ahead(rollout=self._sampler.submit(prompts, base), step=step, pushes=self._pushes, sampled=None)
+        return Progress(step=step, mode=mode, pushes=self._pushes)
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps of the weights that have sampled the last batch."""
+        return 0 if self.last_batch is None else self.last_batch.policy_version
+
+    # -- metrics and end ------------------------------------------------------------------------------------------
+
+    def metrics(self, mode: str) -> dict[str, float]:
+        """Of the last generation batch, and of the last push if `mode` has not been told of it; over the job."""
+        metrics = {}
+        if self.last_batch is not None:
+            metrics = generation_metrics(self.last_batch.reports, self.last_batch.lag)
+        if self._serving is not None and self.last_push is not None and self._told.get(mode) is not self.last_push:
+            self._told[mode] = self.last_push
+            metrics |= self.last_push.metrics()
+            if self.last_push.gap is not None:
+                metrics["push/logprob_gap_limit"] = self._serving.prover.limit
+        return metrics
 
     def close(self) -> None:
         """End this node's engines. Safe to call twice."""
-        self._ahead = None
-        if self._pusher is not None:
-            self._pusher.close()
-            self._pusher = None
-        self._ender()
-        if self._pool is not None:
-            self._pool.close()
+        if self._serving is not None:
+            self._serving.pusher.close()
+        self.engines.close()
+        if self._serving is not None and self._serving.pool is not None:
+            self._serving.pool.close()
 
 
-def _close_all(clients: list[EngineClient]) -> None:
-    for client in clients:
-        client.close()
+class SingleValues(Sequence[tuple[float]]):
+    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
 
+    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
+    to the ranks does.
+    """
 
-def _summarise(answers: list[tuple[PushReport, LogprobGap | None]], step: int) -> SyncReport:
-    reports = [report for report, _ in answers]
-    gaps = [gap for _, gap in answers if gap is not None]
-    worst = LogprobGap(mean=max(g.mean for g in gaps), max=max(g.max for g in gaps)) if gaps else None
-    return SyncReport(
-        total_s=max(r.total_s for r in reports),
-        gather_s=max(r.gather_s for r in reports),
-        send_s=max(r.send_s for r in reports if r.num_bytes),
-        num_bytes=max(r.num_bytes for r in reports),
-        gap=worst,
-        policy_version=step,
-    )
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
+
+    def __iter__(self) -> Iterator[tuple[float]]:
+        return zip(self._values)

@@ -6,25 +6,29 @@ samples come from and how the weights get there.
 """
 
 import contextlib
+import copy
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
 from grpo.config import GRPOConfig
-from grpo.engine_settings import attention_heads, describe_model
+from grpo.engine.client import EngineClient
+from grpo.engine.starting import StartEngine, StartingEngines
+from grpo.engine_settings import attention_heads, describe_model, engine_spec
 from grpo.job.agreement import agree_on_topology
-from grpo.job.communication import WaitClock
 from grpo.job.failure import FailureRecord
 from grpo.job.node_groups import NodeGroups
 from grpo.job.process_groups import join_deepspeed
-from grpo.job.topology import read_topology
-from grpo.job.watch import watch_for
-from grpo.local_vllm import LocalVLLM, SyncReport
+from grpo.job.signals import StopSignals
+from grpo.job.topology import NodeTopology, read_topology
+from grpo.job.watch import FailureWatch, watch_for
+from grpo.local_vllm import LocalVLLM, TrainedModel
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
-from grpo.run.metrics import MetricsFile, count_clipped
+from grpo.run.metrics import MetricsFile, clipped_share
 from grpo.run.prompt_order import prompts_of_batch
 from grpo.run.resumable import ResumableTrainer
 
@@ -32,11 +36,14 @@ ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in th
 
 
 class GRPOTrainer(ResumableTrainer):
-    """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`.
+    """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
     In local mode every rank of the job makes one at the same time, from the main thread. Images, tools, environments,
     rollout functions, LoRA, quantised models and FSDP are refused there.
     """
+
+    start_engine: ClassVar[StartEngine] = EngineClient
+    """Starts each engine."""
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class GRPOTrainer(ResumableTrainer):
         inherited = {
             "model": model,
             "reward_funcs": reward_funcs,
-            "args": args,
+            "args": copy.copy(args),  # some fields depend on where we are, and TRL sets others
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
             "processing_class": processing_class,
@@ -77,21 +84,66 @@ class GRPOTrainer(ResumableTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
-        self._wait_clock: WaitClock | None = None
-        self._logged_sync: dict[str, SyncReport] = {}
         if not args.local_mode:
-            if args.deepspeed:
-                join_deepspeed()
+            join_deepspeed(args.deepspeed)
             super().__init__(**inherited)
+            # A launcher sends SIGTERM when a rank has failed, and here no watch could tell that from a request.
+            signals = StopSignals(sigterm=False)
+            signals.take()
+            self.open_run(self.args, signals)
             return
         with self.recording_failures(setting_up=True):
             refuse_unsupported(inherited)
             self._init_local(inherited)
 
+    # -- start ----------------------------------------------------------------------------------------------------
+
     def _init_local(self, inherited: dict[str, Any]) -> None:
+        """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
         args: GRPOConfig = inherited["args"]
-        num_heads, num_kv_heads = attention_heads(inherited["model"], args)
-        self.topology, pids = agree_on_topology(
+        self.topology, self._watch = self._find_place(inherited["model"], args)
+        if not self.topology.launched and len(self.topology.devices) > 1:
+            # The other GPU is the engine's. TRL would refuse two, and transformers spread the model over both.
+            args._n_gpu = 1
+            args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
+        with self._watch.guard(), self._watch.during("start"):
+            self.open_run(args, self._watch.signals, self._watch)
+            self._record_what_the_watch_learns()
+            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
+            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
+            engine_model, self._private_folder = describe_model(  # the folder is removed with this object
+                inherited["model"], args, inherited["processing_class"], self.topology
+            )
+            engines = StartingEngines(
+                engine_spec(args, engine_model, self.topology),
+                self.topology,
+                self._watch,
+                log_folder=Path(args.output_dir) / "logs",
+                attempt=self.attempt,
+                timeout_s=args.vllm_start_timeout,
+                start_engine=self.start_engine,
+            )
+            try:
+                join_deepspeed(args.deepspeed)
+                self._init_without_a_generator(inherited)
+            except BaseException:
+                engines.close()
+                raise
+            self._local = self.vllm_generation = LocalVLLM(
+                args,
+                engines,
+                TrainedModel(model=self.model, engine_model=engine_model, autocast=self.accelerator.autocast),
+                groups,
+                self._watch,
+                self._progress,
+                next_prompts=self._following_prompts,
+                say=self._say,
+            )
+            ddp_memory_warning(self)
+
+    def _find_place(self, model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, FailureWatch]:
+        num_heads, num_kv_heads = attention_heads(model, args)
+        topology, pids = agree_on_topology(
             lambda: read_topology(
                 use_cpu=args.use_cpu,
                 reserved_gpus=args.vllm_reserved_gpus,
@@ -104,60 +156,83 @@ class GRPOTrainer(ResumableTrainer):
             args.world_size,
             timeout_s=ARRIVAL_TIMEOUT_S,
         )
-        if not self.topology.launched and len(self.topology.devices) > 1:
-            # The other GPU is the engine's. TRL would refuse two, and transformers spread the model over both.
-            args._n_gpu = 1
-            args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
-        first = self.topology.node * self.topology.local_world_size
-        self._watch = watch_for(
-            self.topology,
-            {rank: pids[rank] for rank in range(first, first + self.topology.local_world_size)},
-        )
-        with self._watch.guard(), self._watch.during("start"):
-            self.open_run(args, self._watch.signals, self._watch)
-            me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive
+        first = topology.node * topology.local_world_size
+        ranks = range(first, first + topology.local_world_size)
+        return topology, watch_for(topology, {rank: pids[rank] for rank in ranks})
 
-            def on_record(record: FailureRecord) -> None:
-                if (trainer := me()) is not None:
-                    trainer.record_failure(str(record), can_heal=record.can_heal)
+    def _record_what_the_watch_learns(self) -> None:
+        me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive
 
-            self._watch.on_record = on_record
-            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
-            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
-            engine_model, private_folder = describe_model(
-                inherited["model"], args, inherited["processing_class"], self.topology
+        def on_record(record: FailureRecord) -> None:
+            if (trainer := me()) is not None:
+                trainer.record_failure(str(record), can_heal=record.can_heal)
+
+        self._watch.on_record = on_record
+
+    def _init_without_a_generator(self, inherited: dict[str, Any]) -> None:
+        """TRL would build a generator of its own; it takes ours in the same place afterwards."""
+        args: GRPOConfig = inherited["args"]
+        args.use_vllm = False
+        try:
+            super().__init__(**inherited)
+        finally:
+            args.use_vllm = True
+        if self._is_vlm:
+            raise ValueError(
+                f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, or "
+                "set vllm_mode to 'server' or 'colocate'"
             )
-            self._private_folder = private_folder  # removed with this object
-            self._local = LocalVLLM(
-                args, engine_model, self.topology, groups, self._watch, self._progress, attempt=self.attempt
-            )
-            if args.deepspeed:
-                join_deepspeed()
-            # TRL would build its own generator here; it takes ours in the same place afterwards.
-            args.use_vllm = False
+        self.use_vllm = True
+        self._last_loaded_step = -1
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
+        with self._guarded("train"):
+            self._last_loaded_step = -1  # TRL would leave out a second `train`'s first push where both begin at a step
             try:
-                super().__init__(**inherited)
-                if self._is_vlm:
-                    raise ValueError(
-                        f"{self.model.config.model_type} takes images: local mode trains text models; pass the text "
-                        "model, or set vllm_mode to 'server' or 'colocate'"
-                    )
-            except BaseException:
-                self._local.close()
-                raise
+                return super().train(*args, **kwargs)
             finally:
-                args.use_vllm = True
-            self.use_vllm = True
-            self.vllm_generation = self._local
-            self._last_loaded_step = -1
-            self._local.attach(self.model, self.accelerator.autocast, self._following_prompts)
-            if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
-                watch = self._watch
-                self._wait_clock = WaitClock(lambda: watch.phase == "train")
-            ddp_memory_warning(self)
+                if self._local is not None:
+                    self._local.drop_ahead()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; fails as `train` does."""
+        with self._guarded("evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample: TRL pushes the weights where they have changed, then asks for completions."""
+        if self._local is None:
+            return super()._generate_single_turn(*args, **kwargs)
+        with profiling_context(self, "vLLM.generate"):
+            self._local.wait_for_batch()  # here, so that TRL's timer of the push does not count it
+        completions = super()._generate_single_turn(*args, **kwargs)
+        self._log(self._local.metrics(self._mode))
+        self._metrics[self._mode]["engine/policy_version"] = [self._local.policy_version]
+        return completions
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample and score."""
+        scored = super()._generate_and_score_completions(inputs)
+        if self._local is not None and "importance_sampling_ratio" in scored:
+            self._log(clipped_share(scored, self.args, self.accelerator))
+        return scored
+
+    def after_step(self, control: TrainerControl) -> None:
+        if self._local is not None and (startup := self._local.startup.first_step()):
+            self._log(startup.metrics())
+        super().after_step(control)
+
+    # -- what the loop asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
     def _progress(self) -> tuple[int, str]:
-        return self.state.global_step, "train" if self.model.training else "eval"
+        return self.state.global_step, self._mode
 
     def _following_prompts(self) -> list[list[int]] | None:
         """This rank's prompts of the generation batch after the present one; None when training ends before it."""
@@ -175,37 +250,19 @@ class GRPOTrainer(ResumableTrainer):
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
         )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
-        with self._guarded("train"):
-            self._last_loaded_step = -1  # TRL would leave out a second `train`'s first push where both begin at a step
-            try:
-                return super().train(*args, **kwargs)
-            finally:
-                if self._local is not None:
-                    self._local.drop_ahead()
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; fails as `train` does."""
-        with self._guarded("evaluate"):
-            return super().evaluate(*args, **kwargs)
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)
 
     @contextlib.contextmanager
-    def _guarded(self, phase: str) -> Any:
+    def _guarded(self, phase: str) -> Iterator[None]:
         if self._local is None:
             yield
             return
         with self._watch.guard(), self._watch.during(phase):
             yield
 
-    def after_step(self, control: TrainerControl) -> None:
-        if self._wait_clock is not None:
-            self._metrics["train"]["comm/wait_s"].append(self._wait_clock.take_s())
-        if self._local is not None and (startup := self._local.startup.first_step()):
-            for name, seconds in startup.metrics().items():
-                self._metrics["train"][name].append(seconds)
-            self._say(str(startup))
-        super().after_step(control)
+    # -- end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         if self._local is not None:
@@ -216,69 +273,3 @@ class GRPOTrainer(ResumableTrainer):
         if self._local is not None:
             self._local.close()
         super().close()
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        if self._local is not None:
-            with profiling_context(self, "vLLM.generate"):
-                self._local.collect_ahead()  # here, so that TRL's timer of the push does not count it
-        result = super()._generate_single_turn(*args, **kwargs)
-        if self._local is not None:
-            self._log_generation(self._local)
-        return result
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        ratio = output.get("importance_sampling_ratio")
-        if self._local is not None and ratio is not None:
-            counts = count_clipped(
-                ratio,
-                output["completion_mask"],
-                mode=self.args.vllm_importance_sampling_mode,
-                clip_min=self.args.vllm_importance_sampling_clip_min,
-                clip_max=self.args.vllm_importance_sampling_clip_max,
-            )
-            counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
-            mode = "train" if self.model.training else "eval"
-            name = "sampling/importance_sampling_ratio/clipped_share"
-            self._metrics[mode][name].append((counts[0] / counts[1].clamp(min=1)).item())
-        return output
-
-    def _log_generation(self, local: LocalVLLM) -> None:
-        """Metrics of one generation batch, over nodes, and of the last push if they have not been logged yet."""
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        reports = local.last_generation
-        of_nodes = {
-            "rollout/generate_s": [report.generate_s for report in reports],
-            "rollout/tokens_per_s": [report.tokens_per_s for report in reports],
-            "rollout/wait_s": [report.wait_s for report in reports],
-            "engine/idle_s": [report.idle_s for report in reports],
-        }
-        periods_s = [report.period_s for report in reports if report.period_s is not None]
-        if periods_s:
-            of_nodes["rollout/wait_share"] = [r.wait_s / p for r, p in zip(reports, periods_s, strict=True)]
-            of_nodes["engine/idle_share"] = [r.idle_s / p for r, p in zip(reports, periods_s, strict=True)]
-        for name, values in of_nodes.items():
-            metrics[name].append(sum(values) / len(values))
-            metrics[f"{name}_min"].append(min(values))
-            metrics[f"{name}_max"].append(max(values))
-        metrics["rollout/policy_lag"].append(local.policy_lag.pushes)
-        metrics["rollout/policy_lag_steps"].append(local.policy_lag.steps)
-        metrics["engine/policy_version"] = [self.state.global_step - local.policy_lag.steps]
-        sync = local.last_sync
-        if sync is None or self._logged_sync.get(mode) is sync:
-            return
-        self._logged_sync[mode] = sync
-        metrics["push/total_s"].append(sync.total_s)
-        metrics["push/gather_s"].append(sync.gather_s)
-        metrics["push/send_s"].append(sync.send_s)
-        metrics["push/bytes"].append(sync.num_bytes)
-        if sync.gap is not None:
-            if sync.gap is local.first_gap:
-                self._say(
-                    f"the first push is proved: log-probabilities differ by {sync.gap.mean:.2g} nats in the mean and "
-                    f"{sync.gap.max:.2g} at most; from now on up to {local.gap_limit:.2g} in the mean"
-                )
-            metrics["push/logprob_gap_limit"].append(local.gap_limit)
-            metrics["push/logprob_gap_mean"].append(sync.gap.mean)
-            metrics["push/logprob_gap_max"].append(sync.gap.max)

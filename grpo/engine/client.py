@@ -4,7 +4,6 @@ import contextlib
 import getpass
 import itertools
 import os
-import queue
 import re
 import signal
 import socket
@@ -125,10 +124,11 @@ class EngineClient:
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
         self._ready: Future[Ready] = Future()
-        self._sampled: queue.SimpleQueue[Sampled | EngineError] = queue.SimpleQueue()
+        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineError | None = None
         self._said: str | None = None  # the host's own last words
         self._closing = False
+        self._started = time.monotonic()
 
         # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
         # there. Not under output_dir: the path of a socket has 107 bytes at most.
@@ -180,12 +180,13 @@ class EngineClient:
         """Wait until the engine takes work.
 
         Args:
+            timeout_s: from its start on.
             check: called again and again meanwhile; what it raises ends the wait.
 
         Raises:
             EngineError: it ended first, or the deadline passed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._started + timeout_s
         while True:
             check()
             try:
@@ -194,31 +195,25 @@ class EngineClient:
                 if time.monotonic() > deadline:
                     raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout)") from None
 
-    def submit(self, requests: Sequence[Sample]) -> None:
-        """Send requests; each is answered through `next_sampled`."""
-        for request in requests:
-            self._send(request)
+    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
+        """Say who gets what `submit` leads to, from now on.
 
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop requests; those that have not been answered yet never will be."""
-        self._send(Abort(request_ids=tuple(request_ids)))
-
-    def next_sampled(self, timeout_s: float) -> Sampled | None:
-        """The next finished request, None when there is none within `timeout_s`.
-
-        Raises:
-            EngineError: the engine died, or refused this request.
+        Args:
+            hear: called from another thread: with every completion, and with an error when the engine refuses one or
+                dies; at once if it is dead.
         """
-        try:
-            item = self._sampled.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            return None
-        if isinstance(item, EngineError):
-            self._sampled.put(item)  # for whoever asks next
-            raise item
-        if item.error is not None:
-            raise self.error(f"refused a request: {item.error}")
-        return item
+        with self._lock:
+            self._hear, death = hear, self._death
+        if death is not None:
+            hear(death)
+
+    def submit(self, sample: Sample) -> None:
+        """Send completions to be sampled; `listen` says where they go."""
+        self._send(sample)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Drop completions; those that have not been answered yet never will be."""
+        self._send(Abort(ids=tuple(ids)))
 
     def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         """Run a control call in the engine and wait for its value."""
@@ -270,7 +265,8 @@ class EngineClient:
                 case Ready():
                     self._ready.set_result(message)
                 case Sampled():
-                    self._sampled.put(message)
+                    refused = message.error is not None
+                    self._hear(self.error(f"refused a request: {message.error}") if refused else message)
                 case Reply():
                     with self._lock:
                         future = self._calls.pop(message.call_id, None)
@@ -292,14 +288,14 @@ class EngineClient:
         how = "was closed" if closing else how
         death = self.error(f"{how}" + (f": {self._said}" if self._said else ""))
         with self._lock:
-            self._death = death
+            self._death, hear = death, self._hear
             waiting = [*self._calls.values()]
             self._calls.clear()
         if not self._ready.done():
             waiting.append(self._ready)
         for future in waiting:
             future.set_exception(death)
-        self._sampled.put(death)
+        hear(death)
         if self._on_death is not None and not closing:
             self._on_death(death)
 

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,7 @@ class Host:
         self._send_lock = threading.Lock()
         self._engine = engine
         self._sampling = sampling
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # request id -> the task that samples it
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._background: set[asyncio.Task[None]] = set()
 
     def send(self, message: object) -> None:
@@ -70,12 +72,15 @@ class Host:
     def _dispatch(self, message: object) -> None:
         match message:
             case Sample():
-                task = asyncio.create_task(self._sample(message))
-                self._tasks[message.request_id] = task
-                task.add_done_callback(lambda _: self._tasks.pop(message.request_id, None))
+                settings = {**self._sampling, **message.overrides}
+                for number, completion_id in enumerate(message.ids):
+                    params = partial(sampling_params, settings, seed=message.seed + number)
+                    task = asyncio.create_task(self._sample(completion_id, message.token_ids.tolist(), params))
+                    self._tasks[completion_id] = task
+                    task.add_done_callback(partial(self._forget, completion_id))
             case Abort():
-                for request_id in message.request_ids:
-                    if task_to_cancel := self._tasks.get(request_id):
+                for completion_id in message.ids:
+                    if task_to_cancel := self._tasks.get(completion_id):
                         task_to_cancel.cancel()
             case Call():
                 call = asyncio.create_task(self._call(message))
@@ -84,23 +89,21 @@ class Host:
             case _:
                 raise TypeError(f"engine host got {type(message).__name__}, which is no message of the protocol")
 
-    async def _sample(self, request: Sample) -> None:
+    def _forget(self, completion_id: int, task: "asyncio.Task[None]") -> None:
+        self._tasks.pop(completion_id, None)
+
+    async def _sample(self, completion_id: int, prompt: list[int], params: Callable[[], Any]) -> None:
         import numpy as np
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            params = sampling_params({**self._sampling, **request.overrides}, seed=request.seed)
-            final = None
             # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
-            prompt = tokens_input(request.token_ids.tolist())
-            async for output in self._engine.generate(prompt, params, str(request.request_id)):
-                final = output
-            assert final is not None
+            final = await self._last_output(tokens_input(prompt), params(), str(completion_id))
             (completion,) = final.outputs
             self.send(
                 Sampled(
-                    request_id=request.request_id,
+                    completion_id=completion_id,
                     token_ids=np.asarray(completion.token_ids, dtype=np.int32),
                     engine_logprobs=_sampled_logprobs(completion),
                 )
@@ -111,12 +114,17 @@ class Host:
             empty = np.empty(0, dtype=np.int32)
             self.send(
                 Sampled(
-                    request_id=request.request_id,
+                    completion_id=completion_id,
                     token_ids=empty,
                     engine_logprobs=empty.astype(np.float32),
                     error=f"{type(error).__name__}: {error}",
                 )
             )
+
+    async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
+        """What vLLM answers when a request is finished."""
+        outputs = [output async for output in self._engine.generate(prompt, params, request_id)]
+        return outputs[-1]
 
     async def _call(self, call: Call) -> None:
         try:
@@ -151,16 +159,9 @@ class Host:
 
         async def score(index: int, token_ids: list[int]) -> list[float]:
             params = sampling_params({"temperature": 1.0, "max_tokens": 1}, seed=0, prompt_logprobs=0)
-            final = None
-            async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, f"probe-{index}"):
-                final = output
-            assert final is not None
-            assert final.prompt_logprobs is not None
-            return [
-                final.prompt_logprobs[position][token].logprob
-                for position, token in enumerate(token_ids)
-                if position > 0
-            ]
+            final = await self._last_output({"prompt_token_ids": token_ids}, params, f"probe-{index}")
+            scored = final.prompt_logprobs
+            return [scored[position][token].logprob for position, token in enumerate(token_ids) if position > 0]
 
         return list(await asyncio.gather(*(score(index, ids) for index, ids in enumerate(prompts))))
 

@@ -8,6 +8,7 @@ before it could end the others.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import select
@@ -117,17 +118,17 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         _end_with(parent.pid)
-    if not _forks_are_watched:
-        _forks_are_watched.append(True)
-        parents: list[int] = []
-        os.register_at_fork(
-            before=lambda: parents.append(os.getpid()),
-            after_in_parent=parents.clear,
-            after_in_child=lambda: _end_with(parents[-1]),
-        )
+    _watch_forks()
 
 
-_forks_are_watched: list[bool] = []
+@functools.cache  # once a process
+def _watch_forks() -> None:
+    parents: list[int] = []
+    os.register_at_fork(
+        before=lambda: parents.append(os.getpid()),
+        after_in_parent=parents.clear,
+        after_in_child=lambda: _end_with(parents[-1]),
+    )
 
 
 def _end_with(parent_pid: int) -> None:

@@ -22,7 +22,7 @@ class EngineSpec:
     engine_args: dict[str, Any]
     """Arguments of vLLM's `AsyncEngineArgs`."""
     sampling: dict[str, Any]
-    """Arguments of `SamplingParams` common to all requests; `seed` comes with each request."""
+    """Arguments of `SamplingParams` common to all completions; `seed` comes with each `Sample`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +46,23 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Sample one completion of a prompt."""
+    """Sample completions of one prompt; one `Sampled` follows for each."""
 
-    request_id: int
+    ids: range
+    """Of the completions; no two that an engine works on have the same."""
     token_ids: "np.ndarray"
-    """[L] int32."""
+    """[L] int32, the prompt."""
     seed: int
+    """Of the first completion; the i-th has seed + i."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Sampling arguments that replace those of the spec, for this request alone."""
+    """Sampling arguments that replace those of the spec, for these completions alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The completion of one request, or why there is none."""
+    """One completion, or why there is none."""
 
-    request_id: int
+    completion_id: int
     token_ids: "np.ndarray"
     """[T] int32."""
     engine_logprobs: "np.ndarray"
@@ -70,9 +72,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Drop these requests; no `Sampled` follows for them."""
+    """Drop these completions; no `Sampled` follows for them."""
 
-    request_ids: tuple[int, ...]
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

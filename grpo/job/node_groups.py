@@ -5,6 +5,7 @@ under its watchdog. All methods are collective over the ranks that they name, in
 """
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,8 @@ class NodeGroups:
 
     # -- inside a node --------------------------------------------------------------------------------------------
 
-    def gather(self, message: np.ndarray) -> list[np.ndarray] | None:
-        """Every rank's message, on the node's local main in local rank order, None elsewhere. Over the node.
+    def gather(self, message: np.ndarray) -> list[np.ndarray]:
+        """Every rank's message, on the node's local main in local rank order; [] elsewhere. Over the node.
 
         Args:
             message: [.] int32; the others' may have other lengths.
@@ -121,34 +122,29 @@ class NodeGroups:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._node)
         padded = torch.zeros(int(longest), dtype=torch.int32)
         padded[: len(message)] = torch.from_numpy(message)
-        receive = None
-        if self.topology.is_local_main:
-            receive = [torch.empty_like(padded) for _ in range(self.topology.local_world_size)]
-        dist.gather(padded, receive, dst=self._leader, group=self._node)
-        return None if receive is None else [part.numpy() for part in receive]
+        count = self.topology.local_world_size if self.topology.is_local_main else 0
+        receive = [torch.empty_like(padded) for _ in range(count)]
+        dist.gather(padded, receive or None, dst=self._leader, group=self._node)
+        return [part.numpy() for part in receive]
 
-    def scatter(self, messages: list[np.ndarray] | None) -> np.ndarray:
+    def scatter(self, messages: list[np.ndarray]) -> np.ndarray:
         """This rank's part of what the node's local main has for each of its ranks. Over the node.
 
         Args:
-            messages: [.] int32 each, in local rank order; on the local main.
+            messages: [.] int32 each, in local rank order, on the local main; [] elsewhere.
 
         Returns:
             The message, with whatever behind it.
         """
         if self._alone:
-            assert messages is not None
             return messages[0]
-        longest = torch.tensor([max(len(message) for message in messages) if messages else 0])
+        longest = torch.tensor([max(map(len, messages), default=0)])
         dist.broadcast(longest, src=self._leader, group=self._node)
         received = torch.empty(int(longest), dtype=torch.int32)
-        parts = None
-        if messages is not None:
-            parts = [torch.empty_like(received) for _ in messages]
-            for part, message in zip(parts, messages, strict=True):
-                part[: len(message)] = torch.from_numpy(message)
-        if len(received):
-            dist.scatter(received, parts, src=self._leader, group=self._node)
+        parts = [torch.empty_like(received) for _ in messages]
+        for part, message in zip(parts, messages, strict=True):
+            part[: len(message)] = torch.from_numpy(message)
+        dist.scatter(received, parts or None, src=self._leader, group=self._node)
         return received.numpy()
 
     # -- between local mains --------------------------------------------------------------------------------------
@@ -160,24 +156,28 @@ class NodeGroups:
         return by_node
 
     def exchange_between_nodes(
-        self, outgoing: dict[int, np.ndarray], incoming: dict[int, int]
+        self, outgoing: dict[int, np.ndarray], sources: Collection[int]
     ) -> dict[int, np.ndarray]:
-        """Arrays from node to node. Over the local mains, each of which knows what the others have for it.
+        """Messages from node to node. Over the local mains, each of which knows which others have one for it.
 
         Args:
             outgoing: [.] int32, by the node that gets it.
-            incoming: elements to expect, by the node that they come from.
+            sources: the nodes that have a message for this one.
 
         Returns:
             What came, by the node that it came from.
         """
-        size = self.topology.local_world_size
-        received = {node: torch.empty(length, dtype=torch.int32) for node, length in incoming.items()}
-        sends = [
-            dist.isend(torch.from_numpy(array), node * size, group=self._leaders) for node, array in outgoing.items()
-        ]
-        receives = [dist.irecv(tensor, node * size, group=self._leaders) for node, tensor in received.items()]
-        for work in [*sends, *receives]:
-            assert work is not None
-            work.wait()
+        lengths = {node: torch.tensor([len(message)]) for node, message in outgoing.items()}
+        expected = {node: torch.empty(1, dtype=torch.int64) for node in sources}
+        self._swap(lengths, expected)
+        received = {node: torch.empty(int(length), dtype=torch.int32) for node, length in expected.items()}
+        self._swap({node: torch.from_numpy(message) for node, message in outgoing.items()}, received)
         return {node: tensor.numpy() for node, tensor in received.items()}
+
+    def _swap(self, outgoing: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+        size = self.topology.local_world_size
+        works = [dist.isend(tensor, node * size, group=self._leaders) for node, tensor in outgoing.items()]
+        works += [dist.irecv(tensor, node * size, group=self._leaders) for node, tensor in received.items()]
+        for work in works:
+            if work is not None:  # None: this rank is not in the group
+                work.wait()

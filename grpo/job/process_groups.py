@@ -87,15 +87,30 @@ def new_gloo_groups(
     return groups
 
 
-def join_deepspeed() -> None:
-    """Let DeepSpeed know of the process group, where transformers has made one without it.
+def join_deepspeed(config: object) -> None:
+    """Let DeepSpeed know of the process group, where it is used and transformers has made one without it.
 
     With `--deepspeed FILE` and no GPU it does (5.17), and DeepSpeed then takes a rank that loads a ZeRO-3 model for the
     only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+
+    Args:
+        config: DeepSpeed's, as the training arguments have it; none where it is not used.
     """
-    if not dist.is_initialized():
+    if not config or not dist.is_initialized():
         return
     import deepspeed
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+def make_world_group(backend: str, *, timeout_s: float) -> None:
+    """Make the job's process group with a backend that was asked for, through DeepSpeed.
+
+    transformers drops `ddp_backend` beside `--deepspeed FILE` (5.17), and takes the group that is there. `accelerate
+    launch` with DeepSpeed in its file needs none of this.
+    """
+    import deepspeed
+
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))

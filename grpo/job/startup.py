@@ -39,13 +39,6 @@ class Startup:
             "startup/one_after_the_other_s": self.one_after_the_other_s,
         }
 
-    def __str__(self) -> str:
-        return (
-            f"first step {self.launch_to_first_step_s:.1f} s after the start: trainer ready after {self.trainer_s:.1f} "
-            f"s, then {self.waited_for_engine_s:.1f} s for the engines, which took {self.engine_s:.1f} s beside it; "
-            f"one after the other it would be {self.one_after_the_other_s:.1f} s"
-        )
-
 
 class StartupClock:
     """Follows the start of one rank. `waiting` and `engine_s` come first; `first_step` answers once."""

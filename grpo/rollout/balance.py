@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo.job.node_groups import NodeGroups
-from grpo.rollout.packing import Completions, Request, concat_completions, from_message, split_completions, to_message
+from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
 SMOOTHING = 0.5  # share of the last batch in a node's tokens/s
@@ -99,9 +99,8 @@ class NodeBalance:
             requests: of this node's ranks; None when they were refused: then nothing moves anywhere.
         """
         offers = self._groups.all_gather_between_nodes(None if requests is None else [r.n for r in requests])
-        if any(offer is None for offer in offers):
+        if requests is None or any(offer is None for offer in offers):
             return Shares(asked=requests or [], moves=[], sampled=requests or [])
-        assert requests is not None
         known = all(self._tokens_per_s)
         moves = plan_moves(offers, self._tokens_per_s if known else [1.0] * len(offers))
         if not moves:
@@ -137,19 +136,14 @@ class NodeBalance:
             foreign[source] = concat_completions(by_request[-here[source] :])
             del by_request[-here[source] :]
 
-        counts = {target: [shares.asked[number].n for number in numbers] for target, numbers in away.items()}
-        lengths = self._groups.exchange_between_nodes(
-            {source: part.lengths for source, part in foreign.items()},
-            {target: sum(of_requests) for target, of_requests in counts.items()},
-        )
         messages = self._groups.exchange_between_nodes(
-            {source: to_message(part) for source, part in foreign.items()},
-            {target: len(of_node) + 2 * int(of_node.sum()) for target, of_node in lengths.items()},
+            {source: part.to_message() for source, part in foreign.items()}, away
         )
         gone = {number for numbers in away.values() for number in numbers}
         kept = [number for number in range(len(shares.asked)) if number not in gone]
         of_request = dict(zip(kept, by_request, strict=True))
         for target, message in messages.items():
-            came = from_message(message, len(lengths[target]))
-            of_request.update(zip(away[target], split_completions(came, counts[target]), strict=True))
+            sizes = [shares.asked[number].n for number in away[target]]
+            came = split_completions(Completions.from_message(message), sizes)
+            of_request.update(zip(away[target], came, strict=True))
         return concat_completions([of_request[number] for number in range(len(shares.asked))])

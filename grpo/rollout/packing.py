@@ -6,10 +6,9 @@ completion i, whichever engine sampled it.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,17 @@ class PackedRows:
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
+
+    def to_message(self) -> np.ndarray:
+        """[1 + R + T] int32: number of rows, lengths, token ids."""
+        return np.concatenate([[self.num_rows], self.lengths, self.token_ids], dtype=np.int32)
+
+    @staticmethod
+    def from_message(message: np.ndarray) -> "PackedRows":
+        """What `to_message` was given, as views; `message` may go on behind it."""
+        tokens_begin = 1 + int(message[0])
+        lengths = message[1:tokens_begin]
+        return PackedRows(lengths=lengths, token_ids=message[tokens_begin : tokens_begin + int(lengths.sum())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +75,19 @@ class Completions:
     @property
     def num_completions(self) -> int:
         return len(self.lengths)
+
+    def to_message(self) -> np.ndarray:
+        """[1 + C + 2 T] int32: number of completions, lengths, token ids, and the bits of the log-probabilities."""
+        bits = self.engine_logprobs.view(np.int32)
+        return np.concatenate([[self.num_completions], self.lengths, self.token_ids, bits], dtype=np.int32)
+
+    @staticmethod
+    def from_message(message: np.ndarray) -> "Completions":
+        """What `to_message` was given, as views; `message` may go on behind it."""
+        rows = PackedRows.from_message(message)
+        begin = 1 + rows.num_rows + len(rows.token_ids)
+        bits = message[begin : begin + len(rows.token_ids)]
+        return Completions(lengths=rows.lengths, token_ids=rows.token_ids, engine_logprobs=bits.view(np.float32))
 
 
 def _pack(rows: Iterable[Sequence[float] | np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
@@ -167,61 +190,12 @@ def concat_completions(parts: Sequence[Completions]) -> Completions:
     )
 
 
-def rows_to_message(rows: PackedRows) -> np.ndarray:
-    """[1 + R + T] int32: number of rows, lengths, token ids."""
-    return np.concatenate([np.array([rows.num_rows], np.int32), rows.lengths, rows.token_ids])
-
-
-def rows_from_message(message: np.ndarray) -> PackedRows:
-    """What `rows_to_message` was given, as views; `message` may go on behind it."""
-    first_token = 1 + int(message[0])
-    lengths = message[1:first_token]
-    return PackedRows(lengths=lengths, token_ids=message[first_token : first_token + int(lengths.sum())])
-
-
-def to_message(completions: Completions) -> np.ndarray:
-    """[C + 2 T] int32: lengths, token ids, and the bits of the log-probabilities, end to end."""
-    return np.concatenate([completions.lengths, completions.token_ids, completions.engine_logprobs.view(np.int32)])
-
-
-def from_message(message: np.ndarray, num_completions: int) -> Completions:
-    """What `to_message` was given, as views; `message` may go on behind it."""
-    lengths = message[:num_completions]
-    middle = num_completions + int(lengths.sum())
-    end = 2 * middle - num_completions
-    return Completions(
-        token_ids=message[num_completions:middle],
-        lengths=lengths,
-        engine_logprobs=message[middle:end].view(np.float32),
-    )
-
-
 def to_lists(completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
     """Token ids and log-probabilities, one list per completion."""
     spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
     return [completions.token_ids[span].tolist() for span in spans], [
         completions.engine_logprobs[span].tolist() for span in spans
     ]
-
-
-class SingleValues(Sequence[tuple[float]]):
-    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
-
-    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
-    to the ranks does.
-    """
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
-
-    def __iter__(self) -> Iterator[tuple[float]]:
-        return zip(self._values)
 
 
 def check_prompt_lengths(rows: PackedRows, *, max_model_len: int, max_tokens: int, first_row: int = 0) -> None:

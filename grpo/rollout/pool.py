@@ -1,16 +1,18 @@
 """The engines of one node as one: completions wait in a common queue and go to whichever engine has room.
 
-On the local main. Two threads per engine take its answers and send it more, so that engines are busy while the ranks
-train; no collective runs in these threads.
+On the local main. Answers come from the engines' clients, in threads of theirs, and a thread for each engine sends it
+more, so that engines are busy while the ranks train; no collective runs in these threads.
 """
 
 import contextlib
+import math
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.messages import Sample, Sampled
@@ -31,13 +33,16 @@ class Batch:
     """time.monotonic()."""
     answers: dict[int, Sampled] = field(default_factory=dict)
     """By completion id."""
-    finished_at: float | None = None
+    finished_at: float = math.inf
     """When the last answer came."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finished_at < math.inf
 
     @property
     def seconds(self) -> float:
         """From its submission to its last answer."""
-        assert self.finished_at is not None
         return self.finished_at - self.submitted_at
 
     def completions(self) -> Completions:
@@ -66,45 +71,43 @@ class EnginePool:
         self._changed = threading.Condition()
         # What an engine has no room for waits here, unless no other engine could take it.
         self._queue = RequestQueue(max_num_seqs if len(clients) > 1 else [sys.maxsize])
-        self._samples: dict[int, Sample] = {}  # by completion id, while unanswered
-        self._batches: dict[int, Batch] = {}  # likewise
+        self._unsent: dict[int, Sample] = {}  # by the first of its ids
+        self._batches: dict[int, Batch] = {}  # by completion id, while unanswered
         self._next_id = 0
         self._error: Exception | None = None
-        self._ended = False
         self._idle = [IdleClock() for _ in clients]
         # What is decided under the lock is sent outside of it, in the same order: a socket may block.
-        self._outboxes: list[queue.SimpleQueue[list[Sample] | tuple[int, ...] | None]] = [
+        self._outboxes: list[queue.SimpleQueue[Sample | tuple[int, ...] | None]] = [
             queue.SimpleQueue() for _ in clients
         ]
         self._threads = [
-            threading.Thread(target=work, args=[engine], name=f"grpo-{client.name}{work.__name__}", daemon=True)
+            threading.Thread(target=self._send, args=[engine], name=f"grpo-{client.name}-sender", daemon=True)
             for engine, client in enumerate(clients)
-            for work in (self._receive, self._send)
         ]
         for thread in self._threads:
             thread.start()
+        for engine, client in enumerate(clients):
+            client.listen(partial(self._hear, engine))
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> Batch:
         """Start sampling; returns at once. What goes wrong is raised by `collect`."""
         with self._changed:
-            first = self._next_id
             num_completions = sum(request.n for request in requests)
-            self._next_id += num_completions
+            batch = Batch(requests, range(self._next_id, self._next_id + num_completions), time.monotonic())
+            self._batches.update(dict.fromkeys(batch.ids, batch))
             fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
-            batch = Batch(requests, range(first, self._next_id), time.monotonic())
             chunks = []
             for request in requests:
-                chunk = range(first, first + request.n)
-                first = chunk.stop
-                for number, completion in enumerate(chunk):
-                    self._samples[completion] = Sample(
-                        request_id=completion, token_ids=request.token_ids, seed=request.seed + number
+                ids = range(self._next_id, self._next_id + request.n)
+                self._next_id = ids.stop
+                for begin in range(0, request.n, fair_share):
+                    chunk = ids[begin : begin + fair_share]
+                    self._unsent[chunk.start] = Sample(
+                        ids=chunk, token_ids=request.token_ids, seed=request.seed + begin
                     )
-                    self._batches[completion] = batch
-                tokens = len(request.token_ids) + self._max_tokens
-                chunks += [(tokens, chunk[begin : begin + fair_share]) for begin in range(0, request.n, fair_share)]
+                    chunks.append((len(request.token_ids) + self._max_tokens, chunk))
             if not requests:
                 batch.finished_at = batch.submitted_at
             self._queue.add(chunks)
@@ -125,7 +128,7 @@ class EnginePool:
         while True:
             check()
             with self._changed:
-                if batch.finished_at is not None:
+                if batch.is_finished:
                     return batch.completions()
                 if self._error is not None:
                     raise self._error
@@ -146,7 +149,7 @@ class EnginePool:
         with self._changed:
             for completion in batch.ids:
                 self._batches.pop(completion, None)
-                self._samples.pop(completion, None)
+                self._unsent.pop(completion, None)
             for engine, completions in self._queue.forget(batch.ids):
                 self._outboxes[engine].put(tuple(completions))
             self._feed()
@@ -158,7 +161,6 @@ class EnginePool:
             thread.join()
 
     def _end(self) -> None:
-        self._ended = True
         for outbox in self._outboxes:
             outbox.put(None)
 
@@ -185,27 +187,25 @@ class EnginePool:
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        for engine, completions in self._queue.send():
-            self._outboxes[engine].put([self._samples[completion] for completion in completions])
+        for engine, chunk in self._queue.send():
+            self._outboxes[engine].put(self._unsent.pop(chunk[0]))
         for engine, clock in enumerate(self._idle):
             clock.set(self._queue.is_idle(engine))
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _receive(self, engine: int) -> None:
+    def _hear(self, engine: int, answer: Sampled | EngineError) -> None:
         with self._noting_errors():
-            while not self._ended:
-                answer = self._clients[engine].next_sampled(POLL_S)
-                if answer is not None:
-                    with self._changed:
-                        self._note(engine, answer)
+            if isinstance(answer, EngineError):
+                raise answer
+            with self._changed:
+                self._note(engine, answer)
 
     def _note(self, engine: int, answer: Sampled) -> None:
-        self._queue.answered(engine, answer.request_id)
-        batch = self._batches.pop(answer.request_id, None)
+        self._queue.answered(engine, answer.completion_id)
+        batch = self._batches.pop(answer.completion_id, None)
         if batch is not None:  # else it was dropped
-            del self._samples[answer.request_id]
-            batch.answers[answer.request_id] = answer
+            batch.answers[answer.completion_id] = answer
             if len(batch.answers) == len(batch.ids):
                 batch.finished_at = time.monotonic()
                 self._changed.notify_all()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ class CompleteRecord:
     """Optimizer steps that are in the checkpoint."""
     world_size: int
     """Ranks that wrote it."""
-    policy_version: int
-    """The push that an engine needs to sample from these weights: the same as the step."""
     files: dict[str, int]
     """Size in bytes by path inside the checkpoint."""
     versions: dict[str, str]
@@ -46,7 +44,6 @@ def write_complete(
     record = CompleteRecord(
         step=step,
         world_size=world_size,
-        policy_version=step,
         files=files,
         versions={name: version(name) for name in RECORDED_VERSIONS},
         sampling=sampling,
@@ -75,11 +72,11 @@ def read_complete(folder: Path) -> CompleteRecord:
         ValueError: says what is missing, and in which checkpoint.
     """
     try:
-        fields: dict[str, Any] = json.loads((folder / COMPLETE_FILE).read_text())
-        record = CompleteRecord(**fields)
+        value: dict[str, Any] = json.loads((folder / COMPLETE_FILE).read_text())
+        record = CompleteRecord(**{field.name: value[field.name] for field in fields(CompleteRecord)})
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {COMPLETE_FILE}: its writing did not come to an end") from None
-    except (OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
     for name, size in record.files.items():
         try:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
+from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.run.folder import METRICS_FILE
@@ -26,6 +28,23 @@ class MetricsFile(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as lines:
                 lines.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def clipped_share(scored: dict[str, Any], args: trl.GRPOConfig, accelerator: Accelerator) -> dict[str, float]:
+    """The share of what TRL's importance sampling has clipped or masked, over all ranks. Collective.
+
+    Args:
+        scored: a batch, as `_generate_and_score_completions` returns it.
+    """
+    counts = count_clipped(
+        scored["importance_sampling_ratio"],
+        scored["completion_mask"],
+        mode=args.vllm_importance_sampling_mode,
+        clip_min=args.vllm_importance_sampling_clip_min,
+        clip_max=args.vllm_importance_sampling_clip_max,
+    )
+    clipped, counted = accelerator.gather(counts.unsqueeze(0)).sum(0).tolist()
+    return {"sampling/importance_sampling_ratio/clipped_share": clipped / max(counted, 1)}
 
 
 def count_clipped(

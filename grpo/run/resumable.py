@@ -44,11 +44,11 @@ class ResumableTrainer(trl.GRPOTrainer):
     """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
 
     `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a
-    half-trained model. Every rank of the job makes one at the same time.
+    half-trained model. Every rank of the job makes one at the same time, and calls `open_run` before `train`.
     """
 
     _signals: StopSignals
-    _job: JobGroup | None = None
+    _job: JobGroup
     _run: RunFolder | None = None
     """On global rank 0."""
     _stop: StopRequest | None = None
@@ -90,7 +90,6 @@ class ResumableTrainer(trl.GRPOTrainer):
                 check_world_size(folder, read_complete(folder), args.world_size)
             return folder, notes
 
-        assert self._job is not None
         folder, notes = self._job.by_rank_zero(choose)
         self._say(*notes)
         return folder
@@ -133,12 +132,6 @@ class ResumableTrainer(trl.GRPOTrainer):
             resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
                 where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
         """
-        if self._job is None:
-            # A launcher sends SIGTERM when a rank has failed, and here no watch could tell that from a request.
-            signals = StopSignals(sigterm=False)
-            signals.take()
-            self.open_run(self.args, signals)
-        assert self._job is not None
         with self.recording_failures(setting_up=False):
             wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             checkpoint = self._choose(self.args, wish)
@@ -158,7 +151,6 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def _begin(self, checkpoint: Path | None) -> None:
         """Ready the run folder and ourselves for going on after `checkpoint`. Collective."""
-        assert self._job is not None
         self._stop = self._at_step_end = None
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs = None
@@ -243,7 +235,6 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
-        assert self._job is not None
         before, self._step_began_at = self._step_began_at, self._step
         self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
@@ -264,7 +255,6 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def _end(self, stop: StopRequest | None) -> None:
         """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
-        assert self._job is not None
         step = self.state.global_step
         if self._run is not None:
             newest, _ = newest_complete(self._run.path)
@@ -297,7 +287,6 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that says when it is complete; older ones go only after that. Collective."""
-        assert self._job is not None
         begun = time.monotonic()
         args, step = self.args, self.state.global_step
         run_dir = Path(self._get_output_dir(trial=trial))

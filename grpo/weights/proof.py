@@ -5,13 +5,15 @@ raw, so a fixed probe of random tokens is scored by one forward on each side.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
+
+from grpo.engine.client import EngineClient
+from grpo.weights.report import LogprobGap
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -28,12 +30,75 @@ FIRST_GAP_FACTOR = 5.0
 LEAST_SHARE = 0.1  # of the dtype's limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobGap:
-    """Absolute differences of log-probabilities over the probe, in nats."""
+class Prover:
+    """Proves pushes. Every rank has one; `prove` is collective over the job, as the trainer's forward is under ZeRO-3.
 
-    mean: float
-    max: float
+    Args:
+        clients: the node's engines on its local main; none on every other rank.
+        probe: see `probe_prompts`; the same on every rank.
+        dtype: of the engines.
+        asked_limit: the user's `vllm_max_logprob_gap`.
+        autocast: makes the context in which the trainer runs its forwards.
+        timeout_s: of an engine's answer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clients: Sequence[EngineClient],
+        probe: list[list[int]],
+        *,
+        dtype: torch.dtype,
+        asked_limit: float | None,
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        cast_lm_head_to_fp32: bool,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._clients = clients
+        self._probe = probe
+        self._dtype = dtype
+        self._asked_limit = asked_limit
+        self._autocast = autocast
+        self._cast_lm_head_to_fp32 = cast_lm_head_to_fp32
+        self._timeout_s = timeout_s
+        self.first_gap: LogprobGap | None = None
+        """Of the first push, which is always proved; the worst engine's of the job."""
+
+    @property
+    def limit(self) -> float:
+        """Of the mean gap in the next proof."""
+        return gap_limit(self._dtype, asked=self._asked_limit, first=self.first_gap)
+
+    def prove(self, push_number: int, *, engines_work: bool) -> LogprobGap | None:
+        """Score the probe on both sides.
+
+        Args:
+            engines_work: whether this node's engines have taken the push; if not, they are not asked.
+
+        Returns:
+            The worst gap of this node's engines; None where none was asked.
+
+        Raises:
+            EngineError: an engine did not answer, or does not compute what the trainer does.
+        """
+        expected = trainer_logprobs(
+            self._model, self._probe, self._autocast(), cast_lm_head_to_fp32=self._cast_lm_head_to_fp32
+        )
+        if not engines_work or not self._clients:
+            return None
+        gaps = []
+        for client in self._clients:
+            scored = client.call("prompt_logprobs", self._timeout_s, prompts=self._probe)
+            gaps.append(gap := gap_between(scored, expected))
+            if gap.mean > self.limit:
+                first = f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else ""
+                raise client.error(
+                    f"does not compute what the trainer does after push {push_number}: log-probabilities of the "
+                    f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
+                    f"mean is {self.limit:.3g} for {self._dtype}{first}; vllm_max_logprob_gap sets another"
+                )
+        return max(gaps, key=lambda gap: gap.mean)
 
 
 def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[int] = ()) -> list[list[int]]:

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo.engine.client import EngineClient, EngineError
 from grpo.weights.nccl import NcclTransport
+from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport
 from grpo.weights.shm import ShmTransport
 
@@ -19,22 +19,6 @@ if TYPE_CHECKING:
     from grpo.weights.source import GatheredSource  # needs transformers; a push takes any that is like it
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
-
-    total_s: float
-    """From the call to the engines' readiness; on ranks that send nothing, to the end of the last gather."""
-    gather_s: float
-    """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
-    NCCL, in queueing that on the GPU."""
-    send_s: float
-    """While calls to the engines were under way: transport and loading, the first and the last call of a push among
-    them. 0 on ranks that send nothing."""
-    num_bytes: int
-    """Bytes that each engine was sent; 0 on ranks that send nothing."""
 
 
 class NodeEngines:
@@ -93,7 +77,7 @@ class Pusher:
     bucket, and over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
 
     Args:
-        clients: the node's engines on its local main; None on every other rank.
+        clients: the node's engines on its local main; none on every other rank.
         timeout_s: deadline of one call to an engine.
         tell: told at once, from any thread, of a failure that this rank may not get to raise, because a library holds
             its main thread: an engine's refusal to open the push group, a broadcast that does not begin.
@@ -102,7 +86,7 @@ class Pusher:
     def __init__(
         self,
         source: "GatheredSource",
-        clients: Sequence[EngineClient] | None,
+        clients: Sequence[EngineClient],
         *,
         backend: str,
         tensor_parallel_size: int,
@@ -110,13 +94,14 @@ class Pusher:
         tell: Callable[[EngineError], None] = lambda error: None,
     ) -> None:
         self.source = source
-        self.backend = backend
         self._clients = clients
         self._timeout_s = timeout_s
         self._tell = tell
-        self._tensor_parallel_size = tensor_parallel_size
-        self._engines = NodeEngines(clients or [], tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
-        self._transport: Transport | None = None
+        self._engines = NodeEngines(clients, tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
+        self._transport: Transport | None = None  # on other ranks, and after `close`
+        if clients:
+            num_workers = len(clients) * tensor_parallel_size
+            self._transport = TRANSPORTS[backend](buffer_bytes=source.buffer_bytes, num_workers=num_workers)
 
     def connect(self) -> None:
         """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
@@ -124,12 +109,9 @@ class Pusher:
         Raises:
             EngineError: an engine refused, on the local main.
         """
-        if self._clients is None:
-            return
-        num_workers = len(self._clients) * self._tensor_parallel_size
-        self._transport = TRANSPORTS[self.backend](buffer_bytes=self.source.buffer_bytes, num_workers=num_workers)
-        self._engines.on_failure = self._transport.abort
-        self._transport.open(self._engines, self._tell)
+        if self._transport is not None:
+            self._engines.on_failure = self._transport.abort
+            self._transport.open(self._engines, self._tell)
 
     def push(self, version: int) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
@@ -143,11 +125,10 @@ class Pusher:
         begun = time.perf_counter()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whatever stream wrote the weights last
-        self.source.meet(receives=self._clients is not None)
+        self.source.meet(receives=self._transport is not None)
         plan = self.source.plan()
         sender = None
-        if self._clients is not None:
-            assert self._transport is not None, "push before connect"
+        if self._transport is not None:
             sender = Sender(
                 self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s, on_stuck=self._tell
             )
@@ -184,7 +165,7 @@ class Pusher:
 
     def _finish(self, version: int) -> None:
         self._engines.finish_weight_update(str(version))
-        for client in self._clients or []:
+        for client in self._clients:
             if not client.call("reset_prefix_cache", self._timeout_s):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
 

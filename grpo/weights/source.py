@@ -220,10 +220,9 @@ class GatheredSource:
         plain: list[str] = []
         left: list[str] = []
         for name, tensor in bucket.parameters:
-            is_plain = is_zero3(tensor) and has_plain_shards(tensor, self._group)
+            is_plain = self._gather is not None and is_zero3(tensor) and has_plain_shards(tensor, self._group)
             (plain if is_plain and self._travel_dtypes[name] == self._wire_dtype else left).append(name)
-        if plain:
-            assert self._gather is not None, "fill before meet"
+        if self._gather is not None and plain:
             flat = None if wholes is None else [wholes[name].view(-1) for name in plain]
             self._gather.gather([self._tensors[name] for name in plain], flat)
         with _gathered([self._tensors[name] for name in left]):

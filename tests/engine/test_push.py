@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from grpo import GRPOConfig
 from grpo.engine.lifetime import session_members
-from grpo.engine_settings import EngineModel
+from grpo.engine.starting import StartingEngines
+from grpo.engine_settings import EngineModel, engine_spec
 from grpo.job.failure import JobFailed
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import read_topology
 from grpo.job.watch import FailureWatch
-from grpo.local_vllm import LocalVLLM
+from grpo.local_vllm import LocalVLLM, TrainedModel
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat
@@ -61,20 +62,21 @@ def started(
         report_to="none",
     )
     topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
-    local = LocalVLLM(
-        args,
-        EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=dtype),
+    engine_model = EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=dtype)
+    watch = FailureWatch(None, node=0, rank=0, host="here", local_pids={})
+    engines = StartingEngines(
+        engine_spec(args, engine_model, topology),
         topology,
-        NodeGroups(topology, max_wait_s=60),
-        FailureWatch(None, node=0, rank=0, host="here", local_pids={}),
-        progress,
+        watch,
+        log_folder=output_dir / "logs",
+        attempt=0,
+        timeout_s=args.vllm_start_timeout,
     )
-    local.attach(model, contextlib.nullcontext)
-    assert local._clients is not None
-    clients = list(local._clients)
+    trained = TrainedModel(model=model, engine_model=engine_model)
+    local = LocalVLLM(args, engines, trained, NodeGroups(topology, max_wait_s=60), watch, progress)
     yield local
     local.close()
-    for client in clients:
+    for client in engines.clients:
         assert not session_members(client.pid)
         assert not client._private_folder.exists()
 
@@ -123,12 +125,11 @@ def test_pushes_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.
         local.sync_weights()
         _, completions, logprobs, _ = local.generate(PROMPTS, None, 1)
         assert sampled_gap(model, PROMPTS, completions, logprobs) < 1e-3
-        assert local.last_sync is not None
-        assert local.last_sync.policy_version == step
-        assert local.last_sync.gap is not None
-        assert local.last_sync.gap.max < 1e-3
-        assert local._clients is not None
-        assert local._clients[0].call("weight_version", 10) == str(step)
+        assert local.policy_version == step
+        assert local.last_push is not None
+        assert local.last_push.gap is not None
+        assert local.last_push.gap.max < 1e-3
+        assert local.engines.clients[0].call("weight_version", 10) == str(step)
 
 
 def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progress: Progress) -> None:
@@ -178,8 +179,7 @@ def test_wrong_values_are_refused_and_the_engine_ended(
 
     monkeypatch.setattr(GatheredSource, "fill", wrong)
     progress.step = 20
-    assert local._clients is not None
-    pid = local._clients[0].pid
+    pid = local.engines.clients[0].pid
     with pytest.raises(JobFailed, match=r"differ by [\d.]+ in the mean .* the mean is 0.0001 .* after a first gap"):
         local.sync_weights()
     assert not session_members(pid)
@@ -236,10 +236,10 @@ def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_p
         balance(trained)
         progress.step += 1
         local.sync_weights()
-        assert local.last_sync is not None
-        assert local.last_sync.gap is not None
-        assert local.last_sync.gap.max < 1e-3
-        return local.last_sync.num_bytes
+        assert local.last_push is not None
+        assert local.last_push.gap is not None
+        assert local.last_push.gap.max < 1e-3
+        return local.last_push.num_bytes
 
     with started(path, trained, progress, tmp_path / "engine") as local:
         everything = push_and_prove()
@@ -266,11 +266,11 @@ def test_a_router_keeps_float32_in_a_bfloat16_engine(tmp_path: Path) -> None:
             balance(trained)
             progress.step = step
             local.sync_weights()
-            assert local.last_sync is not None
-            assert local.last_sync.gap is not None
-            assert local.last_sync.gap.mean < 0.01
-        assert local._pusher is not None
-        source = local._pusher.source
+            assert local.last_push is not None
+            assert local.last_push.gap is not None
+            assert local.last_push.gap.mean < 0.01
+        assert local._serving is not None
+        source = local._serving.pusher.source
         in_float32 = {meta.name for meta in source.plan().metas if meta.dtype == torch.float32}
         router = ("weight", "e_score_correction_bias")
         assert in_float32 == {f"model.layers.{layer}.mlp.gate.{name}" for layer in range(2) for name in router}

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import GRPOConfig, GRPOTrainer
+from grpo.engine.client import EngineClient
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.bound_group import bind_default_group
@@ -42,50 +43,37 @@ def reward(prompts, completions, completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def hold_phases() -> None:
-    from grpo.engine.client import EngineClient
-    from grpo.rollout.pool import EnginePool
-    from grpo.weights.push import NodeEngines
+class HeldEngine(EngineClient):
+    """A real engine whose client writes down what is asked of it, and waits where a test wants to strike."""
 
-    submit, collect, update = EnginePool.submit, EnginePool.collect, NodeEngines.update_weights
-    send = EngineClient.submit
-    sent: dict[str, int] = {}  # completions by engine
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if hold == "importing":
+            (out / "ranks" / "host.json").write_text(json.dumps({"pid": self.pid}))
+            mark("importing")
 
-    def noted_submit(self, requests):
-        asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
-        with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
-            lines.write(json.dumps({"step": trainer.state.global_step, "requests": asked}) + "\n")
+    def submit(self, sample):
         if hold == "second-generation" and trainer.state.global_step == 1:
             mark("second-generation")
             time.sleep(5)  # nothing is sent yet: an engine that is killed now cannot have answered
-        return submit(self, requests)
-
-    def noted_send(self, requests):
-        sent[self.name] = sent.get(self.name, 0) + len(requests)
-        return send(self, requests)
-
-    def marked_collect(self, *args):
+        asked = {"step": trainer.state.global_step, "engine": self.name, "prompt": sample.token_ids.tolist()}
+        with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
+            lines.write(json.dumps({**asked, "n": len(sample.ids), "seed": sample.seed}) + "\n")
         mark("generate")
-        completions = collect(self, *args)
-        with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
-            lines.write(json.dumps(sorted(sent.values())) + "\n")
-        sent.clear()
-        return completions
+        return super().submit(sample)
 
-    def held_update(self, update_info):
-        if trainer.state.global_step >= 1 or hold == "first-push":
+    def call(self, method, timeout_s, **kwargs):
+        is_held = hold == "first-push" or (hold == "push" and trainer.state.global_step >= 1)
+        if method == "update_weights" and is_held:
             mark(hold)
             time.sleep(4)
-        return update(self, update_info)
-
-    EnginePool.submit = noted_submit
-    EnginePool.collect = marked_collect
-    EngineClient.submit = noted_send
-    if hold in ("push", "first-push"):
-        NodeEngines.update_weights = held_update
+        return super().call(method, timeout_s, **kwargs)
 
 
-hold_phases()
+class Trainer(GRPOTrainer):
+    start_engine = HeldEngine
+
+
 config = GRPOConfig(
     **{
         "use_cpu": True,
@@ -113,23 +101,11 @@ numbers = [f"{a}+{b}=" for a in range(10, 30) for b in range(10, 20)]
 out.mkdir(parents=True, exist_ok=True)
 (out / "ranks").mkdir(exist_ok=True)
 (out / "ranks" / f"{rank}.json").write_text(json.dumps({"pid": os.getpid()}))
-if hold == "importing":
-    from grpo.engine import client
-
-    class Noted(client.EngineClient):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            (out / "ranks" / "host.json").write_text(json.dumps({"pid": self.pid}))
-            mark("importing")
-
-    from grpo import local_vllm
-
-    local_vllm.EngineClient = Noted
 model, tokenizer = settings["model"], None
 if settings["as_object"]:
     model = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-trainer = GRPOTrainer(
+trainer = Trainer(
     model=model,
     processing_class=tokenizer,
     reward_funcs=reward,
@@ -137,7 +113,7 @@ trainer = GRPOTrainer(
     train_dataset=Dataset.from_dict({"prompt": numbers}),
     eval_dataset=Dataset.from_dict({"prompt": numbers[:4]}),
 )
-hosts = [client.pid for client in trainer._local._clients or []] if trainer._local is not None else []
+hosts = [client.pid for client in trainer._local.engines.clients] if trainer._local is not None else []
 backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
 (out / "ranks" / f"{rank}.json").write_text(json.dumps({"pid": os.getpid(), "hosts": hosts, "backend": backend}))
 trainer.train()

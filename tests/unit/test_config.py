@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 import trl
+from transformers import TrainingArguments
 
 from grpo import GRPOConfig, config
 from grpo.config import OWN_ENGINE_KEYS
@@ -127,5 +128,7 @@ def test_ddp_backend_counts_beside_a_deepspeed_file(
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name, value in zip(names, "0101", strict=True):
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
-    GRPOConfig(output_dir="unused", deepspeed="configs/zero3.json", ddp_backend="gloo")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(lambda self: torch.device("cpu")))
+    config = GRPOConfig(output_dir="unused", deepspeed="configs/zero3.json", ddp_backend="gloo")
+    assert config._setup_devices == torch.device("cpu")
     assert asked == expected

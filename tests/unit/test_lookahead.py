@@ -1,9 +1,8 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
-import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import GRPOConfig, GRPOTrainer, local_vllm
 from grpo import trainer as trainer_module
-from grpo.engine.client import EngineError
 from grpo.engine.messages import Ready, Sample, Sampled
 from grpo.rollout.pool import EnginePool
 from grpo.run.prompt_order import GenerationSampler, prompts_of_batch
@@ -61,7 +59,7 @@ class ScriptedEngine:
         self.name = name
         self.on_death = on_death  # a real engine's thread holds it
         self.started.append(self)
-        self._answers: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()
+        self._hear: Callable[[Sampled], None] = lambda answer: None
 
     def wait_ready(self, timeout_s: float, check: Any) -> Ready:
         return Ready(max_model_len=64, max_num_seqs=16, startup_s=1.0)
@@ -73,27 +71,20 @@ class ScriptedEngine:
             return [asdict(WireFormat())]
         return True
 
-    def submit(self, requests: list[Sample]) -> None:
-        for request in requests:
-            token_ids = np.random.default_rng(request.seed).integers(5, 20, 3).astype(np.int32)
+    def listen(self, hear: Callable[[Sampled], None]) -> None:
+        self._hear = hear
+
+    def submit(self, sample: Sample) -> None:
+        for number, completion_id in enumerate(sample.ids):
+            token_ids = np.random.default_rng(sample.seed + number).integers(5, 20, 3).astype(np.int32)
             logprobs = np.full(3, -2.5, np.float32)
-            self._answers.put(Sampled(request_id=request.request_id, token_ids=token_ids, engine_logprobs=logprobs))
+            self._hear(Sampled(completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs))
 
-    def abort(self, request_ids: Any) -> None:
+    def abort(self, ids: Any) -> None:
         self.story.append(("abort",))
-
-    def next_sampled(self, timeout_s: float) -> Sampled | None:
-        try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if answer is None:
-            raise EngineError("closed")
-        return answer
 
     def close(self) -> None:
         self.is_closed = True
-        self._answers.put(None)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +103,7 @@ def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     monkeypatch.setattr(ScriptedEngine, "story", events, raising=False)
     monkeypatch.setattr(ScriptedEngine, "started", [], raising=False)
-    monkeypatch.setattr(local_vllm, "EngineClient", ScriptedEngine)
+    monkeypatch.setattr(GRPOTrainer, "start_engine", ScriptedEngine)
     monkeypatch.setattr(local_vllm, "is_due", lambda push: False)
     submit, collect = EnginePool.submit, EnginePool.collect
 

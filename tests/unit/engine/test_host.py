@@ -39,16 +39,22 @@ def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
     return Host(SimpleNamespace(send=sent.append), engine, {"temperature": 1.0}), sent  # type: ignore[arg-type]
 
 
-SAMPLE = Sample(request_id=3, token_ids=np.array([1, 2], dtype=np.int32), seed=0)
+SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), seed=0)
 
 
 def test_a_refused_request_is_answered_with_the_reason() -> None:
     host, sent = host_of(MadeUpEngine(ValueError("the prompt is too long")))
-    asyncio.run(host._sample(SAMPLE))
-    (answer,) = sent
-    assert isinstance(answer, Sampled)
-    assert (answer.request_id, answer.error) == (3, "ValueError: the prompt is too long")
-    assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
+
+    async def sample() -> None:
+        host._dispatch(SAMPLE)
+        await asyncio.gather(*host._tasks.values())
+
+    asyncio.run(sample())
+    assert [answer.completion_id for answer in sent] == [3, 4]
+    for answer in sent:
+        assert isinstance(answer, Sampled)
+        assert answer.error == "ValueError: the prompt is too long"
+        assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
 
 def test_calls_are_answered_under_their_id() -> None:
@@ -71,14 +77,15 @@ def test_an_aborted_request_is_cancelled_and_not_answered() -> None:
 
     async def abort() -> None:
         host._dispatch(SAMPLE)
-        (task,) = host._tasks.values()
+        task, other = host._tasks.values()
         await asyncio.sleep(0)
-        host._dispatch(Abort(request_ids=(2, 3)))  # 2 has ended already
+        host._dispatch(Abort(ids=(2, 3)))  # 2 has ended already
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert (engine.cancelled, sent, [*host._tasks]) == (["3"], [], [4])
+        other.cancel()
 
     asyncio.run(abort())
-    assert (engine.cancelled, sent, host._tasks) == (["3"], [], {})
 
 
 def test_what_is_no_message_is_refused() -> None:

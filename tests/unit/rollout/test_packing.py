@@ -7,19 +7,17 @@ import pytest
 
 from grpo.rollout.packing import (
     Completions,
+    PackedRows,
     Request,
-    SingleValues,
     check_prompt_lengths,
     collapse,
     concat_completions,
     concat_rows,
-    from_message,
     pack_completions,
     pack_rows,
     seed_base,
     split_completions,
     to_lists,
-    to_message,
     unpack_rows,
 )
 
@@ -148,23 +146,18 @@ def test_completions_by_hand():
     assert to_lists(concat_completions([])) == to_lists(pack_completions([], [])) == ([], [])
 
 
-def test_log_probabilities_as_trl_reads_them():
-    values = SingleValues([-0.5, -1.0, -2.0])
-    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # GRPOTrainer._generate_single_turn of TRL
-    assert [row[0] for row in values] == [-0.5, -1.0, -2.0]  # again
-    assert (len(values), values[1], list(values[1:])) == (3, (-1.0,), [(-1.0,), (-2.0,)])
-    assert np.array(list(values)).shape == (3, 1)
-
-
 @pytest.mark.parametrize("rows", [[], [[]], [[5, 6], [], [7]]])
 def test_a_message_brings_completions_bit_by_bit(rows):
     sent = pack_completions(rows, [[-0.1 * token for token in row] for row in rows])
-    message = to_message(sent)
+    message = sent.to_message()
     assert message.dtype == np.int32
-    assert message[: len(rows)].tolist() == [len(row) for row in rows]
-    came = from_message(np.concatenate([message, [99, 99]]).astype(np.int32), len(rows))  # padded
+    assert message[: 1 + len(rows)].tolist() == [len(rows), *(len(row) for row in rows)]
+    came = Completions.from_message(np.concatenate([message, [99, 99]]).astype(np.int32))  # padded
     assert to_lists(came) == to_lists(sent)
     assert came.engine_logprobs.dtype == np.float32
+    prompts = pack_rows(rows)
+    assert prompts.to_message().dtype == np.int32
+    assert as_lists(PackedRows.from_message(np.append(prompts.to_message(), np.int32(99)))) == rows
 
 
 def test_inconsistent_arrays_are_refused():

@@ -1,10 +1,9 @@
 """The pool's threads, over scripted engines."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,10 +17,18 @@ from grpo.rollout.pool import EnginePool, IdleClock
 DEADLINE_S = 20.0
 
 
-def answer_to(sample: Sample) -> list[int]:
+def answer_to(token_ids: np.ndarray, seed: int) -> list[int]:
     """What any engine samples for a prompt and a seed."""
-    rng = np.random.default_rng(sample.seed)
-    return [*sample.token_ids.tolist(), *rng.integers(0, 100, size=rng.integers(0, 40)).tolist()]
+    rng = np.random.default_rng(seed)
+    return [*token_ids.tolist(), *rng.integers(0, 100, size=rng.integers(0, 40)).tolist()]
+
+
+class Owed(NamedTuple):
+    """A completion that an engine has not answered."""
+
+    completion_id: int
+    token_ids: np.ndarray
+    seed: int
 
 
 class FakeEngine:
@@ -32,42 +39,34 @@ class FakeEngine:
         self.num_slots, self.token_s = num_slots, token_s
         self.told: list[tuple[str, tuple[int, ...]]] = []
         self.dies_after: int | None = None
-        self.refuses: Callable[[Sample], bool] = lambda sample: False
+        self.refuses: Callable[[Owed], bool] = lambda owed: False
         self.reads = threading.Event()
         self.reads.set()
         self.works = threading.Event()
         self.works.set()
-        self._waiting: list[Sample] = []
+        self._waiting: list[Owed] = []
         self._lock = threading.Lock()
-        self._answers: queue.SimpleQueue[Sampled | EngineError] = queue.SimpleQueue()
+        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     # as EngineClient
 
-    def submit(self, samples: list[Sample]) -> None:
+    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
+        self._hear = hear
+
+    def submit(self, sample: Sample) -> None:
         assert self.reads.wait(DEADLINE_S)
         with self._lock:
-            self.told.append(("sample", tuple(sample.request_id for sample in samples)))
-            self._waiting += samples
+            self.told.append(("sample", tuple(sample.ids)))
+            self._waiting += [Owed(ident, sample.token_ids, sample.seed + i) for i, ident in enumerate(sample.ids)]
 
-    def abort(self, request_ids: tuple[int, ...]) -> None:
+    def abort(self, ids: tuple[int, ...]) -> None:
         assert self.reads.wait(DEADLINE_S)
         with self._lock:
-            self.told.append(("abort", tuple(request_ids)))
-            self._waiting = [sample for sample in self._waiting if sample.request_id not in request_ids]
-
-    def next_sampled(self, timeout_s: float) -> Sampled | None:
-        try:
-            item = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(item, EngineError):
-            raise item
-        if item.error is not None:
-            raise self.error(f"refused a request: {item.error}")
-        return item
+            self.told.append(("abort", tuple(ids)))
+            self._waiting = [owed for owed in self._waiting if owed.completion_id not in ids]
 
     def error(self, what: str) -> EngineError:
         return EngineError(f"{self.name} {what}")
@@ -81,25 +80,24 @@ class FakeEngine:
                 continue
             with self._lock:
                 running = self._waiting[: self.num_slots]
-            for sample in running:
-                tokens = answer_to(sample)
+            for owed in running:
+                tokens = answer_to(owed.token_ids, owed.seed)
                 self._ended.wait(self.token_s * len(tokens) / self.num_slots)
                 if answered == self.dies_after:
-                    self._answers.put(self.error("was killed by signal 9"))
+                    self._hear(self.error("was killed by signal 9"))
                     return
                 with self._lock:
-                    if sample not in self._waiting:
+                    left = [other for other in self._waiting if other.completion_id != owed.completion_id]
+                    if len(left) == len(self._waiting):
                         continue  # aborted
-                    self._waiting.remove(sample)
+                    self._waiting = left
                 answered += 1
-                self._answers.put(
-                    Sampled(
-                        request_id=sample.request_id,
-                        token_ids=np.array(tokens, np.int32),
-                        engine_logprobs=-np.array(tokens, np.float32),
-                        error="too long" if self.refuses(sample) else None,
-                    )
+                sampled = Sampled(
+                    completion_id=owed.completion_id,
+                    token_ids=np.array(tokens, np.int32),
+                    engine_logprobs=-np.array(tokens, np.float32),
                 )
+                self._hear(self.error("refused a request: too long") if self.refuses(owed) else sampled)
 
     def end(self) -> None:
         self.reads.set()
@@ -147,11 +145,7 @@ def requests_of(rng: np.random.Generator, num_requests: int, *, first_seed: int 
 
 
 def expected_of(requests: list[Request]) -> tuple[list[list[int]], list[list[float]]]:
-    rows = [
-        answer_to(Sample(request_id=0, token_ids=request.token_ids, seed=request.seed + number))
-        for request in requests
-        for number in range(request.n)
-    ]
+    rows = [answer_to(request.token_ids, request.seed + number) for request in requests for number in range(request.n)]
     return rows, [[-float(token) for token in row] for row in rows]
 
 
@@ -226,7 +220,7 @@ def test_a_dead_engine_ends_the_wait_with_its_words(num_engines: int, node: Node
 
 def test_a_refused_request_ends_the_wait(node: Node) -> None:
     engine = FakeEngine("engine 0")
-    engine.refuses = lambda sample: sample.seed == 5
+    engine.refuses = lambda owed: owed.seed == 5
     pool = node.pool(engine)
     with pytest.raises(EngineError, match="engine 0 refused a request: too long"):
         pool.collect(pool.submit(requests_of(np.random.default_rng(2), 9)), DEADLINE_S)
@@ -234,7 +228,7 @@ def test_a_refused_request_ends_the_wait(node: Node) -> None:
 
 def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:
     engine = FakeEngine("engine 0")
-    engine.next_sampled = lambda timeout_s: 1 / 0  # type: ignore[assignment,return-value]
+    engine.submit = lambda sample: 1 / 0  # type: ignore[assignment,return-value]
     pool = node.pool(engine)
     with pytest.raises(ZeroDivisionError):
         pool.collect(pool.submit(requests_of(np.random.default_rng(2), 9)), DEADLINE_S)
@@ -292,7 +286,7 @@ def test_a_closed_pool_leaves_no_threads(node: Node) -> None:
     pool = node.pool(FakeEngine("engine 0"), FakeEngine("engine 1"))
     for engine in node.engines:
         engine.end()
-    assert threading.active_count() == before + 4
+    assert threading.active_count() == before + 2
     pool.close()
     assert threading.active_count() == before
 

@@ -200,7 +200,7 @@ def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pyt
         assert torch.equal(arrived[name], parameter.to(torch.bfloat16)), name
     assert report.num_bytes == sum(packed.numel() for packed in communicator.sent)
 
-    bystander = Pusher(source, None, **settings)  # a rank that is not its node's local main
+    bystander = Pusher(source, [], **settings)  # a rank that is not its node's local main
     bystander.connect()
     assert len(opened) == 1
     report, error = bystander.push(4)

@@ -1,0 +1,53 @@
+"""What pushes cost and what their proofs found: records, and their metrics. Imports nothing heavy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobGap:
+    """Absolute differences of log-probabilities over the probe, in nats."""
+
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
+
+    total_s: float
+    """From the call to the engines' readiness; on ranks that send nothing, to the end of the last gather."""
+    gather_s: float
+    """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
+    NCCL, in queueing that on the GPU."""
+    send_s: float
+    """While calls to the engines were under way: transport and loading, the first and the last call of a push among
+    them. 0 on ranks that send nothing."""
+    num_bytes: int
+    """Bytes that each engine was sent; 0 on ranks that send nothing."""
+    gap: LogprobGap | None = None
+    """The worst engine's of the node; None where none was asked: the push was not proved, or the rank has none."""
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {
+            "push/total_s": self.total_s,
+            "push/gather_s": self.gather_s,
+            "push/send_s": self.send_s,
+            "push/bytes": float(self.num_bytes),
+        }
+        if self.gap is not None:
+            metrics |= {"push/logprob_gap_mean": self.gap.mean, "push/logprob_gap_max": self.gap.max}
+        return metrics
+
+
+def slowest(reports: Sequence[PushReport]) -> PushReport:
+    """What one push cost the job: of each figure the largest of any rank."""
+    gaps = [report.gap for report in reports if report.gap is not None]
+    return PushReport(
+        total_s=max(report.total_s for report in reports),
+        gather_s=max(report.gather_s for report in reports),
+        send_s=max(report.send_s for report in reports),
+        num_bytes=max(report.num_bytes for report in reports),
+        gap=LogprobGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps)) if gaps else None,
+    )
