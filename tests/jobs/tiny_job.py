@@ -1,8 +1,9 @@
 """A training job for the tests, launched as users launch theirs; no `__main__` guard, on purpose.
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `hold` names what to slow down so that
-a test can strike in the middle of it. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>`
-files when a phase is entered.
+a test can strike in the middle of it: "push", "train", or "generation-2", the one after two optimizer steps, which goes
+on when the test writes `<output_dir>/go-on`. Writes `<output_dir>/ranks/<rank>.json` with pids, and
+`<output_dir>/at-<phase>` files when a phase is entered.
 """
 
 import json
@@ -30,6 +31,12 @@ def mark(phase: str) -> None:
     (out / f"at-{phase}").touch()
 
 
+def until_told_to_go_on() -> None:
+    """Until the test has written `go-on`."""
+    while not (out / "go-on").exists():
+        time.sleep(0.05)
+
+
 def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
         row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
@@ -55,9 +62,9 @@ def hold_phases() -> None:
         asked = [[request.token_ids.tolist(), request.n, request.seed] for request in requests]
         with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": trainer.state.global_step, "requests": asked}) + "\n")
-        if hold == "second-generation" and trainer.state.global_step == 1:
-            mark("second-generation")
-            time.sleep(5)  # nothing is sent yet: an engine that is killed now cannot have answered
+        if hold == f"generation-{trainer.state.global_step}":
+            mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
+            until_told_to_go_on()
         return submit(self, requests)
 
     def noted_send(self, requests):
@@ -66,6 +73,7 @@ def hold_phases() -> None:
 
     def marked_collect(self, *args):
         mark("generate")
+        mark(f"collection-{trainer.state.global_step}-{rank}")
         completions = collect(self, *args)
         with (out / "ranks" / f"requests-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(sorted(sent.values())) + "\n")
