@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 BUILT_EXTENSIONS = ROOT / "build" / "torch_extensions"
+LAUNCHED: list[Path] = []
+"""Output folders of the jobs that the running test and its fixtures have started."""
 TINY_JOB = ROOT / "tests" / "jobs" / "tiny_job.py"
 
 
@@ -29,6 +31,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def metrics_in(output_dir: Path) -> list[dict]:
+    """The lines of logged training steps."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward" in line]
 
 
 @dataclass
@@ -77,9 +85,7 @@ class Job:
         return json.loads((self.output_dir / "ranks" / f"{rank}.json").read_text())
 
     def metrics(self) -> list[dict]:
-        """The lines of logged training steps."""
-        lines = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if "reward" in line]
+        return metrics_in(self.output_dir)
 
     def processes(self) -> list["psutil.Process"]:
         """Every process that the job has now, engines included."""
@@ -139,6 +145,7 @@ def start(
         builds_extension: with what DeepSpeed compiles for CPUs; jobs on GPUs need no compiler.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
+    LAUNCHED.append(output_dir)
     log = output_dir / "job.log"
     temporary = Path(tempfile.mkdtemp(prefix="job-", dir="/tmp"))
     orphans_before = orphaned_shared_memory()

@@ -91,6 +91,7 @@ class NodeGroups:
         try:
             answers = self.all_gather((failure, stop, value))
         except RuntimeError as error:
+            watch.await_cause()
             watch.check()
             silent = [rank for rank in range(self.topology.world_size) if not self._store.check([f"{key}{rank}"])]
             if not silent:

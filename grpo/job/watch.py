@@ -159,11 +159,8 @@ class FailureWatch:
         if self._alone or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
-        # A lost peer shows first as a broken connection. Let the watch say who it was before blaming ourselves.
-        is_echo = _may_be_an_echo(error) or self._sigterm_seen
-        deadline = time.monotonic() + (BLAME_S if is_echo else 0.0)
-        while self.record is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        if _may_be_an_echo(error) or self._sigterm_seen:
+            self.await_cause()
         self._raising_since = time.monotonic()
         if self.record is None:
             self.fail(error)
@@ -175,6 +172,15 @@ class FailureWatch:
         record = self.record
         if record is not None:
             raise JobFailed(record)
+
+    def await_cause(self) -> None:
+        """A lost peer shows first as a broken connection: give the watch time to say who it was, before we are blamed.
+
+        Returns after `BLAME_S` at the latest, with a record or without.
+        """
+        deadline = time.monotonic() + BLAME_S
+        while self.record is None and not self._alone and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
         """A record about this rank."""

@@ -27,6 +27,7 @@ from grpo.weights.push import Pusher
 from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
+from tests.jobs.gather_ways import both_ways
 from tests.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
 from tests.tiny_models import tiny_config
 
@@ -211,6 +212,7 @@ def resident(name: str) -> int:
 
 
 results = {"memory": peak_of_a_push(settings["layers"])}  # first: what others freed would hide what this takes
+results["ways"] = both_ways()
 results["broken wire"] = over_a_wire_that_breaks()
 results |= {name: compare(case) for name, case in settings["cases"].items()}
 (Path(settings["out"]) / f"{rank}.json").write_text(json.dumps(results))

@@ -1,8 +1,8 @@
 """A training job without an engine that is stopped, killed and resumed: TRL's transformers generation, 2 ranks, ZeRO-3.
 
-`python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, and steps: `stop_at`, at which
-rank 0 writes the batch script's stop file; `signal_at`, at which rank 1 gets SIGUSR1; `kill_in_save`, in whose save
-rank 1 is killed. Writes the weights that it ends with, and what every reward saw.
+`python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, and steps: `signal_at`, at
+which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank 1 is killed. Writes the weights that it ends with, and
+what every reward saw.
 """
 
 import hashlib
@@ -33,8 +33,6 @@ def reward(completion_ids, **kwargs):
             lines.write(json.dumps({"step": step, "prompts": kwargs["prompts"], "completions": completion_ids}) + "\n")
     if step == settings.get("signal_at") and rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-    if step == settings.get("stop_at") and rank == 0:
-        (out / f"stop.{os.environ['GRPO_JOB']}.{os.environ['GRPO_ATTEMPT']}").touch()
     return [sum(ids) % 7 + random.random() for ids in completion_ids]  # Python's random numbers resume, too
 
 

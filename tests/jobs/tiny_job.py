@@ -1,8 +1,9 @@
 """A training job for the tests, launched as users launch theirs; no `__main__` guard, on purpose.
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `hold` names what to slow down so that
-a test can strike in the middle of it. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>`
-files when a phase is entered.
+a test can strike in the middle of it: "push", "train", or "generation-2", the one after two optimizer steps, which goes
+on when the test writes `<output_dir>/go-on`. Writes `<output_dir>/ranks/<rank>.json` with pids, and
+`<output_dir>/at-<phase>` files when a phase is entered.
 """
 
 import json
@@ -31,6 +32,12 @@ def mark(phase: str) -> None:
     (out / f"at-{phase}").touch()
 
 
+def until_told_to_go_on() -> None:
+    """Until the test has written `go-on`."""
+    while not (out / "go-on").exists():
+        time.sleep(0.05)
+
+
 def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
         row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
@@ -53,13 +60,14 @@ class HeldEngine(EngineClient):
             mark("importing")
 
     def submit(self, sample):
-        if hold == "second-generation" and trainer.state.global_step == 1:
-            mark("second-generation")
-            time.sleep(5)  # nothing is sent yet: an engine that is killed now cannot have answered
-        asked = {"step": trainer.state.global_step, "engine": self.name, "prompt": sample.token_ids.tolist()}
+        step = trainer.state.global_step
+        asked = {"step": step, "engine": self.name, "prompt": sample.token_ids.tolist()}
         with (out / "ranks" / f"asked-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps({**asked, "n": len(sample.ids), "seed": sample.seed}) + "\n")
         mark("generate")
+        if hold == f"generation-{step}":
+            mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
+            until_told_to_go_on()
         return super().submit(sample)
 
     def call(self, method, timeout_s, **kwargs):
@@ -72,6 +80,10 @@ class HeldEngine(EngineClient):
 
 class Trainer(GRPOTrainer):
     start_engine = HeldEngine
+
+    def _generate_single_turn(self, *args, **kwargs):
+        mark(f"waits-{self.state.global_step}-{rank}")
+        return super()._generate_single_turn(*args, **kwargs)
 
 
 config = GRPOConfig(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, start
+from tests.launching import ROOT, Job, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
@@ -40,19 +40,48 @@ SHORT_FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT_FORMS)
-def test_the_short_form_works(name: str, tmp_path: Path) -> None:
-    ratios, figures = SHORT_FORMS[name]
-    output = tmp_path / f"{name}.json"
-    command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--short", "--output", str(output)]
-    job = start(lambda _: command, tmp_path / "job", env={"PYTHONPATH": str(ROOT)})
+OF_THEIR_OWN = ("push", "overlap")  # pin themselves, or start ranks
+IN_ONE_PROCESS = tuple(name for name in SHORT_FORMS if name not in OF_THEIR_OWN)
+
+
+def run(command: list[str], folder: Path, what: str) -> Job:
+    job = start(lambda _: command, folder, env={"PYTHONPATH": str(ROOT)})
     try:
-        assert job.wait(400) == [0], job.fail(f"bench.{name} failed")
+        code = job.wait(480)
+        assert code == [0], job.fail(f"{what} failed")
         assert job.traces() == set()
     finally:
         job.end()
+    return job
 
-    result = json.loads(output.read_text())
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Has written the results of all in `IN_ONE_PROCESS`."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    command = [sys.executable, str(ROOT / "tests" / "jobs" / "bench_job.py"), str(folder), *IN_ONE_PROCESS]
+    return run(command, folder, "a benchmark")
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_the_short_form_works(name: str, tmp_path: Path) -> None:
+    output = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--short", "--output", str(output)]
+    job = run(command, tmp_path / "job", f"bench.{name}")
+    check_result(name, json.loads(output.read_text()))
+    assert "│" in job.output()  # the table
+
+
+@pytest.mark.xdist_group("benchmarks")
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_the_short_form_works_beside_others(name: str, in_one_process: Job) -> None:
+    check_result(name, json.loads((in_one_process.output_dir / f"{name}.json").read_text()))
+    printed = in_one_process.output().partition(f"--- bench.{name}\n")[2].partition("--- bench.")[0]
+    assert "│" in printed  # the table
+
+
+def check_result(name: str, result: dict) -> None:
+    ratios, figures = SHORT_FORMS[name]
     assert result["benchmark"] == name
     assert result["command"].startswith(f"python -m bench.{name} --device cpu --short")
     assert result["settings"]["short"] is True
@@ -65,4 +94,3 @@ def test_the_short_form_works(name: str, tmp_path: Path) -> None:
     units = {figure["name"]: figure["unit"] for figure in result["figures"]}
     assert figures.items() <= units.items()
     assert all(0 <= value < math.inf for figure in result["figures"] for value in figure["values"])
-    assert "│" in job.output()  # the table

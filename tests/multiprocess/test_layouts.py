@@ -1,38 +1,30 @@
 """The ways to start: torchrun with DeepSpeed's JSON, ZeRO-2, DDP, one process; and the script of the README."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.finished import finish
 from tests.launching import (
     ROOT,
-    Job,
+    TINY_JOB,
     accelerate_command,
     free_port,
+    metrics_in,
     start,
-    start_tiny_job,
     tiny_job_script,
     torchrun_command,
 )
 from tests.tiny_models import save_tiny_model
 
-JOB_S = 360
 
-
-def finish(job: Job) -> list[dict]:
-    try:
-        codes = job.wait(JOB_S)
-        assert codes == [0] * len(codes), job.fail(f"launchers exited {codes}")
-        return job.metrics()
-    finally:
-        job.end()
-
-
-def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
-    """The second command of the README, cut to a few steps; the warm-up of the model is cut by nothing."""
+def test_the_demo_by_torchrun_with_deepspeeds_json(demo_model: Path, tmp_path: Path) -> None:
+    """The second command of the README, cut to a few steps, with the model that its warm-up has made."""
+    shutil.copytree(demo_model, tmp_path / "out" / "model")
     flags = ["--deepspeed", str(ROOT / "configs" / "zero3.json"), "--output_dir", str(tmp_path / "out")]
     flags += ["--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "steps", "--eval_steps", "4"]
     flags += ["--num_generations_eval", "4", "--per_device_eval_batch_size", "256"]
@@ -74,19 +66,28 @@ def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+ONE_AFTER_THE_OTHER = """
+import runpy, sys
+job, *settings = sys.argv[1:]
+for each in settings:
+    sys.argv = [job, each]
+    runpy.run_path(job, run_name="__main__")
+"""
+
+
 def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_path: Path) -> None:
     """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same.
 
     Ours gets the model as an object, whose engine then builds it from a private folder.
     """
     greedy = {"temperature": 1.0, "top_k": 1, "max_steps": 2, "vllm_engine_kwargs": None}
-    metrics = {}
-    for name, mode in {"ours": {}, "trl": {"use_vllm": False, "vllm_sync_bucket_mb": 512}}.items():
-        out = tmp_path / name
+    settings = []
+    for name, mode in {"trl": {"use_vllm": False, "vllm_sync_bucket_mb": 512}, "ours": {}}.items():
         config = {**greedy, **mode, "vllm_importance_sampling_correction": False}
-        script = tiny_job_script(tiny_model, out, config=config, as_object=name == "ours")
-        job = start(lambda _, script=script: [sys.executable, *script], out)
-        metrics[name] = finish(job)
+        script = tiny_job_script(tiny_model, tmp_path / name, config=config, as_object=name == "ours")
+        settings.append(script[1])
+    job = start(lambda _: [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(TINY_JOB), *settings], tmp_path / "ours")
+    metrics = {"ours": finish(job), "trl": metrics_in(tmp_path / "trl")}
     for ours, trl in zip(metrics["ours"], metrics["trl"], strict=True):
         for key in ("reward", "completions/mean_length", "learning_rate", "num_tokens"):
             assert ours[key] == pytest.approx(trl[key], abs=1e-6), key
@@ -97,43 +98,43 @@ def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_pa
 
 # -- mistakes that end within seconds, on every rank -----------------------------------------------------------------
 
-MISTAKES = {
+# name -> settings, the message; accelerate starts 3 // 2 = 1 rank on each of 2 nodes and says nothing
+MISTAKES: dict[str, tuple[dict, str]] = {
+    "silent-floor": ({}, "num_processes"),
     "tensor-parallel-and-heads": ({"vllm_tensor_parallel_size": 3}, "4 attention heads"),
-    "nccl-without-gpus": ({"vllm_sync_backend": "nccl"}, r"vllm_sync_backend is 'nccl', but this node has no GPUs"),
+    "nccl-without-gpus": ({"vllm_sync_backend": "nccl"}, "vllm_sync_backend is 'nccl', but this node has no GPUs"),
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_placement_mistakes_are_told_on_every_rank(case: str, tiny_model: Path, tmp_path: Path) -> None:
-    config, message = MISTAKES[case]
-    job = start_tiny_job(tiny_model, tmp_path / "out", config=config)
-    try:
-        codes = job.wait(150)
-    finally:
-        job.end()
-    assert codes != [0]
-    output = job.output()
-    assert message in output, job.fail("no such message")
-    assert not (tmp_path / "out" / "logs").exists()  # before any engine
-
-
-def test_accelerates_silent_floor_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """accelerate starts 3 // 2 = 1 rank on each of 2 nodes and says nothing."""
-    command = accelerate_command(tiny_job_script(tiny_model, tmp_path / "out"), nodes=2, port=free_port())
+def test_placement_mistakes_are_told_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    config = {"output_dir": str(out), "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "report_to": "none"}
+    mistakes = {name: mistake for name, (mistake, _) in MISTAKES.items()}
+    settings = out / "settings.json"
+    settings.write_text(json.dumps({"model": str(tiny_model), "config": config, "mistakes": mistakes}))
+    script = [str(ROOT / "tests" / "jobs" / "refusals_job.py"), str(settings)]
+    command = accelerate_command(script, nodes=2, port=free_port())
 
     def three(node: int) -> list[str]:
         words = command(node)
         words[words.index("--num_processes") + 1] = "3"
         return words
 
-    job = start(three, tmp_path / "out", nodes=2)
+    job = start(three, out, nodes=2)
     try:
-        codes = job.wait(150)
+        codes = job.wait(300)
     finally:
         job.end()
     assert 0 not in codes
-    assert "num_processes" in job.output()
-    assert "2 or 4" in job.output(), job.fail("the two nearest values are not there")
+    for rank in (0, 1):
+        refused = json.loads((out / f"refused-{rank}.json").read_text())
+        assert list(refused) == list(MISTAKES), job.fail(f"rank {rank} went on")
+        for name, (_, message) in MISTAKES.items():
+            assert message in refused[name], job.fail(f"{name}: no such message")
+        assert "2 or 4" in refused["silent-floor"], "the two nearest values are not there"
+    assert MISTAKES["nccl-without-gpus"][1] in job.output()
+    assert not (out / "logs").exists()  # before any engine
 
 
 def test_help_shows_our_options() -> None:

@@ -1,0 +1,166 @@
+"""A bare engine that dies, is late or cannot start: whoever waits for it hears why, and nothing of it stays."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from grpo.engine.client import EngineClient, EngineError, engine_environment
+from grpo.engine.lifetime import session_members
+from grpo.engine.messages import EngineSpec
+from grpo.rollout.packing import Request
+from grpo.rollout.pool import EnginePool
+from tests.contract import CONTRACT_S, inner_process
+from tests.launching import ROOT, kill, orphaned_shared_memory, wait_gone
+
+START_S = 240  # 12 s alone
+MAX_TOKENS = 3000
+
+
+def engine_spec(model: Path, **engine_args: Any) -> EngineSpec:
+    return EngineSpec(
+        engine_args={
+            "model": str(model),
+            "dtype": "float32",
+            "max_model_len": MAX_TOKENS + 100,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**28,
+            "weight_transfer_config": "grpo_shm",
+            **engine_args,
+        },
+        sampling={"max_tokens": MAX_TOKENS, "ignore_eos": True},
+    )
+
+
+@contextlib.contextmanager
+def started(
+    spec: EngineSpec, folder: Path, on_death: Callable[[EngineError], None] | None = None
+) -> Iterator[EngineClient]:
+    """Nothing of it is there afterwards."""
+    environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
+    before = orphaned_shared_memory()
+    client = EngineClient(
+        spec, name="the engine", environment=environment, log_path=folder / "engine.log", on_death=on_death
+    )
+    try:
+        yield client
+    finally:
+        client.close()
+    assert not session_members(client.pid)
+    assert not client._private_folder.exists()
+    assert not orphaned_shared_memory() - before
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def has_loaded_torch(pid: int) -> bool:
+    """A host loads it a few seconds before vLLM is imported."""
+    return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def has_inner_process(pid: int) -> bool:
+    try:
+        return inner_process(pid).is_running()
+    except StopIteration:
+        return False
+
+
+def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny_model: Path, tmp_path: Path) -> None:
+    deaths: list[EngineError] = []
+    prompts = [Request(token_ids=np.array([5, 6, 7], np.int32), n=4, seed=seed) for seed in (1, 11)]
+    with started(engine_spec(tiny_model), tmp_path, deaths.append) as client:
+        ready = client.wait_ready(START_S)
+        pool = EnginePool([client], max_num_seqs=[ready.max_num_seqs], max_tokens=MAX_TOKENS)
+        with pytest.raises(EngineError, match=r"8 of 8 completions after 0.2 s \(vllm_generate_timeout\)"):
+            pool.collect(pool.submit(prompts), 0.2)
+
+        batch = pool.submit(prompts)
+        inner = inner_process(client.pid)
+        inner.suspend()  # so that nothing is answered yet when it dies
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(client.call, "reset_prefix_cache", CONTRACT_S)
+            until(lambda: bool(client._calls), CONTRACT_S, "nothing was asked")
+            assert not deaths
+            kill(inner.pid)
+            with pytest.raises(EngineError, match="engine process died"):
+                pool.collect(batch, CONTRACT_S)
+            with pytest.raises(EngineError, match="engine process died"):
+                call.result(CONTRACT_S)
+        with pytest.raises(EngineError, match="engine process died"):
+            client.call("weight_version", CONTRACT_S)  # and whoever asks later
+        until(lambda: bool(deaths), CONTRACT_S, "nobody was told")
+        assert len(deaths) == 1
+        pool.close()
+
+
+def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path) -> None:
+    with started(engine_spec(tiny_model), tmp_path) as client:
+        until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
+        kill(client.pid)
+        with pytest.raises(EngineError, match="the engine was killed by signal 9"):
+            client.wait_ready(CONTRACT_S)
+
+
+def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
+    with (
+        started(engine_spec(tiny_model, kv_cache_dtype="no-such-type"), tmp_path) as client,
+        pytest.raises(EngineError, match="no-such-type"),
+    ):
+        client.wait_ready(START_S)
+
+
+LOCAL_MAIN = f"""
+import json, os, sys
+from pathlib import Path
+from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.messages import EngineSpec
+spec, folder = EngineSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
+environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
+client = EngineClient(spec, name="it", environment=environment, log_path=folder / "engine.log")
+print(client.pid, client._private_folder, flush=True)
+client.wait_ready({START_S})
+"""
+
+
+@pytest.mark.parametrize("moment", [has_loaded_torch, has_inner_process])
+def test_a_local_main_that_is_killed_takes_its_starting_engine_along(
+    moment: Callable[[int], bool], tiny_model: Path, tmp_path: Path
+) -> None:
+
+    spec = engine_spec(tiny_model)
+    arguments = [json.dumps({"engine_args": spec.engine_args, "sampling": spec.sampling}), str(tmp_path)]
+    before = orphaned_shared_memory()
+    main = subprocess.Popen(
+        [sys.executable, "-c", LOCAL_MAIN, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert main.stdout is not None
+        host, private_folder = main.stdout.readline().split()
+        until(lambda: moment(int(host)), START_S, "the engine does not come so far")
+        engine = [psutil.Process(pid) for pid in session_members(int(host))]
+        assert engine
+    finally:
+        main.kill()
+        main.wait()
+    assert not wait_gone(engine, CONTRACT_S)
+    until(lambda: not session_members(int(host)), CONTRACT_S, "a process of the engine is left")
+    assert not Path(private_folder).exists()
+    assert not orphaned_shared_memory() - before
