@@ -9,14 +9,12 @@ import contextlib
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
 from grpo.config import GRPOConfig
 from grpo.engine_settings import attention_heads, describe_model
 from grpo.job.agreement import agree_on_topology
-from grpo.job.communication import WaitClock
 from grpo.job.failure import FailureRecord
 from grpo.job.node_groups import NodeGroups
 from grpo.job.process_groups import join_deepspeed
@@ -77,7 +75,6 @@ class GRPOTrainer(ResumableTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
-        self._wait_clock: WaitClock | None = None
         self._logged_sync: dict[str, SyncReport] = {}
         if not args.local_mode:
             if args.deepspeed:
@@ -151,9 +148,6 @@ class GRPOTrainer(ResumableTrainer):
             self.vllm_generation = self._local
             self._last_loaded_step = -1
             self._local.attach(self.model, self.accelerator.autocast, self._following_prompts)
-            if self.accelerator.num_processes > 1 and dist.get_backend() == "gloo":
-                watch = self._watch
-                self._wait_clock = WaitClock(lambda: watch.phase == "train")
             ddp_memory_warning(self)
 
     def _progress(self) -> tuple[int, str]:
@@ -199,8 +193,6 @@ class GRPOTrainer(ResumableTrainer):
             yield
 
     def after_step(self, control: TrainerControl) -> None:
-        if self._wait_clock is not None:
-            self._metrics["train"]["comm/wait_s"].append(self._wait_clock.take_s())
         if self._local is not None and (startup := self._local.startup.first_step()):
             for name, seconds in startup.metrics().items():
                 self._metrics["train"][name].append(seconds)

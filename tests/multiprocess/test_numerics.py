@@ -50,9 +50,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_tied_head_without_a_module(model: Path, tmp_path: Path) -> None:
     """Without NCCL, asked for by name."""
     job = start_tiny_job(model, tmp_path / "out", config={"ddp_backend": "gloo", "vllm_sync_backend": "shm"})
-    steps = run(job)
+    run(job)
     assert [job.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
-    assert all(line["comm/wait_s"] > 0 for line in steps)
 
 
 @pytest.mark.parametrize("model", ["qwen2-tied"], indirect=True)
