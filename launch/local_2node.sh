@@ -27,6 +27,11 @@ if [[ -z ${VIRTUAL_ENV:-} && -e .venv/bin/activate ]]; then
     source .venv/bin/activate
 fi
 [[ -e train.py && -e launch/next_attempt.py ]] || die "call it from the project's root: launch/local_2node.sh"
+# A script starts its background commands with SIGINT ignored, and what was ignored when a shell began it cannot trap.
+if [[ $(trap -p INT) == "trap -- '' "* ]]; then
+    exec python -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("bash", sys.argv[1:])' \
+        bash "$0" "$@"
+fi
 for argument in "$@"; do
     [[ $argument != --output_dir* ]] || die "set GRPO_OUTPUT_DIR instead of $argument"
 done

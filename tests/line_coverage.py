@@ -8,7 +8,6 @@ A row stands for one function: line numbers would change with every edit. It cou
 so that a new one in a listed function is told too.
 """
 
-import ast
 import contextlib
 import json
 import os
@@ -16,13 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coverage import Coverage, CoverageData
 
 from tests.coverage_snapshots import PREFIX
+from tools.sizes import functions
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "runs" / "coverage"
@@ -47,23 +47,6 @@ class Row:
 
     def allows(self, unreached: int) -> bool:
         return self.fewest <= unreached <= self.most
-
-
-def functions(source: str) -> list[tuple[str, int, int]]:
-    """Qualified name, first and last line of every function, decorators included; inner ones after outer ones."""
-
-    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = prefix + child.name
-                if not isinstance(child, ast.ClassDef):
-                    first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                    yield name, first, child.end_lineno or child.lineno
-                yield from walk(child, f"{name}.")
-            else:
-                yield from walk(child, prefix)
-
-    return list(walk(ast.parse(source), ""))
 
 
 def by_function(file: str, source: str, lines: Sequence[int]) -> dict[Key, list[int]]:

@@ -1,5 +1,6 @@
 """What must not differ between the nodes of a job: versions, and the variables of NCCL and gloo."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,12 +15,16 @@ def read_settings(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Names and values, sorted by name."""
     found = {name: value for name, value in env.items() if name.startswith(("NCCL_", "GLOO_"))}
     found = {name: value for name, value in found.items() if not name.startswith((*OF_THE_NODE, OF_THE_LOG))}
+    return tuple(sorted((found | installed_versions()).items()))
+
+
+def installed_versions() -> dict[str, str]:
+    """Of `COMPARED_PACKAGES`; one that is not installed is left out."""
+    versions = {}
     for package in COMPARED_PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return tuple(sorted(found.items()))
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def check_same(settings: Sequence[Mapping[str, str]], places: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What reaches vLLM: sampling options as TRL sets them, engine arguments, and the model's description."""
+"""What reaches vLLM: sampling options as TRL sets them, engine arguments, the model's description and its dtype."""
 
 import dataclasses
 import json
@@ -14,13 +14,15 @@ from grpo.engine.host import sampling_params
 from grpo.engine_settings import (
     EngineModel,
     PrivateFolder,
+    attention_heads,
     choose_backend,
+    compute_dtype,
     describe_model,
     engine_args,
     sampling_settings,
 )
 from grpo.job.topology import read_topology
-from grpo.refusals import check_init_kwargs
+from tests.tiny_models import tiny_config
 
 MODEL = EngineModel(path="m", tokenizer="t", revision="r", dtype=torch.bfloat16)
 
@@ -130,7 +132,30 @@ def test_a_path_needs_no_folder(tiny_model: Path) -> None:
     assert (described.path, described.tokenizer, described.revision) == (str(tiny_model), str(tiny_model), "main")
 
 
-def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
-    with pytest.raises(ValueError, match="model_init_kwargs holds 'subfolder'"):
-        check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}))
-    check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}))
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
+        ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),  # what the checkpoint says
+    ],
+)
+def test_the_engine_computes_in_the_trainers_dtype(
+    settings: dict[str, Any], dtype: torch.dtype, tiny_model: Path
+) -> None:
+    assert compute_dtype(str(tiny_model), config(**settings)) == dtype
+
+
+def test_the_launchers_mixed_precision_counts(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert compute_dtype(str(tiny_model), config()) == torch.bfloat16
+
+
+def test_a_model_object_says_its_dtype_and_heads() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.bfloat16)
+    assert compute_dtype(model, config()) == torch.bfloat16
+    assert attention_heads(model, config(vllm_tensor_parallel_size=2)) == (4, 2)
+    assert attention_heads(model, config()) == (None, None)

@@ -1,17 +1,14 @@
-"""What local mode refuses before anything is started, the engines' dtype, and the warning of plain DDP."""
+"""What local mode refuses before anything is started, and the warning of plain DDP."""
 
 from typing import Any
 
 import pytest
-import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, ProcessorMixin
+from transformers import ProcessorMixin
 
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.engine_settings import attention_heads, compute_dtype
-from grpo.refusals import ddp_memory_message
-from tests.tiny_models import tiny_config
+from grpo.refusals import check_init_kwargs, ddp_memory_message
 
 DATA = Dataset.from_dict({"prompt": ["1+1="]})
 
@@ -79,31 +76,10 @@ def test_trls_own_config_is_named() -> None:
         GRPOTrainer("no-such-model", reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"bf16": True}, torch.bfloat16),
-        ({"fp16": True}, torch.float16),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
-        ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
-        ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),  # what the checkpoint says
-    ],
-)
-def test_the_engine_computes_in_the_trainers_dtype(settings: dict[str, Any], dtype: torch.dtype, tiny_model) -> None:
-    assert compute_dtype(str(tiny_model), config(**settings)) == dtype
-
-
-def test_the_launchers_mixed_precision_counts(monkeypatch: pytest.MonkeyPatch, tiny_model) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert compute_dtype(str(tiny_model), config()) == torch.bfloat16
-
-
-def test_a_model_object_says_its_dtype_and_heads() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.bfloat16)
-    assert compute_dtype(model, config()) == torch.bfloat16
-    assert attention_heads(model, config(vllm_tensor_parallel_size=2)) == (4, 2)
-    assert attention_heads(model, config()) == (None, None)
+def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
+    with pytest.raises(ValueError, match="model_init_kwargs holds 'subfolder'"):
+        check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}))
+    check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}))
 
 
 def test_ddp_warns_of_a_model_that_cannot_fit() -> None:

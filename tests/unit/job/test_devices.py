@@ -25,7 +25,7 @@ from grpo.job.launch import asks_for_cpu
 from grpo.job.topology import NodeTopology, read_topology
 from grpo.plan.job import PlannedConfig, read_launcher, read_training
 from tests.launching import ROOT
-from tests.unit.job.test_topology import torchrun_env
+from tests.unit.job.made_up_jobs import torchrun_env
 
 UUIDS = [f"GPU-{index}{index}c4d1e2-90ab-cdef-0123-456789abcdef" for index in range(8)]
 

@@ -1,0 +1,14 @@
+"""In which form the engines hold what travels."""
+
+import pytest
+
+from grpo.weights.wire_format import WireFormat, agreed
+
+
+def test_engines_that_hold_different_forms_are_refused() -> None:
+    one = WireFormat(dtypes={"gate.bias": "float32"}, whole_experts=("experts",))
+    assert agreed([one, one]) == one
+    with pytest.raises(RuntimeError, match=r"gate\.bias.* different forms"):
+        agreed([one, WireFormat(whole_experts=("experts",))])
+    with pytest.raises(RuntimeError, match=r"experts.* different forms"):
+        agreed([one, WireFormat(dtypes=one.dtypes)])
