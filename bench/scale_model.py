@@ -26,7 +26,7 @@ while training, rewards, data.
 import math
 from dataclasses import dataclass
 
-from grpo.plan.push_cost import push_costs
+from grpo.plan.push_cost import Links, push_cost
 
 WEIGHT_BYTES = 2  # bf16, in trainer and engine
 COMPLETION_TOKEN_BYTES = 8  # an id (int32) and a log-probability (float32)
@@ -203,15 +203,8 @@ def _step_s(node: Node, generate_s: float, train_s: float, push_s: float, lookah
 
 def _push_legs_s(node: Node, cluster: Cluster, *, nodes: int, ranks_per_node: int) -> tuple[float, float]:
     """(gather, broadcast to the node's engines) at the speed of the links."""
-    (cost,) = push_costs(
-        node.parameters,
-        ranks_per_node=ranks_per_node,
-        zero3=True,
-        engine_dtype_bytes=WEIGHT_BYTES,
-        network_gbps=cluster.network_gbps,
-        nvlink_gbps=cluster.nvlink_gbps,
-        node_counts=(nodes,),
-    )
+    links = Links(network_gbps=cluster.network_gbps, nvlink_gbps=cluster.nvlink_gbps)
+    cost = push_cost(node.parameters * WEIGHT_BYTES, links, num_nodes=nodes, ranks_per_node=ranks_per_node)
     assert cost.gather_s is not None
     assert cost.push_s is not None
     return cost.gather_s, cost.push_s

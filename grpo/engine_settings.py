@@ -14,6 +14,8 @@ from grpo.config import GRPOConfig
 from grpo.engine.messages import EngineSpec
 from grpo.job.topology import NodeTopology
 
+CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
@@ -162,7 +164,7 @@ def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, ba
     if topology.tensor_parallel_size > 1:
         settings["distributed_executor_backend"] = "mp"
     if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        settings["kv_cache_memory_bytes"] = 2**30  # vLLM would take its share of the host's memory
+        settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES  # vLLM would take its share of the host's memory
     if not topology.devices:
         # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
         # Generator does not use offset" (0.31, `_bookkeeping_sync`).

@@ -1,7 +1,6 @@
-"""`grpo export CHECKPOINT OUT`: a checkpoint as a plain Hugging Face folder, in host memory near one shard.
+"""`grpo export CHECKPOINT OUT`: a checkpoint as a plain Hugging Face folder.
 
-The model class's own `save_pretrained` writes the folder. It is handed stand-ins that know their size, and read their
-values from the checkpoint when their shard is written: the model is never whole in memory.
+DeepSpeed's own converter puts partitions together, and the model class's own `save_pretrained` writes the folder.
 """
 
 import argparse
@@ -11,14 +10,16 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from grpo.export.pending_weights import PendingTensor, pending_tensors
-from grpo.export.stored_weights import open_weights
+from grpo.export.stored_weights import StoredWeights, open_weights
 from grpo.run.checkpoints import checkpoints, read_complete
+from grpo.weights.names import some
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_SIZE = "50GB"  # save_pretrained's own
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
-        help="largest file of weights, and with it the host memory that is needed (default: transformers' %(default)s)",
+        help="largest file of weights (default: transformers' %(default)s)",
     )
     parser.add_argument(
         "--allow-incomplete",
@@ -103,9 +104,10 @@ def export(
 ) -> Exported:
     """Write `checkpoint` as `out`, which appears whole or not at all.
 
-    Needs no accelerator. Host memory: one shard, and beside it the largest parameter once as it is stored (float32 in
-    a ZeRO-3 checkpoint) and once converted. It is written into a hidden folder beside `out` first; only SIGKILL leaves
-    that behind.
+    Needs no accelerator. Host memory: the whole model in the dtype that is written, and beside it one parameter in
+    float32 while ZeRO-3's partitions are put together, and the fused experts a second time while transformers takes
+    them apart; next to nothing for safetensors whose dtype stays. It is written into a hidden folder beside `out`
+    first; only SIGKILL leaves that behind.
 
     Args:
         checkpoint: as transformers' Trainer writes it with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are
@@ -118,48 +120,37 @@ def export(
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is imported to read its files, and computes nothing
     out = out.resolve()
-    notes = [*check_checkpoint(checkpoint, allow_incomplete=allow_incomplete)]
+    notes = check_checkpoint(checkpoint, allow_incomplete=allow_incomplete)
     check_out(out)
+    check_shard_size(max_shard_size)
     stored = open_weights(checkpoint, masters=dtype is not None)
     model = model_without_weights(checkpoint, dtype, trust_remote_code=trust_remote_code)
     # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
-    pending = pending_tensors(model, stored, None if stored.as_saved and dtype is None else model.dtype)
-    shard_bytes = plan_shards(pending, max_shard_size)
-    check_room(out, total_bytes=sum(shard_bytes), largest_shard_bytes=max(shard_bytes))
-    exported = Exported(
-        num_files=len(shard_bytes),
-        num_bytes=sum(shard_bytes),
-        dtypes=tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in pending.values()})),
-        origin=stored.origin,
-        notes=tuple(notes),
-    )
+    weights = read_weights(model, stored, None if stored.as_saved and dtype is None else model.dtype, out)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
 
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        # The stand-ins bear the names of the checkpoint format already: no conversion.
-        model.save_pretrained(partial, state_dict=pending, max_shard_size=max_shard_size, save_original_format=False)
+        model.save_pretrained(
+            partial, state_dict=weights, max_shard_size=max_shard_size, save_original_format=not stored.as_saved
+        )
         if (checkpoint / "tokenizer_config.json").exists():
             AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(partial)
-        for file in partial.glob("*.safetensors"):
+        files = list(partial.glob("*.safetensors"))
+        for file in files:
             shutil.copymode(partial / "config.json", file)  # safetensors lets only their owner read them (0.8)
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return exported
-
-
-def plan_shards(pending: dict[str, PendingTensor], max_shard_size: int | str) -> list[int]:
-    """Bytes of each file that `save_pretrained` will write.
-
-    Raises:
-        ValueError: `max_shard_size` is no size.
-    """
-    try:
-        split = split_torch_state_dict_into_shards(pending, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ValueError(f"max_shard_size is {max_shard_size!r}, write it like 500MB or 5GB: {error}") from None
-    return [sum(pending[name].num_bytes for name in names) for names in split.filename_to_tensors.values()]
+    return Exported(
+        num_files=len(files),
+        num_bytes=num_bytes,
+        dtypes=tuple(sorted(dtypes)),
+        origin=stored.origin,
+        notes=tuple(notes),
+    )
 
 
 def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -177,6 +168,31 @@ def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_
     if (checkpoint / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     return model
+
+
+def read_weights(
+    model: PreTrainedModel, stored: StoredWeights, dtype: torch.dtype | None, out: Path
+) -> dict[str, torch.Tensor]:
+    """What `model.save_pretrained` takes as `state_dict`, under the names of `stored`; a tied weight comes once.
+
+    Args:
+        model: on the meta device.
+        dtype: of floating-point tensors; None: as they are stored.
+        out: on the disk that has to hold them.
+
+    Raises:
+        ValueError: `stored` is not this model, or memory does not suffice.
+        OSError: the disk does not suffice.
+    """
+    expected = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
+    aliases = model.state_dict().keys() - expected.keys()  # DeepSpeed's whole copies make a tied weight two tensors
+    weights = {name: tensor for name, tensor in stored.tensors.items() if name not in aliases}
+    check_weights(model, expected, weights, as_saved=stored.as_saved)
+    dtypes = {n: dtype if dtype and t.dtype.is_floating_point else t.dtype for n, t in weights.items()}
+    sizes = {name: tensor.shape.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
+    in_memory = [n for n, t in weights.items() if not isinstance(t, torch.Tensor) or t.dtype != dtypes[n]]
+    check_room(out, total_bytes=sum(sizes.values()), memory_bytes=sum(sizes[name] for name in in_memory))
+    return {name: tensor.contiguous().to(dtypes[name]) for name, tensor in weights.items()}
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -218,6 +234,32 @@ def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> list[str]:
     return notes
 
 
+def check_weights(model: PreTrainedModel, expected: dict[str, Any], found: dict[str, Any], *, as_saved: bool) -> None:
+    """Raises ValueError unless `found` are the weights of `model`, which are `expected`."""
+    if as_saved:
+        # Under names that may be older than this transformers, and stay: only the sum can be compared.
+        wanted_elements, elements = (sum(t.shape.numel() for t in part.values()) for part in (expected, found))
+        problem = f"has {elements} elements of weights, not {wanted_elements}" if elements != wanted_elements else ""
+    else:
+        both = expected.keys() & found.keys()
+        wrong = {
+            "lacks": expected.keys() - both,
+            "has besides": found.keys() - both,
+            "has in another shape": {name for name in both if found[name].shape != expected[name].shape},
+        }
+        problem = " and ".join(f"{what} {some(sorted(names))}" for what, names in wrong.items() if names)
+    if problem:
+        raise ValueError(f"config.json describes a {type(model).__name__}, but the checkpoint {problem}")
+
+
+def check_shard_size(max_shard_size: int | str) -> None:
+    """Raises ValueError when it is no size."""
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size is {max_shard_size!r}, write it like 500MB or 5GB: {error}") from None
+
+
 def check_out(out: Path) -> None:
     """Raises ValueError unless `out` is a new or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -225,12 +267,12 @@ def check_out(out: Path) -> None:
         raise ValueError(f"{out} {what}: give a folder that is new or empty, or remove it")
 
 
-def check_room(out: Path, *, total_bytes: int, largest_shard_bytes: int) -> None:
+def check_room(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
     """Refuse what the disk, or the host's memory, cannot hold.
 
     Raises:
         OSError: the disk.
-        ValueError: the memory; names the setting.
+        ValueError: the memory.
     """
     existing = next(parent for parent in out.parents if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -240,10 +282,10 @@ def check_room(out: Path, *, total_bytes: int, largest_shard_bytes: int) -> None
             "give an OUT on another disk"
         )
     available = available_memory_bytes()
-    if available < largest_shard_bytes:
+    if available < memory_bytes:
         raise ValueError(
-            f"the largest file would hold {largest_shard_bytes / 1e9:.1f} GB, which are in memory at a time, but this "
-            f"host has {available / 1e9:.1f} GB available: give --max-shard-size {max(1, available // (2 * 10**9))}GB"
+            f"the model takes {memory_bytes / 1e9:.1f} GB of memory in the dtype to write, but this host has "
+            f"{available / 1e9:.1f} GB available: export on a host with more, or give --dtype bfloat16"
         )
 
 

@@ -13,7 +13,9 @@ from grpo.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
 from grpo.plan.record import Plan
 
 if TYPE_CHECKING:
+    from grpo.job.topology import NodeTopology
     from grpo.plan.job import PlannedConfig
+    from grpo.plan.placed_job import PlacedJob
     from grpo.recipes.script import Arguments
 
 ASSUMED_GPU_MEMORY = "80GiB"
@@ -120,7 +122,7 @@ def _read_config(plan: Plan, field: str, name: str, arguments: "Arguments") -> A
 def _place(plan: Plan, args: argparse.Namespace, training: "PlannedConfig", config: Any) -> None:
     """GPUs to ranks and engines, by the code that the ranks will run."""
     from grpo.engine_settings import choose_backend, head_counts
-    from grpo.plan.job import EngineSettings, best_layout, gpus_of_nodes, place
+    from grpo.plan.placement import EngineSettings, best_layout, gpus_of_nodes, place
 
     assert plan.launcher is not None
     if not training.local_mode:
@@ -150,12 +152,17 @@ def _place(plan: Plan, args: argparse.Namespace, training: "PlannedConfig", conf
     counts = plan.gpus_per_node or (0,)
     if max(counts) > 0 and (plan.nodes is None or len(set(counts)) > 1):
         plan.best_layout = best_layout(counts, settings)
-    if plan.nodes is not None and len({node.num_engines for node in plan.nodes}) > 1:
-        fewest = min(node.num_engines for node in plan.nodes)
-        slow = ", ".join(str(node.node) for node in plan.nodes if node.num_engines == fewest)
+    if plan.nodes is not None:
+        _warn_of_slow_nodes(plan, plan.nodes)
+
+
+def _warn_of_slow_nodes(plan: Plan, nodes: "tuple[NodeTopology, ...]") -> None:
+    fewest = min(node.num_engines for node in nodes)
+    slow = [str(node.node) for node in nodes if node.num_engines == fewest]
+    if len(slow) < len(nodes):
         plan.warnings.append(
-            f"every node generates for the same number of completions, and node {slow} has the fewest engines "
-            f"({fewest}): the others wait for it"
+            f"every node generates for the same number of completions, and node {', '.join(slow)} has the fewest "
+            f"engines ({fewest}): the others wait for it"
         )
 
 
@@ -178,10 +185,31 @@ def _count_batch(plan: Plan, args: argparse.Namespace, training: "PlannedConfig"
 
 def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", config: Any) -> None:
     """Memory and push, from the shape of the model."""
+    from grpo.plan.estimates import estimate
+    from grpo.plan.shortfalls import errors_of, warnings_of
+
+    training = arguments.training
+    try:
+        job = _placed_job(plan, args, arguments, config)
+        plan.model = job.shape
+        plan.estimates = estimate(job)
+    except ValueError as error:  # of a model without attention, or a DeepSpeed configuration that cannot be read
+        plan.errors.append(str(error))
+        return
+    plan.errors += errors_of(job, plan.estimates)
+    plan.warnings += warnings_of(job, plan.estimates)
+    if plan.model.layers_without_kv:
+        plan.assumptions.append(f"the states of {plan.model.layers_without_kv} linear-attention layers are not counted")
+    if not training.optim.startswith("adamw_torch"):
+        plan.assumptions.append(f"the states of Adam with float32 moments; optim is {training.optim.value}")
+
+
+def _placed_job(plan: Plan, args: argparse.Namespace, arguments: "Arguments", config: Any) -> "PlacedJob":
     from grpo.engine_settings import compute_dtype
-    from grpo.plan.estimates import Hardware, estimate
     from grpo.plan.job import PlannedConfig
     from grpo.plan.model_shape import count_parameters, shape_of
+    from grpo.plan.placed_job import Hardware, PlacedJob
+    from grpo.plan.push_cost import Links
     from grpo.plan.push_memory import push_shape
 
     training = arguments.training
@@ -191,53 +219,37 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: "Arguments", conf
     assert plan.batch is not None
     name = arguments.model.model_name_or_path or "the demo's model"
     remote_code = training.trust_remote_code
-    plan.model = shape_of(config, name, trust_remote_code=remote_code)
-    reward_name, reward_parameters = arguments.script.reward_model_name_or_path, 0
+    reward_name, reward = arguments.script.reward_model_name_or_path, None
     if reward_name is not None:
         reward = _read_config(plan, "reward_model_name_or_path", reward_name, arguments)
-        reward_parameters = count_parameters(reward, trust_remote_code=remote_code) if reward is not None else 0
-    gpu_bytes = None
-    if not plan.launcher.use_cpu:
-        gpu_bytes = args.gpu_memory or _memory(ASSUMED_GPU_MEMORY)
-        if args.gpu_memory is None:
-            plan.assumptions.append(f"GPUs of {ASSUMED_GPU_MEMORY} (--gpu-memory)")
+    has_gpus = not plan.launcher.use_cpu
+    if has_gpus and args.gpu_memory is None:
+        plan.assumptions.append(f"GPUs of {ASSUMED_GPU_MEMORY} (--gpu-memory)")
     dtype = compute_dtype(name, training)
     engine_kwargs = training.vllm_engine_kwargs or {}
     assert not isinstance(engine_kwargs, str), "TrainingArguments parses its dict fields"
-    push = push_shape(
-        config,
-        dtype=dtype,
-        bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
-        whole_experts=not any(engine_kwargs.get(key) for key in ("enable_expert_parallel", "quantization")),
-        trust_remote_code=remote_code,
-    )
-    try:
-        plan.estimates = estimate(
-            plan.model,
-            push,
-            training,
-            plan.launcher,
-            plan.nodes,
-            plan.batch,
-            Hardware(
-                gpu_bytes=gpu_bytes,
-                host_bytes=args.host_memory,
-                network_gbps=args.network_gbps,
-                nvlink_gbps=args.nvlink_gbps,
-            ),
+    return PlacedJob(
+        args=training,
+        launcher=plan.launcher,
+        nodes=plan.nodes,
+        batch=plan.batch,
+        hardware=Hardware(
+            gpu_bytes=args.gpu_memory or _memory(ASSUMED_GPU_MEMORY) if has_gpus else None,
+            host_bytes=args.host_memory,
+            links=Links(network_gbps=args.network_gbps, nvlink_gbps=args.nvlink_gbps if has_gpus else None),
+        ),
+        shape=shape_of(config, name, trust_remote_code=remote_code),
+        push=push_shape(
+            config,
             dtype=dtype,
-            flash_attention="flash" in (arguments.model.attn_implementation or ""),
-            reward_parameters=reward_parameters,
-        )
-    except ValueError as error:  # of a DeepSpeed configuration that cannot be read
-        plan.errors.append(str(error))
-        return
-    plan.errors += plan.estimates.errors
-    plan.warnings += plan.estimates.warnings
-    if plan.model.layers_without_kv:
-        plan.assumptions.append(f"the states of {plan.model.layers_without_kv} linear-attention layers are not counted")
-    if not training.optim.startswith("adamw_torch"):
-        plan.assumptions.append(f"the states of Adam with float32 moments; optim is {training.optim.value}")
+            bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
+            whole_experts=not any(engine_kwargs.get(key) for key in ("enable_expert_parallel", "quantization")),
+            trust_remote_code=remote_code,
+        ),
+        dtype=dtype,
+        flash_attention="flash" in (arguments.model.attn_implementation or ""),
+        reward_parameters=count_parameters(reward, trust_remote_code=remote_code) if reward is not None else 0,
+    )
 
 
 def _positive(text: str) -> int:

@@ -2,9 +2,8 @@
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,8 @@ import torch
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from grpo.config import GRPOConfig
-from grpo.job.agreement import check_nodes
-from grpo.job.launch import Launch, accelerate_request, check_accelerate_request, either, multiples_around
-from grpo.job.topology import NodeTopology, plan_node
+from grpo.job.launch import accelerate_request, either, multiples_around
 from grpo.recipes.script import Arguments, GRPOScriptArguments, demo_defaults
-
-ASSUMED_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,121 +180,3 @@ def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) 
     init_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
     training.model_init_kwargs = {**init_kwargs, **(training.model_init_kwargs or {})}
     return Arguments(script=script, training=training, model=model, mixture=mixture)
-
-
-def gpus_of_nodes(
-    asked: Sequence[int] | None, launcher: Launcher, reserved_gpus: int | None
-) -> tuple[tuple[int, ...], str | None]:
-    """GPUs of each node (0 without GPUs), and what was assumed about them.
-
-    Raises ValueError when `asked` has another number of nodes than the launcher.
-    """
-    nodes = launcher.num_machines
-    if launcher.use_cpu:
-        note = "use_cpu is set: no GPUs" + (", --gpus-per-node is not used" if asked else "")
-        return (0,) * nodes, note
-    if asked is not None:
-        if len(asked) not in (1, nodes):
-            raise ValueError(
-                f"--gpus-per-node {','.join(map(str, asked))} names {len(asked)} nodes, but num_machines is {nodes}: "
-                "give one number for all nodes, or one for each"
-            )
-        return tuple(asked) * (nodes if len(asked) == 1 else 1), None
-    if reserved_gpus is not None:
-        gpus = launcher.ranks_per_node + reserved_gpus
-        return (gpus,) * nodes, f"{gpus} GPUs per node: the ranks and vllm_reserved_gpus (--gpus-per-node)"
-    return (ASSUMED_GPUS_PER_NODE,) * nodes, f"{ASSUMED_GPUS_PER_NODE} GPUs per node (--gpus-per-node)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What of the training settings decides where engines run."""
-
-    reserved_gpus: int | None
-    tensor_parallel_size: int
-    engines_per_node: int | None
-    num_attention_heads: int | None
-    num_key_value_heads: int | None
-
-
-def place(launcher: Launcher, gpus: Sequence[int], settings: EngineSettings) -> tuple[NodeTopology, ...]:
-    """The local main's view of each node, by the code and with the refusals of the ranks themselves.
-
-    Raises ValueError as they do.
-    """
-    ranks, nodes = launcher.ranks_per_node, launcher.num_machines
-    world_size = ranks * nodes
-
-    def launch(node: int, local_rank: int) -> Launch:
-        rank = node * ranks + local_rank
-        return Launch(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=ranks,
-            node=node,
-            num_nodes=nodes,
-        )
-
-    check_accelerate_request(launcher.num_processes, nodes, launch(0, 0))
-    topologies = [
-        plan_node(launch(node, local_rank), _devices(gpus[node]), host=f"node{node}", **asdict(settings))
-        for node in range(nodes)
-        for local_rank in range(ranks)
-    ]
-    check_nodes(topologies)
-    return tuple(topologies[::ranks])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A placement that works on nodes of these sizes."""
-
-    ranks_per_node: int
-    num_processes: int
-    vllm_reserved_gpus: int | None
-    """None: leave it unset."""
-    reserved: tuple[int, ...]
-    """GPUs of each node that serve engines."""
-    idle: tuple[int, ...]
-    """GPUs of each node that do nothing."""
-
-
-def best_layout(gpus: Sequence[int], settings: EngineSettings) -> Layout | None:
-    """The number of ranks per node that wastes least: the fewest idle GPUs, then the most ranks. None: none works.
-
-    Torchrun wants as many ranks on every node; reserved GPUs may differ, in multiples of the tensor parallel size.
-    """
-    layouts = []
-    size = settings.tensor_parallel_size
-    for reserved in (None, *range(size, min(gpus), size)):
-        for ranks in range(1, min(gpus)):
-            own = {**asdict(settings), "reserved_gpus": reserved, "engines_per_node": None}
-            launch = Launch(
-                rank=0,
-                world_size=ranks * len(gpus),
-                local_rank=0,
-                local_world_size=ranks,
-                node=0,
-                num_nodes=len(gpus),
-            )
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    nodes = [plan_node(launch, _devices(count), host="", **own) for count in gpus]
-            except ValueError:
-                continue
-            held = tuple(len(node.reserved_devices) for node in nodes)
-            layouts.append(
-                Layout(
-                    ranks_per_node=ranks,
-                    num_processes=ranks * len(gpus),
-                    vllm_reserved_gpus=reserved,
-                    reserved=held,
-                    idle=tuple(count - ranks - engines for count, engines in zip(gpus, held, strict=True)),
-                )
-            )
-    return min(layouts, key=lambda layout: (sum(layout.idle), -layout.ranks_per_node), default=None)
-
-
-def _devices(count: int) -> tuple[str, ...]:
-    return tuple(str(index) for index in range(count))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 GIB = 2**30
@@ -11,7 +11,7 @@ Phase = Literal["always", "forward and backward", "optimizer step", "push"]
 Holder = Literal["every rank", "local main", "other ranks"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One item of a budget."""
 
@@ -23,6 +23,7 @@ class Line:
     num_bytes: int
     how: str
     """The formula, with its numbers."""
+    _: KW_ONLY
     counted: bool = True
     """False for what is shown for comparison."""
     holder: Holder = "every rank"

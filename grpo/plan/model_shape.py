@@ -6,7 +6,7 @@ local paths, and DeepSpeed's counts a meta model wrong.
 
 import copy
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,9 @@ class LayerShape:
     """How many layers of the model are of this kind."""
     parameters: int
     norm_elements: int
-    """Per token: what the norms of the residual stream read."""
-    head_norm_elements: int
-    """Per token: what the norms of queries and keys read; 0 where there are none."""
+    """Per token: what the norms read, those of queries and keys included."""
     mlp_elements: int
     """Per token: what the MLP, or the experts that a token is routed to, keep for the backward."""
-    float32_router_elements: int
-    """Per token: what a router that computes in float32 reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +88,15 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
         for module in model.modules()
         if id(module) not in in_layers
     ]
-    kinds = Counter(_layer_shape(layer, text, heads * head_dim, key_value_heads * head_dim) for layer in decoder)
+    layers = Counter(_layer_shape(layer, text, heads * head_dim, key_value_heads * head_dim) for layer in decoder)
     windows, without_kv = _kv_windows(text, len(decoder))
     latent = getattr(text, "kv_lora_rank", None)
     return ModelShape(
         name=name,
         num_parameters=sum(size * count for size, count in sizes.items()),
         tensor_sizes=tuple(sorted(sizes.items())),
-        largest_layer=max([*outside, *(parameters for parameters, *_ in kinds)]),
-        layers=tuple(
-            LayerShape(
-                count=count,
-                parameters=parameters,
-                norm_elements=norms,
-                head_norm_elements=head_norms,
-                mlp_elements=mlp,
-                float32_router_elements=router,
-            )
-            for (parameters, norms, head_norms, mlp, router), count in kinds.items()
-        ),
+        largest_layer=max([*outside, *(layer.parameters for layer in layers)]),
+        layers=tuple(replace(layer, count=count) for layer, count in layers.items()),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         attention_heads=heads,
@@ -147,23 +133,22 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
 
 
-def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> tuple[int, int, int, int, int]:
-    """(parameters, norm_elements, head_norm_elements, mlp_elements, float32_router_elements) of one layer."""
-    norms = head_norms = 0
+def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> LayerShape:
+    norms = 0
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
-        if "Norm" not in type(module).__name__ or weight is None:
-            continue
-        if name.endswith(("q_norm", "k_norm")) and weight.numel() not in (query_size, key_size):
-            head_norms += query_size if name.endswith("q_norm") else key_size  # one norm, applied to every head
-        else:
-            norms += weight.numel()
+        if "Norm" in type(module).__name__ and weight is not None:
+            of_heads = {"q_norm": query_size, "k_norm": key_size}.get(name.rpartition(".")[2], 0)
+            norms += max(weight.numel(), of_heads)  # one norm may be applied to every head
     is_sparse = any("Experts" in type(m).__name__ or n.endswith("experts") for n, m in layer.named_modules())
-    mlp = _mlp_elements(text, is_sparse=is_sparse)
-    # transformers' routers with a correction bias, and no others, compute in float32 (5.17, `...TopkRouter`).
+    # transformers' routers with a correction bias, and no others, keep what they read in float32: 2 elements (5.17).
     in_float32 = any(name.endswith("e_score_correction_bias") for name, _ in layer.named_buffers())
-    parameters = sum(parameter.numel() for parameter in layer.parameters())
-    return parameters, norms, head_norms, mlp, text.hidden_size if in_float32 else 0
+    return LayerShape(
+        count=1,
+        parameters=sum(parameter.numel() for parameter in layer.parameters()),
+        norm_elements=norms,
+        mlp_elements=_mlp_elements(text, is_sparse=is_sparse) + (2 * text.hidden_size if in_float32 else 0),
+    )
 
 
 def _mlp_elements(text: Any, *, is_sparse: bool) -> int:

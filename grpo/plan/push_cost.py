@@ -1,4 +1,4 @@
-"""What a push moves and how long that takes at least, for 1 to 64 nodes.
+"""What a push moves, and how long that takes at least.
 
 Two legs: the ZeRO-3 gather brings the model into every node, over the network; the push itself goes from the local main
 to the engines beside it and never leaves the node.
@@ -6,17 +6,24 @@ to the engines beside it and never leaves the node.
 
 from dataclasses import dataclass
 
-NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 NETWORK_GBPS = 400.0
 NVLINK_GBPS = 2400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushCost:
-    """One push of a job of `num_nodes` nodes. Seconds are lower bounds: bytes over the speed of the link."""
+class Links:
+    """How fast a node receives, in gigabits per second."""
 
-    num_nodes: int
-    ranks: int
+    network_gbps: float
+    """Into one node, over all its network adapters."""
+    nvlink_gbps: float | None
+    """Into one GPU from its node; None without GPUs, whose links nobody named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushCost:
+    """One push. Seconds are lower bounds: bytes over the speed of the link."""
+
     network_bytes_per_node: int
     """Into each node over the network: the shares of the model that the other nodes hold."""
     gathered_bytes_per_node: int
@@ -28,57 +35,45 @@ class PushCost:
     engine_bytes: int
     """Pushed to each engine, inside the node, in the engine's dtype."""
     gather_s: float | None
-    """The slower of network and the links inside the node; None without GPUs, whose links nobody named."""
+    """The slower of network and the links inside the node; None without GPUs."""
     push_s: float | None
     """One broadcast to all engines of the node; a bucket's goes on while the next one is gathered."""
 
 
-def push_costs(
-    num_parameters: int,
+def push_cost(
+    model_bytes: int,
+    links: Links,
     *,
+    num_nodes: int,
     ranks_per_node: int,
-    zero3: bool,
+    zero3: bool = True,
     all_gathers: bool = True,
-    engine_dtype_bytes: int,
-    network_gbps: float,
-    nvlink_gbps: float | None,
-    node_counts: tuple[int, ...] = NODE_COUNTS,
-) -> tuple[PushCost, ...]:
-    """The push of a model for several sizes of the job.
+) -> PushCost:
+    """The push of a model of `model_bytes` in the engine's dtype.
 
     Of P bytes, each of N nodes holds 1/N and receives (N-1)/N over the network, whatever algorithm gathers them; each
     of W ranks receives (W-1)/W over the links of its node. Without ZeRO-3 every rank holds all weights already.
 
     Args:
         all_gathers: whether every rank receives, which is so over NCCL.
-        network_gbps: gigabits per second into one node, over all its network adapters.
-        nvlink_gbps: gigabits per second into one GPU from its node; None without GPUs.
     """
-    gathered = num_parameters * engine_dtype_bytes if zero3 else 0
-    pushed = num_parameters * engine_dtype_bytes
-    costs = []
-    for nodes in node_counts:
-        ranks = nodes * ranks_per_node
-        network = gathered * (nodes - 1) // nodes
-        inside = gathered * (ranks - 1) // ranks
-        gather_s = push_s = None
-        if nvlink_gbps is not None:
-            gather_s = max(_seconds(network, network_gbps), _seconds(inside, nvlink_gbps))
-            push_s = _seconds(pushed, nvlink_gbps)
-        costs.append(
-            PushCost(
-                num_nodes=nodes,
-                ranks=ranks,
-                network_bytes_per_node=network,
-                gathered_bytes_per_node=gathered,
-                local_main_bytes=inside,
-                other_rank_bytes=inside if all_gathers else 0,
-                engine_bytes=pushed,
-                gather_s=gather_s,
-                push_s=push_s,
-            )
-        )
-    return tuple(costs)
+    gathered = model_bytes if zero3 else 0
+    ranks = num_nodes * ranks_per_node
+    network = gathered * (num_nodes - 1) // num_nodes
+    inside = gathered * (ranks - 1) // ranks
+    gather_s = push_s = None
+    if links.nvlink_gbps is not None:
+        gather_s = max(_seconds(network, links.network_gbps), _seconds(inside, links.nvlink_gbps))
+        push_s = _seconds(model_bytes, links.nvlink_gbps)
+    return PushCost(
+        network_bytes_per_node=network,
+        gathered_bytes_per_node=gathered,
+        local_main_bytes=inside,
+        other_rank_bytes=inside if all_gathers else 0,
+        engine_bytes=model_bytes,
+        gather_s=gather_s,
+        push_s=push_s,
+    )
 
 
 def _seconds(num_bytes: int, gbps: float) -> float:

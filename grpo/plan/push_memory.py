@@ -3,7 +3,6 @@
 From the very buckets that it will go through: the code that sends them cuts them here, on a model without memory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from grpo.plan.memory_budget import Line, readable
 from grpo.plan.model_shape import meta_model
+from grpo.plan.zero_memory import Sharding
 from grpo.weights.buckets import NUM_BUFFERS, Bucket
 from grpo.weights.gather import whole_shape
 from grpo.weights.source import GatheredSource
@@ -26,8 +26,8 @@ class PushShape:
     buckets: tuple[tuple[int, ...], ...]
     """For each bucket the elements of its parameters."""
     converted_bytes: int
-    """The most that a bucket's parameters take which travel as other tensors (experts fused in memory): whole, and what
-    is copied while they are taken apart."""
+    """The most that a bucket's parameters take which travel as other tensors (experts fused in memory): whole, and
+    copied while they are taken apart."""
     dtype_bytes: int
 
     def shard_bytes(self, world_size: int) -> int:
@@ -60,7 +60,7 @@ def push_shape(
         buckets=tuple(
             tuple(whole_shape(parameter).numel() for _, parameter in bucket.parameters) for bucket in buckets
         ),
-        converted_bytes=max(_converted_bytes(model, bucket, dtype) for bucket in buckets),
+        converted_bytes=2 * dtype.itemsize * max(map(_elements_taken_apart, buckets)),
         dtype_bytes=dtype.itemsize,
     )
 
@@ -70,34 +70,13 @@ def experts_at_once(source: GatheredSource) -> WireFormat:
     return WireFormat(whole_experts=tuple(stack.name for stack in source.experts))
 
 
-def _converted_bytes(model: Any, bucket: Bucket, dtype: torch.dtype) -> int:
-    from transformers.core_model_loading import revert_weight_conversion
-
+def _elements_taken_apart(bucket: Bucket) -> int:
     travelling = {meta.name for meta in bucket.metas}
-    wholes = {
-        name: torch.empty(parameter.shape, dtype=dtype, device="meta")
-        for name, parameter in bucket.parameters
-        if name not in travelling
-    }
-    if not wholes:
-        return 0
-    return _storage_bytes({**wholes, **revert_weight_conversion(model, dict(wholes))})
-
-
-def _storage_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes behind `tensors`, views counted once; on the meta device, where storages have no address."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}.values())
+    return sum(parameter.numel() for name, parameter in bucket.parameters if name not in travelling)
 
 
 def push_lines(
-    push: PushShape,
-    *,
-    world_size: int,
-    num_nodes: int,
-    zero3: bool,
-    backend: str,
-    has_gpus: bool,
-    gathers_on_device: bool,
+    push: PushShape, sharding: Sharding, *, backend: str, has_gpus: bool, gathers_on_device: bool
 ) -> list[Line]:
     """What a rank's device holds during a push; without GPUs, what a rank holds, less the shared buffers.
 
@@ -109,72 +88,23 @@ def push_lines(
             only to the local mains.
     """
     lines: list[Line] = []
-    shard = push.shard_bytes(world_size) if zero3 and world_size > 1 else 0
+    ranks = sharding.world_size
+    shard = push.shard_bytes(ranks) if sharding.gathers else 0
     if shard and gathers_on_device:
-        lines.append(
-            Line(
-                key="push_gathered",
-                what="a bucket, gathered",
-                phase="push",
-                num_bytes=world_size * shard + shard,
-                how=f"every rank receives every bucket: the largest is {readable(world_size * shard)}, and its own "
-                f"shards, cast, {readable(shard)}",
-            )
-        )
+        how = f"every rank receives every bucket: the largest is {readable(ranks * shard)}, and its own shards, cast, "
+        how += readable(shard)
+        lines.append(Line("push_gathered", "a bucket, gathered", "push", ranks * shard + shard, how))
     elif shard and not has_gpus:
-        sent = shard if num_nodes > 1 else 0
-        lines += [
-            Line(
-                key="push_gathered",
-                what="shards that arrive",
-                phase="push",
-                holder="local main",
-                num_bytes=(world_size - 1) * shard + sent,
-                how=f"of the largest bucket, from {world_size - 1} ranks"
-                + (", and its own, cast for the other nodes" if sent else ""),
-            ),
-            Line(
-                key="push_sent",
-                what="shards that are sent",
-                phase="push",
-                holder="other ranks",
-                num_bytes=shard,
-                how="of the largest bucket, cast",
-            ),
-        ]
+        arrived, how = (ranks - 1) * shard, f"of the largest bucket, from {ranks - 1} ranks"
+        lines.append(Line("push_gathered", "shards that arrive", "push", arrived, how, holder="local main"))
+        how = "of the largest bucket, cast"
+        lines.append(Line("push_sent", "shards that are sent", "push", shard, how, holder="other ranks"))
     if backend == "nccl":
         packed = min(NUM_BUFFERS, len(push.buckets))
-        lines.append(
-            Line(
-                key="push_packed",
-                what="packed buffers",
-                phase="push",
-                holder="local main",
-                num_bytes=packed * push.buffer_bytes,
-                how=f"{packed} x {readable(push.buffer_bytes)}, the limit of a bucket or the largest tensor",
-            )
-        )
-    elif shard and gathers_on_device:
-        strided = [max(bucket) for bucket in push.buckets if len(bucket) > 1 or bucket[0] % world_size]
-        lines.append(
-            Line(
-                key="push_staged",
-                what="a tensor on its way to the host",
-                phase="push",
-                holder="local main",
-                num_bytes=push.dtype_bytes * max(strided, default=0),
-                how="its shards lie apart, and are put side by side before they leave the GPU",
-            )
-        )
+        how = f"{packed} x {readable(push.buffer_bytes)}, the limit of a bucket or the largest tensor"
+        num_bytes = packed * push.buffer_bytes
+        lines.append(Line("push_packed", "packed buffers", "push", num_bytes, how, holder="local main"))
     if push.converted_bytes:
-        lines.append(
-            Line(
-                key="push_converted",
-                what="experts that are taken apart",
-                phase="push",
-                holder="local main",
-                num_bytes=push.converted_bytes,
-                how="of one bucket: as they are fused in memory, and what is copied to split them",
-            )
-        )
+        what, how = "experts that are taken apart", "of one bucket: as they are fused in memory, and copies of them"
+        lines.append(Line("push_converted", what, "push", push.converted_bytes, how, holder="local main"))
     return lines

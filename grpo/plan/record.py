@@ -7,8 +7,9 @@ if TYPE_CHECKING:
     from grpo.job.topology import NodeTopology
     from grpo.plan.batch import Batch
     from grpo.plan.estimates import Estimates
-    from grpo.plan.job import Launcher, Layout
+    from grpo.plan.job import Launcher
     from grpo.plan.model_shape import ModelShape
+    from grpo.plan.placement import Layout
 
 
 @dataclass(slots=True, kw_only=True)

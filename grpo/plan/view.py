@@ -2,9 +2,9 @@
 
 import json
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -27,18 +27,8 @@ PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer st
 
 def print_json(plan: Plan) -> None:
     """The whole plan: records become objects, under their fields' names."""
-    json.dump(_plain(plan) | {"works": not plan.errors}, sys.stdout, indent=1)
+    json.dump(asdict(plan) | {"works": not plan.errors}, sys.stdout, indent=1)
     print()
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
 
 
 def print_plan(plan: Plan) -> None:
@@ -186,20 +176,16 @@ def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> N
     console.print(table)
 
 
-def _print_push(console: Console, costs: "tuple[PushCost, ...]") -> None:
-    receivers = "every rank" if costs[-1].other_rank_bytes else "the local main"
-    columns = ["nodes", "ranks", "gathered into each node", "of it over the network", f"received by {receivers}"]
-    columns.append("then pushed to each engine")
-    timed = costs[0].push_s is not None
-    title = "one push (the gather crosses the network, the push stays inside the node)"
-    table = _table(title, *columns, *(["gather", "push"] if timed else []))
-    for cost in costs:
-        gathered = (cost.gathered_bytes_per_node, cost.network_bytes_per_node, cost.local_main_bytes)
-        sizes = (*gathered, cost.engine_bytes)
-        seconds = [f"{value:.2f} s" for value in (cost.gather_s, cost.push_s) if value is not None]
-        table.add_row(
-            str(cost.num_nodes), str(cost.ranks), *(readable(size) if size else "0" for size in sizes), *seconds
-        )
+def _print_push(console: Console, cost: "PushCost") -> None:
+    receivers = "every rank" if cost.other_rank_bytes else "the local main"
+    table = _table("one push", "", "bytes", "at least")
+    for what, num_bytes, seconds in (
+        ("gathered into each node", cost.gathered_bytes_per_node, cost.gather_s),
+        ("of it over the network", cost.network_bytes_per_node, None),
+        (f"received by {receivers}", cost.local_main_bytes, None),
+        ("then pushed to each engine, inside the node", cost.engine_bytes, cost.push_s),
+    ):
+        table.add_row(what, readable(num_bytes) if num_bytes else "0", "" if seconds is None else f"{seconds:.2f} s")
     console.print(table)
 
 

@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo.plan.memory_budget import Line, short_count
+from grpo.plan.memory_budget import Line, Phase, short_count
 from grpo.plan.model_shape import ModelShape
 from grpo.refusals import DDP_BYTES_PER_PARAMETER
 
 MASTER_BYTES = 4  # of a parameter: the float32 copy that the optimizer updates
 ADAM_BYTES = 8  # of a parameter: two float32 moments
+SIZES = {  # of `Sharding`, and what DeepSpeed's configuration calls them
+    "reduce_bucket_size": "reduce_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "sub_group_size": "sub_group_size",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +27,10 @@ class Sharding:
 
     stage: Literal[0, 1, 2, 3]
     """ZeRO stage; 0: every rank holds all (DDP)."""
+    world_size: int
+    """Ranks of all nodes."""
+    dtype_bytes: int
+    """Of an element of the dtype in which ranks compute."""
     offload_optimizer: str = "none"
     """'none', 'cpu' or 'nvme'."""
     offload_param: str = "none"
@@ -29,28 +39,31 @@ class Sharding:
     max_live_parameters: int = 1_000_000_000
     sub_group_size: int = 1_000_000_000
 
+    @property
+    def gathers(self) -> bool:
+        """Whether weights have to be gathered before they can be used."""
+        return self.stage == 3 and self.world_size > 1
 
-def read_sharding(zero_optimization: Mapping[str, Any], *, hidden_size: int) -> Sharding:
+
+def read_sharding(
+    zero_optimization: Mapping[str, Any], *, hidden_size: int, world_size: int, dtype_bytes: int
+) -> Sharding:
     """The `zero_optimization` section of a DeepSpeed configuration; "auto" as transformers and accelerate fill it."""
-    auto = {"reduce_bucket_size": hidden_size**2, "stage3_param_persistence_threshold": 10 * hidden_size}
-
-    def size(key: str, default: int) -> int:
-        value = zero_optimization.get(key, default)
-        return int(float(auto.get(key, default) if value == "auto" else value))
+    filled = {"reduce_bucket_size": hidden_size**2, "param_persistence_threshold": 10 * hidden_size}
+    given = {field: zero_optimization[key] for field, key in SIZES.items() if key in zero_optimization}
+    sizes = {field: filled.get(field) if value == "auto" else int(float(value)) for field, value in given.items()}
 
     def device(key: str) -> str:
         value = (zero_optimization.get(key) or {}).get("device", "none")
         return "none" if value in (None, "auto") else value
 
-    default = Sharding(stage=0)
     return Sharding(
         stage=zero_optimization.get("stage", 0),
+        world_size=world_size,
+        dtype_bytes=dtype_bytes,
         offload_optimizer=device("offload_optimizer"),
         offload_param=device("offload_param"),
-        reduce_bucket_size=size("reduce_bucket_size", default.reduce_bucket_size),
-        param_persistence_threshold=size("stage3_param_persistence_threshold", default.param_persistence_threshold),
-        max_live_parameters=size("stage3_max_live_parameters", default.max_live_parameters),
-        sub_group_size=size("sub_group_size", default.sub_group_size),
+        **{field: value for field, value in sizes.items() if value is not None},
     )
 
 
@@ -64,7 +77,7 @@ class States:
     how: str
 
 
-def states_of(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> States:
+def states_of(shape: ModelShape, sharding: Sharding) -> States:
     """ZeRO's states (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3) as DeepSpeed lays them out.
 
     With e bytes per element of the training dtype, a parameter has e bytes of weight, e of gradient
@@ -74,116 +87,82 @@ def states_of(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_b
     the ranks, stage 2 the gradient as well, stage 3 all. Optimizer offload moves gradient, master weight and moments to
     the host, with a float32 gradient of 4 bytes beside them.
     """
-    whole, shard = shape.num_parameters, shape.sharded_elements(world_size)
-    if sharding.stage == 0:
+    stage, element = sharding.stage, sharding.dtype_bytes
+    whole, shard = shape.num_parameters, shape.sharded_elements(sharding.world_size)
+    if stage == 0:
         how = f"{DDP_BYTES_PER_PARAMETER} B x {short_count(whole)} parameters on every rank (DDP: float32, Adam)"
         return States(device_bytes=DDP_BYTES_PER_PARAMETER * whole, host_bytes=0, how=how)
-    weight = dtype_bytes * (shard if sharding.stage == 3 else whole)
-    gradient = dtype_bytes * (shard if sharding.stage >= 2 else whole)
+    weight = element * (shard if stage == 3 else whole)
+    gradient = element * (shard if stage >= 2 else whole)
     optimizer = (MASTER_BYTES + ADAM_BYTES) * shard
-    how = f"({dtype_bytes} weight + {dtype_bytes} gradient + {MASTER_BYTES} master + {ADAM_BYTES} Adam) B x "
-    how += f"{short_count(whole)} / {world_size}"
-    if sharding.stage < 3:
-        how += f"; under ZeRO-{sharding.stage} the weight{'' if sharding.stage == 2 else ' and gradient'} whole"
+    how = f"({element} weight + {element} gradient + {MASTER_BYTES} master + {ADAM_BYTES} Adam) B x "
+    how += f"{short_count(whole)} / {sharding.world_size}"
+    if stage < 3:
+        how += f"; under ZeRO-{stage} the weight{'' if stage == 2 else ' and gradient'} whole"
     device, host = weight + gradient + optimizer, 0
     if sharding.offload_optimizer != "none":
         device -= gradient + optimizer
         host += gradient + optimizer + MASTER_BYTES * shard if sharding.offload_optimizer == "cpu" else 0
         how += f"; all but the weight on {sharding.offload_optimizer}"
-    if sharding.offload_param != "none" and sharding.stage == 3:
+    if sharding.offload_param != "none" and stage == 3:
         device -= weight
         host += weight if sharding.offload_param == "cpu" else 0
         how += f"; the weight on {sharding.offload_param}"
     return States(device_bytes=device, host_bytes=host, how=how)
 
 
-def buffer_lines(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> list[Line]:
+def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     """What DeepSpeed keeps between steps beside the states: it dominates small models."""
     if sharding.stage == 0:
         return []
-    lines = [
-        Line(
-            key="reduce_bucket",
-            what="gradient bucket",
-            phase="always",
-            num_bytes=sharding.reduce_bucket_size * dtype_bytes,
-            how=f"reduce_bucket_size {short_count(sharding.reduce_bucket_size)} x {dtype_bytes} B",
-        )
-    ]
-    if sharding.stage == 3 and world_size > 1:  # one rank's shard is the whole
-        whole = shape.elements_up_to(sharding.param_persistence_threshold)
-        lines.append(
-            Line(
-                key="persistent",
-                what="small parameters, kept whole",
-                phase="always",
-                num_bytes=whole * dtype_bytes,
-                how=f"{short_count(whole)} in tensors up to stage3_param_persistence_threshold "
-                f"{short_count(sharding.param_persistence_threshold)} x {dtype_bytes} B",
-            )
-        )
+    bucket, element = sharding.reduce_bucket_size, sharding.dtype_bytes
+    how = f"reduce_bucket_size {short_count(bucket)} x {element} B"
+    lines = [Line("reduce_bucket", "gradient bucket", "always", bucket * element, how)]
+    if sharding.gathers:  # one rank's shard is the whole
+        threshold = sharding.param_persistence_threshold
+        whole = shape.elements_up_to(threshold)
+        how = f"{short_count(whole)} in tensors up to stage3_param_persistence_threshold {short_count(threshold)} x "
+        how += f"{element} B"
+        lines.append(Line("persistent", "small parameters, kept whole", "always", whole * element, how))
     return lines
 
 
-def gather_lines(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> list[Line]:
+def gather_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     """What is gathered, or about to be reduced, while a micro-batch runs."""
     if sharding.stage == 0:
         return []
-    reduced = max(sharding.reduce_bucket_size, shape.largest_tensor)
-    lines = [
-        Line(
-            key="reduce_copy",
-            what="gradients being reduced",
-            phase="forward and backward",
-            num_bytes=min(reduced, shape.num_parameters) * dtype_bytes,
-            how="a flat copy of the bucket, or of one gradient larger than it",
-        )
-    ]
-    if sharding.stage == 3 and world_size > 1:
-        live = min(shape.num_parameters, sharding.max_live_parameters)
-        lines += [
-            Line(
-                key="largest_layer",
-                what="largest gathered layer",
-                phase="forward and backward",
-                num_bytes=shape.largest_layer * dtype_bytes,
-                how=f"{short_count(shape.largest_layer)} x {dtype_bytes} B, whatever the number of ranks",
-            ),
-            Line(
-                key="gather_buffers",
-                what="other gathered layers",
-                phase="forward and backward",
-                num_bytes=max(0, live - shape.largest_layer) * dtype_bytes,
-                how=f"prefetched or kept for reuse, up to stage3_max_live_parameters "
-                f"{short_count(sharding.max_live_parameters)} in all",
-            ),
-        ]
+    phase: Phase = "forward and backward"
+    element, layer = sharding.dtype_bytes, shape.largest_layer
+    reduced = min(max(sharding.reduce_bucket_size, shape.largest_tensor), shape.num_parameters)
+    how = "a flat copy of the bucket, or of one gradient larger than it"
+    lines = [Line("reduce_copy", "gradients being reduced", phase, reduced * element, how)]
+    if sharding.gathers:
+        how = f"{short_count(layer)} x {element} B, whatever the number of ranks"
+        lines.append(Line("largest_layer", "largest gathered layer", phase, layer * element, how))
+        others = max(0, min(shape.num_parameters, sharding.max_live_parameters) - layer)
+        live = short_count(sharding.max_live_parameters)
+        how = f"prefetched or kept for reuse, up to stage3_max_live_parameters {live} in all"
+        lines.append(Line("gather_buffers", "other gathered layers", phase, others * element, how))
     return lines
 
 
-def step_line(shape: ModelShape, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> list[Line]:
+def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     """The gradients of one sub-group, flattened and in float32, while the optimizer works on it."""
     if sharding.stage != 3 or sharding.offload_optimizer != "none":
         return []
-    elements = min(sharding.sub_group_size, shape.sharded_elements(world_size))
-    return [
-        Line(
-            key="step_gradients",
-            what="gradients in float32",
-            phase="optimizer step",
-            num_bytes=elements * (MASTER_BYTES + (dtype_bytes if dtype_bytes != MASTER_BYTES else 0)),
-            how=f"of a sub-group of at most {short_count(sharding.sub_group_size)}, and the copy that they come from",
-        )
-    ]
+    elements = min(sharding.sub_group_size, shape.sharded_elements(sharding.world_size))
+    copy = sharding.dtype_bytes if sharding.dtype_bytes != MASTER_BYTES else 0
+    how = f"of a sub-group of at most {short_count(sharding.sub_group_size)}, and the copy that they come from"
+    num_bytes = elements * (MASTER_BYTES + copy)
+    return [Line("step_gradients", "gradients in float32", "optimizer step", num_bytes, how)]
 
 
-def frozen_line(key: str, what: str, parameters: int, sharding: Sharding, *, world_size: int, dtype_bytes: int) -> Line:
-    """A model that only runs forward: a reference or a reward model. Sharded under ZeRO-3, else whole on every rank."""
-    ranks = world_size if sharding.stage == 3 else 1
-    return Line(
-        key=key,
-        what=what,
-        phase="always",
-        num_bytes=-(-parameters // ranks) * dtype_bytes,
-        how=f"{dtype_bytes} B x {short_count(parameters)}" + (f" / {ranks}" if ranks > 1 else " on every rank"),
-    )
+def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> Line:
+    """A model that only runs forward: a reference or a reward model. Sharded under ZeRO-3, else whole on every rank.
+
+    DeepSpeed casts it to the dtype of training; without, it stays float32.
+    """
+    element = sharding.dtype_bytes if sharding.stage else MASTER_BYTES
+    ranks = sharding.world_size if sharding.stage == 3 else 1
+    how = f"{element} B x {short_count(parameters)}" + (f" / {ranks}" if ranks > 1 else " on every rank")
+    return Line(key, what, "always", -(-parameters // ranks) * element, how)

@@ -16,6 +16,7 @@ from typing import Any
 COMPLETE_FILE = "complete.json"
 RECORDED_VERSIONS = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 NAME_PREFIX = "checkpoint-"
+BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from grpo.job.job_group import JobGroup
 from grpo.job.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.job.watch import FailureWatch
 from grpo.run.checkpoints import (
+    BYTES_PER_PARAMETER,
     COMPLETE_FILE,
     check_free_space,
     check_world_size,
@@ -36,7 +37,6 @@ from grpo.run.folder import STATE_FILE, RunFolder
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 
-BYTES_PER_PARAMETER = 16  # of a checkpoint: weights, and master weights and two moments in float32
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
 
 

@@ -1,10 +1,10 @@
 """What a real ZeRO-3 engine holds between steps and in each phase of one, by the storage of its tensors; started by
 torchrun.
 
-`python zero_memory_job.py SETTINGS.json`, a list of cases: `model`, a configuration's folder; `deepspeed`, its
-configuration; `sequences`, `tokens`, `checkpointing`, `tile_columns` of a micro-batch; `bucket_bytes` and `wire` of a
-push; `defaults` to report; `out`, a folder for `<rank>.json`. A case has a process of its own, forked when all is
-imported: nothing of the one before is alive in it.
+`python zero_memory_job.py SETTINGS.json`, a list of cases: `ranks`, how many of the job's take part; `model`, a
+configuration's folder; `deepspeed`, its configuration; `sequences`, `tokens`, `checkpointing`, `tile_columns` of a
+micro-batch; `bucket_bytes` and `wire` of a push; `defaults` to report; `out`, a folder for `<rank>.json`. A case has a
+process of its own, forked when all is imported: nothing of the one before is alive in it.
 """
 
 import gc
@@ -53,7 +53,8 @@ for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
 
 def run_case(number: int, settings: dict[str, Any]) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # the launcher's
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), settings["ranks"]
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     dist.init_process_group("gloo", store=dist.PrefixStore(f"case {number}", store), rank=rank, world_size=world_size)
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = settings["tile_columns"]
     deepspeed.init_distributed(dist_backend="gloo")
@@ -125,6 +126,8 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
 
 
 for number, settings in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    if int(os.environ["RANK"]) >= settings["ranks"]:
+        continue
     process = multiprocessing.get_context("fork").Process(target=run_case, args=(number, settings))
     process.start()
     process.join()

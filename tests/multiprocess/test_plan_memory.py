@@ -13,7 +13,7 @@ from grpo.plan import training_memory
 from grpo.plan.memory_budget import Budget
 from grpo.plan.model_shape import shape_of
 from grpo.plan.push_memory import push_lines, push_shape
-from grpo.plan.training_memory import training_budget
+from grpo.plan.training_memory import MicroBatch, training_budget
 from grpo.plan.zero_memory import Sharding, read_sharding, states_of
 from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import tiny_config
@@ -44,6 +44,11 @@ class Case:
             "offload_optimizer": {"device": self.offload},
         }
 
+    @property
+    def sharding(self) -> Sharding:
+        dtype_bytes = getattr(torch, self.dtype).itemsize
+        return read_sharding(self.zero, hidden_size=HIDDEN, world_size=self.ranks, dtype_bytes=dtype_bytes)
+
 
 CASES = {
     "float32": Case(dtype="float32", checkpointing=False),
@@ -66,6 +71,7 @@ def save_config(case: Case, folder: Path) -> Path:
 
 def settings_of(case: Case, folder: Path) -> dict[str, Any]:
     return {
+        "ranks": case.ranks,
         "model": str(folder),
         "deepspeed": {
             "train_micro_batch_size_per_gpu": SEQUENCES,
@@ -85,15 +91,13 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_ranks_hold_is_planned(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_hold_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_memory, "HEAD_TILE_COLUMNS", TILE_COLUMNS)
-    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
-    folders = {name: save_config(case, tmp_path / name.replace(" ", "-")) for name, case in cases.items()}
+    folders = {name: save_config(case, tmp_path / name.replace(" ", "-")) for name, case in CASES.items()}
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps([settings_of(case, folders[name]) for name, case in cases.items()]))
+    settings.write_text(json.dumps([settings_of(case, folders[name]) for name, case in CASES.items()]))
     job = start(
-        lambda _: torchrun_command([str(JOB), str(settings)], ranks=ranks),
+        lambda _: torchrun_command([str(JOB), str(settings)], ranks=2),
         tmp_path / "out",
         env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
@@ -101,8 +105,8 @@ def test_what_ranks_hold_is_planned(ranks: int, tmp_path: Path, monkeypatch: pyt
         assert job.wait(550) == [0], job.fail("an engine did not finish its step")
     finally:
         job.end()
-    for name, case in cases.items():
-        measured = [json.loads((folders[name] / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for name, case in CASES.items():
+        measured = [json.loads((folders[name] / f"{rank}.json").read_text()) for rank in range(case.ranks)]
         print(f"--- {name}")
         states_and_buffers_agree(case, folders[name], measured)
         every_phase_agrees(case, folders[name], measured)
@@ -112,38 +116,29 @@ def test_what_ranks_hold_is_planned(ranks: int, tmp_path: Path, monkeypatch: pyt
 def planned(case: Case, folder: Path, transport: str) -> Budget:
     """The budget of a rank: with the buffers of the push on the device, or as a job without GPUs has them."""
     config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, case.dtype)
+    on_device = transport == "nccl"
     push = push_lines(
         push_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES),
-        world_size=case.ranks,
-        num_nodes=1,
-        zero3=True,
+        case.sharding,
         backend=transport,
-        has_gpus=transport == "nccl",
-        gathers_on_device=transport == "nccl",
+        has_gpus=on_device,
+        gathers_on_device=on_device,
     )
-    return training_budget(
-        shape_of(config, "tiny"),
-        read_sharding(case.zero, hidden_size=HIDDEN),
-        world_size=case.ranks,
-        dtype_bytes=dtype.itemsize,
+    batch = MicroBatch(
         sequences=SEQUENCES,
         sequence_tokens=case.tokens,
         completion_tokens=case.tokens,
+        dtype_bytes=dtype.itemsize,
         checkpointing=case.checkpointing,
         flash_attention=False,
-        frozen=(),
-        push=push,
-        capacity_bytes=None,
-        has_gpus=False,
     )
+    return training_budget(shape_of(config, "tiny"), case.sharding, batch, push=push, gpu_bytes=None)
 
 
 def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
     shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
     assert shape.num_parameters > 4_000_000
-    dtype_bytes = getattr(torch, case.dtype).itemsize
-    sharding = read_sharding(case.zero, hidden_size=HIDDEN)
-    states = states_of(shape, sharding, world_size=case.ranks, dtype_bytes=dtype_bytes)
+    states = states_of(shape, case.sharding)
     budget = planned(case, folder, "nccl")
     estimated = {key: budget.bytes_of(key) for key in ("reduce_bucket", "persistent")}
     estimated["states"] = states.device_bytes + states.host_bytes
@@ -152,15 +147,14 @@ def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, 
             print(f"{name} {value} B, held {held[name]} B")
             assert value == pytest.approx(held[name], rel=0.02), name
 
-    defaults = Sharding(stage=3)
+    defaults = Sharding(stage=3, world_size=1, dtype_bytes=2)
     assert measured[0]["defaults"] == {name: getattr(defaults, name) for name in DEFAULTS}
 
 
 def every_phase_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
     """To within a tenth."""
-    sharding = read_sharding(case.zero, hidden_size=HIDDEN)
     shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
-    host_bytes = states_of(shape, sharding, world_size=case.ranks, dtype_bytes=2).host_bytes  # the same memory here
+    host_bytes = states_of(shape, case.sharding).host_bytes  # the same memory here
     for transport in ("nccl", "shm"):
         for held in planned(case, folder, transport).held:
             for rank, result in enumerate(measured):

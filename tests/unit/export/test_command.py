@@ -7,18 +7,17 @@ import shutil
 import signal
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_utils
 
 from grpo import cli
 from grpo.export import command as export_module
 from grpo.export.command import DEFAULT_SHARD_SIZE, export
-from grpo.export.pending_weights import PendingTensor
 from grpo.run.checkpoints import write_complete
-from grpo.weights.names import conversion_units
 from tests.tiny_models import save_tiny_model
 
 
@@ -186,10 +185,11 @@ def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, m
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         with pytest.raises(OSError, match=rf"take 0\.0 GB, but {tmp_path} has 0\.0 GB free: free space, or give an"):
             export(checkpoint, tmp_path / "not" / "yet" / "there")
-    monkeypatch.setattr(export_module, "available_memory_bytes", lambda: 300_000)
-    with pytest.raises(ValueError, match=r"the largest file .* this host has 0\.0 GB available: give --max-shard-size"):
-        export(checkpoint, tmp_path / "out")
-    export(checkpoint, tmp_path / "out", max_shard_size="250KB")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "available_memory_bytes", lambda: 300_000)
+        with pytest.raises(ValueError, match=r"takes 0\.0 GB of memory .* this host has 0\.0 GB available: export"):
+            export(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
+        export(checkpoint, tmp_path / "out")  # what is not cast stays in its file until it is written
 
 
 def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> None:
@@ -210,17 +210,16 @@ def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> 
 def test_nothing_half_written_is_left(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    original = PendingTensor.contiguous
+    original = modeling_utils.safe_save_file
 
-    def fail_at_the_norm(self: PendingTensor) -> torch.Tensor:
-        if len(self.shape) > 1:
-            return original(self)
-        assert list(there.glob("*/model-00001*"))  # the first shard stands
+    def fail_at_the_second_file(tensors: dict[str, torch.Tensor], path: str, **kwargs: Any) -> None:
+        if not list(there.glob("*/model-00001*")):
+            return original(tensors, path, **kwargs)
         if how == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         raise OSError("the disk went away")
 
-    monkeypatch.setattr(PendingTensor, "contiguous", fail_at_the_norm)
+    monkeypatch.setattr(modeling_utils, "safe_save_file", fail_at_the_second_file)
     there = tmp_path / "there"
     there.mkdir()
     handler = signal.getsignal(signal.SIGTERM)
@@ -232,34 +231,6 @@ def test_nothing_half_written_is_left(
         assert cli.main(command) == 1
     assert list(there.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-# -- conversion piece by piece ----------------------------------------------------------------------------------------
-
-
-def toy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`fused` becomes two, `q` and `k` become one, others stay."""
-    out = dict(tensors)
-    if "fused" in out:
-        out["a"], out["b"] = out.pop("fused").chunk(2)
-    if parts := [out.pop(name) for name in ("q", "k") if name in out]:
-        out["qk"] = torch.cat(parts)
-    return out
-
-
-def test_parameters_that_become_one_tensor_are_converted_together() -> None:
-    placeholders = {name: torch.empty(4, 2, device="meta") for name in ("q", "fused", "k", "plain")}
-    assert conversion_units(toy, placeholders) == [["q", "k"], ["fused"], ["plain"]]
-    assert conversion_units(dict, placeholders) == [["q"], ["fused"], ["k"], ["plain"]]
-    assert conversion_units(toy, {}) == []
-
-
-def test_a_conversion_that_needs_all_parameters_is_refused() -> None:
-    def count(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {f"{name}.of{len(tensors)}": tensor for name, tensor in tensors.items()}
-
-    with pytest.raises(ValueError, match=r"cannot be converted one by one: p\.of1, p\.of2, q\.of1, q\.of2 depend"):
-        conversion_units(count, {name: torch.empty(2, device="meta") for name in ("p", "q")})
 
 
 def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Path) -> None:

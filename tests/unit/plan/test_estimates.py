@@ -8,12 +8,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from grpo.plan.batch import plan_batch
 from grpo.plan.engine_memory import default_max_num_seqs, engine_memory
-from grpo.plan.job import EngineSettings, best_layout
 from grpo.plan.memory_budget import GIB, Holder, Line, Phase, make_budget, readable
 from grpo.plan.model_shape import ModelShape, shape_of
-from grpo.plan.push_cost import push_costs
-from grpo.plan.training_memory import activation_lines, at_the_worst_moment, head_lines, saved_bytes_per_token
-from grpo.plan.zero_memory import read_sharding, states_of
+from grpo.plan.placement import EngineSettings, best_layout
+from grpo.plan.push_cost import Links, push_cost
+from grpo.plan.training_memory import (
+    MicroBatch,
+    activation_lines,
+    at_the_worst_moment,
+    head_lines,
+    saved_bytes_per_token,
+)
+from grpo.plan.zero_memory import Sharding, read_sharding, states_of
 from tests.tiny_models import FAMILIES, tiny_config
 
 
@@ -62,6 +68,17 @@ def saved_by_autograd(config: PretrainedConfig, dtype: torch.dtype, sequences: i
     return sum(storage.nbytes() for storage in kept.values())
 
 
+def micro_batch(sequences: int, tokens: int, dtype_bytes: int = 2, flash_attention: bool = True) -> MicroBatch:
+    return MicroBatch(
+        sequences=sequences,
+        sequence_tokens=tokens,
+        completion_tokens=tokens,
+        dtype_bytes=dtype_bytes,
+        checkpointing=True,
+        flash_attention=flash_attention,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
@@ -72,21 +89,19 @@ def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) ->
         many.layer_types = few.layer_types * 2
     difference = saved_by_autograd(many, dtype, sequences, tokens) - saved_by_autograd(few, dtype, sequences, tokens)
     (layer,) = (shape := shape_of(few, family)).layers
-    estimate = layer.count * saved_bytes_per_token(
-        shape, layer, dtype_bytes=dtype.itemsize, sequence_tokens=tokens, flash_attention=False
-    )
+    batch = micro_batch(sequences, tokens, dtype_bytes=dtype.itemsize, flash_attention=False)
+    estimate = layer.count * saved_bytes_per_token(shape, layer, batch)
     assert estimate * sequences * tokens == pytest.approx(difference, rel=0.12)
 
 
 def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
     shape = shape_of(tiny_config("llama-untied"), "llama")
     (layer,) = shape.layers
-    one = saved_bytes_per_token(shape, layer, dtype_bytes=2, sequence_tokens=100, flash_attention=True)
+    batch = micro_batch(3, 100)
+    one = saved_bytes_per_token(shape, layer, batch)
     # two norms of 128, queries and result of 128, keys and values of 64, four heads, an MLP of 256
     assert one == 8 * 2 * 128 + 2 * (2 * 128 + 2 * 64) + 4 * 4 + 2 * 4 * 256
-    lines = activation_lines(
-        shape, dtype_bytes=2, sequences=3, sequence_tokens=100, checkpointing=True, flash_attention=True
-    )
+    lines = activation_lines(shape, batch)
     by_key = {line.key: line for line in lines}
     assert by_key["activations_checkpointed"].num_bytes == 300 * 2 * 128 * 2
     assert by_key["recomputed_layer"].num_bytes == 300 * one
@@ -97,18 +112,18 @@ def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
 
 def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
     shape = shape_of(tiny_config("llama-untied"), "llama")
-    gradient, logits = head_lines(shape, dtype_bytes=2, sequences=8, completion_tokens=1024)
+    gradient, logits = head_lines(shape, micro_batch(8, 1024))
     # tokens: bf16 hidden states, their float32 gradient and its bf16 copy; the head's gradient in float32
     assert logits.num_bytes == 4096 * 32768 * 2 + 8192 * 128 * (2 + 4 + 2) + 512 * 128 * 4
     assert gradient.num_bytes == 512 * 128 * 2
-    gradient, logits = head_lines(shape, dtype_bytes=4, sequences=8, completion_tokens=1024)  # nothing is copied
+    gradient, logits = head_lines(shape, micro_batch(8, 1024, dtype_bytes=4))  # nothing is copied
     assert logits.num_bytes == 4096 * 32768 * 4 + 8192 * 128 * (4 + 4)
     assert gradient.num_bytes == 512 * 128 * 4
 
 
 def test_head_and_layers_are_not_held_together() -> None:
     def line(key: str, num_bytes: int) -> Line:
-        return Line(key=key, what="", phase="forward and backward", num_bytes=num_bytes, how="")
+        return Line(key, "", "forward and backward", num_bytes, "")
 
     layers = [line("recomputed_layer", 5), line("layer_gradients", 2), line("reduce_copy", 1)]
     for logits, counted in ((9, {"logits", "activations"}), (7, {"activations", *(each.key for each in layers)})):
@@ -118,7 +133,7 @@ def test_head_and_layers_are_not_held_together() -> None:
 
 def test_local_main_and_other_ranks_are_told_apart() -> None:
     def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> Line:
-        return Line(key="", what="", phase=phase, num_bytes=num_bytes, how="", holder=holder)
+        return Line("", "", phase, num_bytes, "", holder=holder)
 
     lines = [line(100, "always"), line(30, "optimizer step"), line(5, "push"), line(40, "push", "local main")]
     budget = make_budget([*lines, line(7, "push", "other ranks")], None)
@@ -145,8 +160,7 @@ def test_local_main_and_other_ranks_are_told_apart() -> None:
 )
 def test_states_of_each_stage(zero: dict[str, Any], dtype_bytes: int, per_parameter: float) -> None:
     shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
-    sharding = read_sharding(zero, hidden_size=128)
-    states = states_of(shape, sharding, world_size=4, dtype_bytes=dtype_bytes)
+    states = states_of(shape, read_sharding(zero, hidden_size=128, world_size=4, dtype_bytes=dtype_bytes))
     assert states.device_bytes == pytest.approx(per_parameter * shape.num_parameters, rel=1e-3)
 
 
@@ -157,8 +171,10 @@ def test_auto_is_filled_from_the_hidden_size() -> None:
         "stage3_param_persistence_threshold": "auto",
         "sub_group_size": 1e9,
     }
-    sharding = read_sharding(zero | {"sub_group_size": 1e9, "offload_optimizer": {"device": "auto"}}, hidden_size=128)
+    zero |= {"offload_optimizer": {"device": "auto"}, "stage3_max_live_parameters": "auto"}
+    sharding = read_sharding(zero, hidden_size=128, world_size=1, dtype_bytes=2)
     assert (sharding.reduce_bucket_size, sharding.param_persistence_threshold) == (128**2, 1280)
+    assert sharding.max_live_parameters == Sharding(stage=3, world_size=1, dtype_bytes=2).max_live_parameters
     assert (sharding.sub_group_size, sharding.offload_optimizer) == (10**9, "none")
 
 
@@ -196,15 +212,8 @@ def test_kv_cache_of_blocks_heads_and_windows() -> None:
 
 
 def test_only_the_gather_crosses_the_network() -> None:
-    one, two, four = push_costs(
-        10**9,
-        ranks_per_node=4,
-        zero3=True,
-        engine_dtype_bytes=2,
-        network_gbps=100,
-        nvlink_gbps=1000,
-        node_counts=(1, 2, 4),
-    )
+    links = Links(network_gbps=100, nvlink_gbps=1000)
+    one, two, four = (push_cost(2 * 10**9, links, num_nodes=nodes, ranks_per_node=4) for nodes in (1, 2, 4))
     assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 10**9, 15 * 10**8]
     assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
     # all but a rank's own quarter, eighth and sixteenth, on every rank of the all-gather

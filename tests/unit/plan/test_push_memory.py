@@ -1,6 +1,7 @@
 """What a rank's GPU holds of 7B, 32B and 70B in each phase, worked out by hand."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from grpo.plan.memory_budget import GIB, Held
 from grpo.plan.model_shape import shape_of
 from grpo.plan.push_memory import PushShape, push_lines, push_shape
-from grpo.plan.training_memory import training_budget
-from grpo.plan.zero_memory import read_sharding
+from grpo.plan.training_memory import MicroBatch, training_budget
+from grpo.plan.zero_memory import Sharding, read_sharding
 from tests.tiny_models import tiny_config
 
-RANKS, NODES = 28, 4  # 4 nodes of 8 GPUs, one reserved on each
+RANKS = 28  # 4 nodes of 8 GPUs, one reserved on each
 SEQUENCES, TOKENS, COMPLETION_TOKENS = 4, 1536, 1024
 
 
@@ -129,33 +130,23 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_phases_of_known_models(model: ByHand) -> None:
     push = push_shape(model.config, dtype=torch.bfloat16, bucket_bytes=512 * 2**20)
-    budget = training_budget(
-        shape_of(model.config, "known"),
-        read_sharding({"stage": 3}, hidden_size=model.hidden),
-        world_size=RANKS,
-        dtype_bytes=2,
+    sharding = read_sharding({"stage": 3}, hidden_size=model.hidden, world_size=RANKS, dtype_bytes=2)
+    batch = MicroBatch(
         sequences=SEQUENCES,
         sequence_tokens=TOKENS,
         completion_tokens=COMPLETION_TOKENS,
+        dtype_bytes=2,
         checkpointing=True,
         flash_attention=True,
-        frozen=(),
-        push=nccl_lines(push),
-        capacity_bytes=80 * GIB,
-        has_gpus=True,
     )
+    nccl = push_lines(push, sharding, backend="nccl", has_gpus=True, gathers_on_device=True)
+    budget = training_budget(shape_of(model.config, "known"), sharding, batch, push=nccl, gpu_bytes=80 * GIB)
     by_hand = model.held_gib()
     for held in budget.held:
         planned = held.local_main_bytes / GIB, held.other_ranks_bytes / GIB
         print(f"{held.phase}: planned {planned} GiB, by hand {by_hand[held.phase]} GiB")
         assert planned == pytest.approx(by_hand[held.phase], rel=0.01), held.phase
     assert added(budget.held) == pytest.approx(model.push_gib, abs=0.01)
-
-
-def nccl_lines(push: PushShape) -> list:
-    return push_lines(
-        push, world_size=RANKS, num_nodes=NODES, zero3=True, backend="nccl", has_gpus=True, gathers_on_device=True
-    )
 
 
 def added(held: tuple[Held, ...]) -> tuple[float, float]:
@@ -168,9 +159,12 @@ def added(held: tuple[Held, ...]) -> tuple[float, float]:
     )
 
 
-def lines_of(push: PushShape, **kwargs: object) -> dict[str, tuple[str, int]]:
-    usual = {"world_size": 4, "num_nodes": 1, "zero3": True, "backend": "nccl", "has_gpus": True}
-    lines = push_lines(push, **{"gathers_on_device": True, **usual, **kwargs})  # type: ignore[arg-type]
+def lines_of(
+    push: PushShape, *, ranks: int = 4, stage: Literal[2, 3] = 3, **changed: Any
+) -> dict[str, tuple[str, int]]:
+    usual = {"backend": "nccl", "has_gpus": True, "gathers_on_device": True}
+    sharding = Sharding(stage=stage, world_size=ranks, dtype_bytes=2)
+    lines = push_lines(push, sharding, **(usual | changed))  # type: ignore[arg-type]
     assert {line.phase for line in lines} <= {"push"}
     return {line.key: (line.holder, line.num_bytes) for line in lines}
 
@@ -180,15 +174,12 @@ def test_who_holds_what_in_a_push() -> None:
     push = PushShape(buffer_bytes=64, buckets=((10, 7), (16,)), converted_bytes=0, dtype_bytes=2)
     packed = ("local main", 2 * 64)  # of three, as many as there are buckets
     assert lines_of(push) == {"push_gathered": ("every rank", 40 + 10), "push_packed": packed}
-    assert lines_of(push, world_size=1) == {"push_packed": packed}
-    assert lines_of(push, zero3=False) == {"push_packed": packed}
+    assert lines_of(push, ranks=1) == {"push_packed": packed}
+    assert lines_of(push, stage=2) == {"push_packed": packed}
     assert lines_of(push, gathers_on_device=False) == {"push_packed": packed}  # gloo: through the host's memory
-    # to shared memory: a tensor of 10 leaves the GPU from a bucket of two; the 16 lie together as they are
-    staged = {"push_gathered": ("every rank", 50), "push_staged": ("local main", 20)}
-    assert lines_of(push, backend="shm") == staged
+    assert lines_of(push, backend="shm") == {"push_gathered": ("every rank", 50)}  # packed in the host's memory
     cpu = {"backend": "shm", "has_gpus": False, "gathers_on_device": False}
     assert lines_of(push, **cpu) == {"push_gathered": ("local main", 30), "push_sent": ("other ranks", 10)}
-    assert lines_of(push, num_nodes=2, **cpu)["push_gathered"] == ("local main", 30 + 10)
 
 
 def test_experts_that_travel_one_by_one_are_taken_apart_on_the_local_main() -> None:
@@ -198,8 +189,8 @@ def test_experts_that_travel_one_by_one_are_taken_apart_on_the_local_main() -> N
     push = push_shape(config, dtype=torch.bfloat16, bucket_bytes=2**20, whole_experts=False)
     assert sum(map(sum, push.buckets)) == sum(map(sum, at_once.buckets)) == shape_of(config, "moe").num_parameters
     assert len(push.buckets) == 1
-    # 2 layers of 4 experts of 64: gate and up, down; only the halves of the first are copied
+    # 2 layers of 4 experts of 64: gate and up, down; as they are, and copied
     fused, down = 2 * 4 * 2 * 64 * 128, 2 * 4 * 64 * 128
-    assert push.converted_bytes == 2 * (2 * fused + down)
+    assert push.converted_bytes == 2 * 2 * (fused + down)
     assert lines_of(push)["push_converted"] == ("local main", push.converted_bytes)
     assert push_shape(tiny_config("phi3-fused"), dtype=torch.bfloat16, bucket_bytes=2**20).converted_bytes == 0

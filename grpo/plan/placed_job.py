@@ -1,0 +1,79 @@
+"""A job whose placement and batch stand: all that its estimates depend on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo.engine_settings import choose_backend
+from grpo.job.topology import NodeTopology
+from grpo.plan.batch import Batch
+from grpo.plan.job import Launcher, PlannedConfig, read_deepspeed
+from grpo.plan.model_shape import ModelShape
+from grpo.plan.push_cost import Links
+from grpo.plan.push_memory import PushShape
+from grpo.plan.zero_memory import Sharding, read_sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the cluster has, as told or assumed."""
+
+    gpu_bytes: int | None
+    """Memory of one GPU; None when the job runs without."""
+    host_bytes: int | None
+    """Memory of one node; None when it is not known."""
+    links: Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedJob:
+    """All that the estimates depend on."""
+
+    args: PlannedConfig
+    launcher: Launcher
+    nodes: Sequence[NodeTopology]
+    batch: Batch
+    hardware: Hardware
+    shape: ModelShape
+    push: PushShape
+    dtype: torch.dtype
+    """In which trainer and engines compute (`engine_settings.compute_dtype`)."""
+    flash_attention: bool
+    reward_parameters: int
+    """Of the reward model; 0 without one."""
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.hardware.gpu_bytes is not None
+
+    @property
+    def backend(self) -> str:
+        """Of the push: "nccl" or "shm"."""
+        return choose_backend(self.args.vllm_sync_backend, has_gpus=self.has_gpus)
+
+    @property
+    def gathers_on_device(self) -> bool:
+        """Whether ZeRO-3's shards travel by NCCL."""
+        return self.has_gpus and self.args.ddp_backend != "gloo"
+
+    @property
+    def model_bytes(self) -> int:
+        """Of one copy in the dtype of the engines."""
+        return self.shape.num_parameters * self.dtype.itemsize
+
+    def sharding(self) -> Sharding:
+        """Of the launcher's DeepSpeed, else of the training file's.
+
+        Raises:
+            ValueError: its file cannot be read.
+        """
+        zero = self.launcher.zero_optimization
+        if zero is None and self.args.deepspeed_file is not None:
+            zero = read_deepspeed(self.args.deepspeed_file)
+        return read_sharding(
+            zero or {"stage": 0},
+            hidden_size=self.shape.hidden_size,
+            world_size=self.launcher.num_processes,
+            dtype_bytes=self.dtype.itemsize,
+        )
