@@ -147,6 +147,12 @@ class GRPOConfig(trl.GRPOConfig):
         """Whether this project's engines generate."""
         return self.use_vllm and self.vllm_mode == "local"
 
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs`, parsed; {} where there are none."""
+        assert not isinstance(self.vllm_engine_kwargs, str), "TrainingArguments parses its dict fields"
+        return self.vllm_engine_kwargs or {}
+
     def __post_init__(self) -> None:
         if self.vllm_mode not in ("local", "server", "colocate"):
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
@@ -243,8 +249,7 @@ class GRPOConfig(trl.GRPOConfig):
             raise ValueError(
                 f"vllm_gpu_memory_utilization is {self.vllm_gpu_memory_utilization}; it is a share, above 0, at most 1"
             )
-        assert not isinstance(self.vllm_engine_kwargs, str), "TrainingArguments parses its dict fields"
-        for key in self.vllm_engine_kwargs or {}:
+        for key in self.engine_kwargs:
             if key in OWN_ENGINE_KEYS:
                 raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
         for key in ("n", "logprobs", "prompt_logprobs", "output_kind", "flat_logprobs"):

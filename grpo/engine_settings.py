@@ -169,8 +169,7 @@ def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, ba
         # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
         # Generator does not use offset" (0.31, `_bookkeeping_sync`).
         settings["enable_chunked_prefill"] = False
-    assert not isinstance(args.vllm_engine_kwargs, str)
-    return settings | (args.vllm_engine_kwargs or {})
+    return settings | args.engine_kwargs
 
 
 def sampling_settings(args: GRPOConfig) -> dict[str, Any]:

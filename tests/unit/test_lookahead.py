@@ -154,14 +154,17 @@ def make_trainer(
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
+    args = GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config})
+    as_given = dict(vars(args))
     trainer = GRPOTrainer(
         model=str(tiny_model),
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config}),
+        args=args,
         train_dataset=rows,
         eval_dataset=rows.select(range(4)),
         callbacks=[Steps(story, stop_at, output_dir)],
     )
+    assert vars(args) == as_given  # the user's object
     return trainer
 
 
