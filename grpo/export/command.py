@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,7 @@ def export(
     """Write `checkpoint` as `out`, which appears whole or not at all.
 
     Needs no accelerator. Host memory: the whole model in the dtype that is written, and beside it one parameter in
-    float32 while ZeRO-3's partitions are put together, and the fused experts a second time while transformers takes
+    float32 while ZeRO-3's partitions are put together, and fused gate and up projections a second time while transformers takes
     them apart; next to nothing for safetensors whose dtype stays. It is written into a hidden folder beside `out`
     first; only SIGKILL leaves that behind.
 
@@ -130,9 +132,7 @@ def export(
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
 
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with appearing_whole(out) as partial:
         model.save_pretrained(
             partial, state_dict=weights, max_shard_size=max_shard_size, save_original_format=not stored.as_saved
         )
@@ -141,9 +141,6 @@ def export(
         files = list(partial.glob("*.safetensors"))
         for file in files:
             shutil.copymode(partial / "config.json", file)  # safetensors lets only their owner read them (0.8)
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(
         num_files=len(files),
         num_bytes=num_bytes,
@@ -151,6 +148,18 @@ def export(
         origin=stored.origin,
         notes=tuple(notes),
     )
+
+
+@contextmanager
+def appearing_whole(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out` that becomes `out` at the end, or is removed with what was written into it."""
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:

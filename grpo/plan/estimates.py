@@ -44,7 +44,6 @@ def estimate(job: PlacedJob) -> Estimates:
             num_nodes=len(job.nodes),
             ranks_per_node=job.launcher.ranks_per_node,
             zero3=sharding.stage == 3,
-            all_gathers=job.gathers_on_device,
         ),
     )
 

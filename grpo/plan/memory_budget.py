@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 GIB = 2**30
+ASSUMED_GPU_GIB = 80
 
 Phase = Literal["always", "forward and backward", "optimizer step", "push"]
 Holder = Literal["every rank", "local main", "other ranks"]

@@ -28,10 +28,6 @@ class PushCost:
     """Into each node over the network: the shares of the model that the other nodes hold."""
     gathered_bytes_per_node: int
     """The whole model, in the engine's dtype, to which shards are cast before they are gathered."""
-    local_main_bytes: int
-    """Received by a node's local main, which sends it on: all but its own shards."""
-    other_rank_bytes: int
-    """Received by each other rank, which needs none of it: as much in an all-gather (why: `ShardGather`), else none."""
     engine_bytes: int
     """Pushed to each engine, inside the node, in the engine's dtype."""
     gather_s: float | None
@@ -40,36 +36,24 @@ class PushCost:
     """One broadcast to all engines of the node; a bucket's goes on while the next one is gathered."""
 
 
-def push_cost(
-    model_bytes: int,
-    links: Links,
-    *,
-    num_nodes: int,
-    ranks_per_node: int,
-    zero3: bool = True,
-    all_gathers: bool = True,
-) -> PushCost:
+def push_cost(model_bytes: int, links: Links, *, num_nodes: int, ranks_per_node: int, zero3: bool = True) -> PushCost:
     """The push of a model of `model_bytes` in the engine's dtype.
 
     Of P bytes, each of N nodes holds 1/N and receives (N-1)/N over the network, whatever algorithm gathers them; each
-    of W ranks receives (W-1)/W over the links of its node. Without ZeRO-3 every rank holds all weights already.
-
-    Args:
-        all_gathers: whether every rank receives, which is so over NCCL.
+    of W ranks holds 1/W, and its local main receives (W-1)/W over the links of its node. Without ZeRO-3 every rank
+    holds all weights already.
     """
     gathered = model_bytes if zero3 else 0
     ranks = num_nodes * ranks_per_node
     network = gathered * (num_nodes - 1) // num_nodes
-    inside = gathered * (ranks - 1) // ranks
     gather_s = push_s = None
     if links.nvlink_gbps is not None:
-        gather_s = max(_seconds(network, links.network_gbps), _seconds(inside, links.nvlink_gbps))
+        inside_s = _seconds(gathered * (ranks - 1) // ranks, links.nvlink_gbps)
+        gather_s = max(_seconds(network, links.network_gbps), inside_s)
         push_s = _seconds(model_bytes, links.nvlink_gbps)
     return PushCost(
         network_bytes_per_node=network,
         gathered_bytes_per_node=gathered,
-        local_main_bytes=inside,
-        other_rank_bytes=inside if all_gathers else 0,
         engine_bytes=model_bytes,
         gather_s=gather_s,
         push_s=push_s,

@@ -4,22 +4,18 @@ import json
 import sys
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from grpo.plan.memory_budget import readable
-from grpo.plan.record import Plan
-
-if TYPE_CHECKING:
-    from grpo.job.topology import NodeTopology
-    from grpo.plan.batch import Batch
-    from grpo.plan.engine_memory import EngineMemory
-    from grpo.plan.estimates import Estimates
-    from grpo.plan.memory_budget import Budget, Held
-    from grpo.plan.push_cost import PushCost
+from grpo.job.topology import NodeTopology
+from grpo.plan.batch import Batch
+from grpo.plan.engine_memory import EngineMemory
+from grpo.plan.estimates import Estimates
+from grpo.plan.memory_budget import Budget, Held, readable
+from grpo.plan.planner import Plan
+from grpo.plan.push_cost import PushCost
 
 WIDTH = 120  # where there is no terminal
 PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer step": "step", "push": "push"}
@@ -61,12 +57,12 @@ def print_plan(plan: Plan) -> None:
             console.print(f"{title}: {line}", style=style, soft_wrap=True)
 
 
-def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
+def _print_nodes(console: Console, nodes: tuple[NodeTopology, ...]) -> None:
     """One picture for each kind of node, and the formula over all of them."""
     num_ranks, num_reserved = nodes[0].world_size, sum(len(node.reserved_devices) for node in nodes)
     num_gpus = sum(len(node.devices) for node in nodes)
 
-    def kind(node: "NodeTopology") -> tuple[int, int]:
+    def kind(node: NodeTopology) -> tuple[int, int]:
         return len(node.devices), len(node.reserved_devices)
 
     for _, same in groupby(sorted(nodes, key=lambda node: (kind(node), node.node)), key=kind):
@@ -91,7 +87,7 @@ def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
         console.print(f"{_some(len(nodes), 'node')} without GPUs: {num_ranks} ranks, {engines} on each")
 
 
-def _device_roles(node: "NodeTopology") -> list[tuple[str, str]]:
+def _device_roles(node: NodeTopology) -> list[tuple[str, str]]:
     """(device, what it does) for each device of a node, or for each process where there are no GPUs."""
     ranks = [
         f"rank {node.rank + index}" if node.num_nodes == 1 else f"train {index}"
@@ -104,7 +100,7 @@ def _device_roles(node: "NodeTopology") -> list[tuple[str, str]]:
     return [(f"GPU {index}", role) for index, role in enumerate(roles)]
 
 
-def _print_batch(console: Console, batch: "Batch", nodes: "tuple[NodeTopology, ...]") -> None:
+def _print_batch(console: Console, batch: Batch, nodes: tuple[NodeTopology, ...]) -> None:
     steps = batch.optimizer_steps_per_generation
     console.print(
         f"batch: {nodes[0].world_size} ranks x {batch.micro_batch_completions} completions, "
@@ -122,7 +118,7 @@ def _print_batch(console: Console, batch: "Batch", nodes: "tuple[NodeTopology, .
     )
 
 
-def _print_estimates(console: Console, estimates: "Estimates", batch: "Batch") -> None:
+def _print_estimates(console: Console, estimates: Estimates, batch: Batch) -> None:
     has_gpus = estimates.engine.capacity_bytes is not None
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
@@ -130,7 +126,7 @@ def _print_estimates(console: Console, estimates: "Estimates", batch: "Batch") -
     _print_push(console, estimates.push)
 
 
-def _print_budget(console: Console, title: str, budget: "Budget") -> None:
+def _print_budget(console: Console, title: str, budget: Budget) -> None:
     table = _table(title, "held", "", "estimate", "how")
     for line in budget.lines:
         size = readable(line.num_bytes)
@@ -146,13 +142,13 @@ def _print_budget(console: Console, title: str, budget: "Budget") -> None:
     console.print(table)
 
 
-def _together(held: "Held") -> tuple[str, str, str]:
+def _together(held: Held) -> tuple[str, str, str]:
     local_main, others = readable(held.local_main_bytes), readable(held.other_ranks_bytes)
     what = "all together" if held.phase == "always" else "all together, with what is always held"
     return what, local_main, "" if local_main == others else f"on a node's local main; {others} on its other ranks"
 
 
-def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> None:
+def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
     on_gpu = engine.capacity_bytes is not None
     table = _table("one GPU of an engine" if on_gpu else "one worker of an engine (host memory)", "", "estimate", "how")
     table.add_row("weights", readable(engine.weights_bytes), "the engine's share of all parameters")
@@ -176,13 +172,11 @@ def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> N
     console.print(table)
 
 
-def _print_push(console: Console, cost: "PushCost") -> None:
-    receivers = "every rank" if cost.other_rank_bytes else "the local main"
+def _print_push(console: Console, cost: PushCost) -> None:
     table = _table("one push", "", "bytes", "at least")
     for what, num_bytes, seconds in (
         ("gathered into each node", cost.gathered_bytes_per_node, cost.gather_s),
         ("of it over the network", cost.network_bytes_per_node, None),
-        (f"received by {receivers}", cost.local_main_bytes, None),
         ("then pushed to each engine, inside the node", cost.engine_bytes, cost.push_s),
     ):
         table.add_row(what, readable(num_bytes) if num_bytes else "0", "" if seconds is None else f"{seconds:.2f} s")

@@ -216,10 +216,6 @@ def test_only_the_gather_crosses_the_network() -> None:
     one, two, four = (push_cost(2 * 10**9, links, num_nodes=nodes, ranks_per_node=4) for nodes in (1, 2, 4))
     assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 10**9, 15 * 10**8]
     assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
-    # all but a rank's own quarter, eighth and sixteenth, on every rank of the all-gather
-    received = [15 * 10**8, 175 * 10**7, 1875 * 10**6]
-    assert [cost.local_main_bytes for cost in (one, two, four)] == received
-    assert [cost.other_rank_bytes for cost in (one, two, four)] == received
     assert one.gather_s == pytest.approx(1.5e9 * 8 / 1000e9)  # three quarters of 2 GB inside the node
     assert four.gather_s == pytest.approx(1.5e9 * 8 / 100e9)
     assert one.push_s == four.push_s == pytest.approx(2e9 * 8 / 1000e9)

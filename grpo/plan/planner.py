@@ -1,0 +1,208 @@
+"""Makes a plan, as far as it goes: placement, batch, estimates."""
+
+import argparse
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from grpo.engine_settings import choose_backend, compute_dtype, head_counts, model_config
+from grpo.job.topology import NodeTopology
+from grpo.plan.batch import Batch, plan_batch, prompt_tokens_of
+from grpo.plan.estimates import Estimates, estimate
+from grpo.plan.job import Launcher, PlannedConfig, read_launcher, read_training
+from grpo.plan.memory_budget import ASSUMED_GPU_GIB, GIB
+from grpo.plan.model_shape import ModelShape, count_parameters, shape_of
+from grpo.plan.placed_job import Hardware, PlacedJob
+from grpo.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nodes, place
+from grpo.plan.push_cost import Links
+from grpo.plan.push_memory import push_shape
+from grpo.plan.shortfalls import errors_of, warnings_of
+from grpo.recipes.demo import RECIPE
+from grpo.recipes.script import Arguments
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What was found out, filled in as it is; what could not be is None, and `errors` or `assumptions` say why."""
+
+    errors: list[str] = field(default_factory=list)
+    """What cannot work: exit code 1."""
+    warnings: list[str] = field(default_factory=list)
+    """What works, but probably not as meant, and what does not fit by an estimate."""
+    assumptions: list[str] = field(default_factory=list)
+    launcher: Launcher | None = None
+    gpus_per_node: tuple[int, ...] | None = None
+    nodes: tuple[NodeTopology, ...] | None = None
+    """The placement as the local main of each node will see it."""
+    best_layout: Layout | None = None
+    """Where the placement does not work, or nodes differ."""
+    batch: Batch | None = None
+    model: ModelShape | None = None
+    estimates: Estimates | None = None
+
+    def assume(self, what: str | None) -> None:
+        if what is not None:
+            self.assumptions.append(what)
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """As much of the plan as the arguments of the command allow; what is wrong is in its `errors`."""
+    plan = Plan()
+    try:
+        plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
+        arguments = read_training(args.config, args.train_flags, plan.launcher)
+    except ValueError as error:
+        plan.errors.append(str(error))
+        return plan
+    training = arguments.training
+    assert isinstance(training, PlannedConfig)
+    plan.launcher = launcher = replace(plan.launcher, use_cpu=plan.launcher.use_cpu or training.use_cpu)
+    config = _model_config(plan, arguments)
+    if not training.local_mode:
+        mode = f"vllm_mode is {training.vllm_mode!r} and use_vllm {training.use_vllm}"
+        plan.errors.append(f"{mode}: only local mode is planned")
+    else:
+        _place(plan, args, launcher, training, config)
+    if training.refusal is not None:
+        plan.errors.append(training.refusal)
+    elif plan.nodes is not None:
+        plan.batch = _count_batch(plan, args, training, config, plan.nodes)
+        if config is not None:
+            _estimate(plan, args, arguments, config)
+    return plan
+
+
+def _model_config(plan: Plan, arguments: Arguments) -> Any:
+    """The configuration of the model that will be trained; None, with an error, when it cannot be read."""
+    if arguments.model.model_name_or_path is None:
+        plan.assume("no model is named: train.py's demo, with its model of 0.6 M parameters")
+        return CONFIG_MAPPING["qwen3"](**RECIPE["model"])
+    return _read_config(plan, "model_name_or_path", arguments.model.model_name_or_path, arguments)
+
+
+def _read_config(plan: Plan, setting: str, name: str, arguments: Arguments) -> Any:
+    """The configuration of the model that `setting` names; None, with an error, when it cannot be read."""
+    try:
+        return model_config(name, arguments.training)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        plan.errors.append(
+            f"{setting} is {name!r}, whose configuration cannot be read ({reason}), so memory and push are left out: "
+            f"give a local folder that holds its config.json (hf download {name} config.json), or look at the network "
+            "and HF_TOKEN"
+        )
+        return None
+
+
+def _place(plan: Plan, args: argparse.Namespace, launcher: Launcher, training: PlannedConfig, config: Any) -> None:
+    """GPUs to ranks and engines, by the code that the ranks will run."""
+    split = config is not None and training.vllm_tensor_parallel_size != 1
+    heads, key_value_heads = head_counts(config) if split else (None, None)
+    settings = EngineSettings(
+        reserved_gpus=training.vllm_reserved_gpus,
+        tensor_parallel_size=training.vllm_tensor_parallel_size,
+        engines_per_node=training.vllm_engines_per_node,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+    )
+    try:
+        plan.gpus_per_node, assumed = gpus_of_nodes(args.gpus_per_node, launcher, settings.reserved_gpus)
+        plan.assume(assumed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan.nodes = place(launcher, plan.gpus_per_node, settings)
+        plan.warnings += dict.fromkeys(str(warning.message) for warning in caught)
+        _warn_of_slow_nodes(plan, plan.nodes)
+        choose_backend(training.vllm_sync_backend, has_gpus=not launcher.use_cpu)
+    except ValueError as error:
+        plan.errors.append(str(error))
+    counts = plan.gpus_per_node or (0,)
+    if max(counts) > 0 and (plan.nodes is None or len(set(counts)) > 1):
+        plan.best_layout = best_layout(counts, settings)
+
+
+def _warn_of_slow_nodes(plan: Plan, nodes: tuple[NodeTopology, ...]) -> None:
+    fewest = min(node.num_engines for node in nodes)
+    slow = [str(node.node) for node in nodes if node.num_engines == fewest]
+    if len(slow) < len(nodes):
+        plan.warnings.append(
+            f"every node generates for the same number of completions, and node {', '.join(slow)} has the fewest "
+            f"engines ({fewest}): the others wait for it"
+        )
+
+
+def _count_batch(
+    plan: Plan, args: argparse.Namespace, training: PlannedConfig, config: Any, nodes: tuple[NodeTopology, ...]
+) -> Batch:
+    prompt_tokens, assumed = prompt_tokens_of(training, args.prompt_tokens)
+    plan.assume(assumed)
+    own_limit = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    return plan_batch(
+        training,
+        ranks_per_node=nodes[0].local_world_size,
+        engines=[node.num_engines for node in nodes],
+        prompt_tokens=prompt_tokens,
+        engine_limit=training.vllm_max_model_length or own_limit,
+    )
+
+
+def _estimate(plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any) -> None:
+    """Memory and push, from the shape of the model."""
+    optim = arguments.training.optim
+    try:
+        job = _placed_job(plan, args, arguments, config)
+        plan.model, plan.estimates = job.shape, estimate(job)
+    except ValueError as error:  # of a model without attention, or a DeepSpeed configuration that cannot be read
+        plan.errors += [str(error)] if str(error) not in plan.errors else []
+        return
+    plan.errors += errors_of(job, plan.estimates)
+    plan.warnings += warnings_of(job, plan.estimates)
+    if job.shape.layers_without_kv:
+        plan.assume(f"the states of {job.shape.layers_without_kv} linear-attention layers are not counted")
+    if not optim.startswith("adamw_torch"):
+        plan.assume(f"the states of Adam with float32 moments; optim is {optim.value}")
+
+
+def _placed_job(plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any) -> PlacedJob:
+    training = arguments.training
+    assert isinstance(training, PlannedConfig)
+    assert plan.launcher is not None
+    assert plan.nodes is not None
+    assert plan.batch is not None
+    name, reward_name = arguments.model.model_name_or_path, arguments.script.reward_model_name_or_path
+    reward = _read_config(plan, "reward_model_name_or_path", reward_name, arguments) if reward_name else None
+    remote_code = training.trust_remote_code
+    dtype = compute_dtype(name or "the demo's model", training)
+    engine_kwargs = training.vllm_engine_kwargs or {}
+    assert not isinstance(engine_kwargs, str), "TrainingArguments parses its dict fields"
+    return PlacedJob(
+        args=training,
+        launcher=plan.launcher,
+        nodes=plan.nodes,
+        batch=plan.batch,
+        hardware=_hardware(plan, args, has_gpus=not plan.launcher.use_cpu),
+        shape=shape_of(config, name or "the demo's model", trust_remote_code=remote_code),
+        push=push_shape(
+            config,
+            dtype=dtype,
+            bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
+            whole_experts=not any(engine_kwargs.get(key) for key in ("enable_expert_parallel", "quantization")),
+            trust_remote_code=remote_code,
+        ),
+        dtype=dtype,
+        flash_attention="flash" in (arguments.model.attn_implementation or ""),
+        reward_parameters=count_parameters(reward, trust_remote_code=remote_code) if reward is not None else 0,
+    )
+
+
+def _hardware(plan: Plan, args: argparse.Namespace, *, has_gpus: bool) -> Hardware:
+    if has_gpus and args.gpu_memory is None:
+        plan.assume(f"GPUs of {ASSUMED_GPU_GIB}GiB (--gpu-memory)")
+    return Hardware(
+        gpu_bytes=args.gpu_memory or ASSUMED_GPU_GIB * GIB if has_gpus else None,
+        host_bytes=args.host_memory,
+        links=Links(network_gbps=args.network_gbps, nvlink_gbps=args.nvlink_gbps if has_gpus else None),
+    )
