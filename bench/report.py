@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from grpo.job.same_everywhere import installed_versions
+from grpo.job.same_everywhere import read_versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 120  # columns where the output is no terminal
@@ -165,7 +165,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of Python, of grpo and of the packages that decide about speed."""
-    return {"python": platform.python_version()} | installed_versions()
+    return {"python": platform.python_version()} | read_versions()
 
 
 def interleave(variants: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
-    "doctor": ("grpo.doctor", "is this machine, or this cluster, able to run it"),
+    "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
     "export": ("grpo.export.command", "a checkpoint as a plain Hugging Face folder"),
 }
 

@@ -8,32 +8,29 @@ and in rounds of disjoint pairs of nodes, which name a slow one; and it has a de
 """
 
 import argparse
+import contextlib
+import json
 import os
-import shutil
 import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from grpo.doctor.bandwidth_verdict import RankResult, explain_failure, judge_bandwidth
-from grpo.doctor.nccl_log import NcclNetwork, read_nccl_log, warnings_of
-from grpo.doctor.network import read_fabric, read_interfaces, route_to
 from grpo.doctor.number_formats import DTYPES, find_broken
 from grpo.doctor.pairs import pair_rounds
-from grpo.doctor.records import Verdict
-from grpo.doctor.stage_watch import StageWatch
-from grpo.doctor.table import print_table
+from grpo.doctor.table import show
 from grpo.job.files import add_job_arguments, wishes_of
 from grpo.job.launch import Launch, read_launch
+from grpo.job.watch import FailureWatch, on_expiry
+from grpo.meeting.addresses import read_interfaces, route_to
 
 MB = 10**6
 WARM_UPS, REPEATS = 2, 5
@@ -78,99 +75,117 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"grpo.doctor.bandwidth: {error}", file=sys.stderr)
         return 2
-    nccl_log = NcclLog.start() if args.backend == "nccl" and launch.local_rank == 0 else None
     patience = timedelta(seconds=args.deadline + _MARGIN_S)
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    host = socket.gethostname()
-    shared = dist.PrefixStore("grpo/doctor/results", store)
-    beside = dist.PrefixStore("grpo/doctor/results", store.clone())  # `store` may be blocked in a wait when we fail
-    shared.set(f"host/{launch.rank}", host)
-
-    def show(verdict: Verdict) -> None:
-        if args.json:
-            print(verdict.dumps(indent=2), flush=True)
-        else:
-            print_table(verdict)
-
-    def show_failure(stage: str, what: str, late: Sequence[str]) -> None:
-        show(
-            explain_failure(
-                stage=stage,
-                what=what,
-                late=late,
-                backend=args.backend,
-                route_interface=_route_to_another_node(launch, beside),
-                num_nodes=launch.num_nodes,
-            )
-        )
-
-    watch = StageWatch(
-        store,
-        launch=launch,
-        host=host,
-        deadline_s=args.deadline,
-        on_failure=show_failure,
-        cleanup=nccl_log.remove if nccl_log else lambda: None,
-    )
+    stages = Stages(store, launch, args)
     try:
-        dist.init_process_group(
-            args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
-        )
-        device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
-        sizes = Sizes.of(args.size_mb * MB, launch.world_size)
-        training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
-        watch.enter("number formats")
-        broken = find_broken(
-            dist.group.WORLD,
-            launch.rank,
-            launch.world_size,
-            training_device,
-            DTYPES if args.job is None else args.job.dtypes,
-        )
-        inside, across, pairs = measure(launch, device, sizes, watch, patience)
-        result = RankResult(
-            node=launch.node,
-            host=host,
-            inside_s=inside,
-            across_s=across,
-            pairs_s=pairs,
-            broken=tuple(broken),
-            nccl=nccl_log.read() if nccl_log else None,
-            route_interface=_route_to_another_node(launch, shared),
-            infiniband=tuple(sorted({port.device for port in read_fabric() if port.state == "ACTIVE"})),
-        )
-        dist.destroy_process_group()
-        watch.enter("collecting the results")
-        shared.set(f"result/{launch.rank}", result.dumps())
-        if launch.rank == 0:
-            verdict = judge_bandwidth(
-                [RankResult.loads(shared.get(f"result/{rank}")) for rank in range(launch.world_size)],
-                backend=args.backend,
-                num_bytes=sizes.num_bytes,
-                pair_bytes=sizes.pair_bytes,
-                model_bytes=args.model_bytes,
-                device="CPUs" if training_device.type == "cpu" else "GPUs",
-                job_dtypes=None if args.job is None else args.job.dtypes,
+        with stages.watch.guard(), on_expiry(args.deadline, stages.expire):
+            dist.init_process_group(
+                args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
             )
-            show(verdict)
-            shared.set("exit code", str(verdict.exit_code))
-        code = int(shared.get("exit code"))
-    except (RuntimeError, OSError) as error:  # torch's distributed errors are RuntimeErrors
-        warned = nccl_log.warnings() if nccl_log else []
-        watch.fail(f"rank {launch.rank} on {host}: {'; '.join([str(error).splitlines()[0], *warned])}")
+            result = measure(launch, args, stages, patience)
+            dist.destroy_process_group()
+            code = collect(result, launch, args, stages, dist.PrefixStore("grpo/doctor", store))
+    except (
+        RuntimeError,
+        OSError,
+    ) as error:  # torch's distributed errors, and another rank's failure, are RuntimeErrors
+        stages.fail(error)
         return 1
-    watch.stop()
-    if nccl_log:
-        nccl_log.remove()
+    stages.watch.stop()
     return code
 
 
-def _route_to_another_node(launch: Launch, shared: dist.Store) -> str:
-    """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
-    partner = 0 if launch.node else (launch.num_nodes - 1) * launch.local_world_size
-    if not shared.check([f"host/{partner}"]):
-        return ""  # it never came
-    return route_to(shared.get(f"host/{partner}").decode(), read_interfaces())[0]
+def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages: "Stages", store: dist.Store) -> int:
+    """Rank 0 judges what all ranks measured, and shows it. Collective over the job; the exit code of every rank."""
+    stages.enter("collecting the results")
+    store.set(f"result/{launch.rank}", result.dumps())
+    if launch.rank == 0:
+        sizes = Sizes.of(args.size_mb * MB, launch.world_size)
+        verdict = judge_bandwidth(
+            [RankResult.loads(store.get(f"result/{rank}")) for rank in range(launch.world_size)],
+            backend=args.backend,
+            num_bytes=sizes.num_bytes,
+            pair_bytes=sizes.pair_bytes,
+            model_bytes=args.model_bytes,
+            device="GPUs" if args.on_gpus else "CPUs",
+            job_dtypes=None if args.job is None else args.job.dtypes,
+        )
+        show(verdict, as_json=args.json)
+        store.set("exit code", str(verdict.exit_code))
+    return int(store.get("exit code"))
+
+
+class Stages:
+    """This rank's way through the measurement, and its end: all ranks enter the same stages in the same order.
+
+    A failure of any rank, or no end in time, is shown once with the stage and the nodes that did not reach it. The
+    job's failure watch then ends every rank, whatever it is stuck in.
+    """
+
+    def __init__(self, store: dist.Store, launch: Launch, args: argparse.Namespace) -> None:
+        self._launch, self._args, self._host = launch, args, socket.gethostname()
+        self._store = dist.PrefixStore("grpo/doctor", store.clone())  # `store` may be blocked in a wait when we fail
+        self._entered = -1
+        self.watch = FailureWatch(
+            store, node=launch.node, rank=launch.rank, host=self._host, local_pids={launch.rank: os.getpid()}
+        )
+        self.enter("start")
+
+    def enter(self, stage: str) -> None:
+        """This rank begins `stage`."""
+        self._entered += 1
+        self.watch.phase = stage
+        self._store.set(f"at/{self._launch.rank}", json.dumps([self._entered, stage, self._host]))
+
+    def expire(self) -> None:
+        """The time is up. Called in a thread, on every rank that is not done."""
+        try:
+            stage, late = self._furthest()
+            what = f"no end within {self._args.deadline:.0f} s"
+            self._show(stage, what, late)
+            self.watch.report(self.watch.make_record(f"{what}; not there: {', '.join(late) or 'nobody'}", stage))
+        except (dist.DistError, RuntimeError):
+            return  # the store went with its launcher: another rank has told
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot go on; `watch.guard` has told the others."""
+        if self.watch.record is not None and self.watch.record.rank == self._launch.rank:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                what = f"rank {self._launch.rank} on {self._host}: {str(error).splitlines()[0]}"
+                self._show(self.watch.phase, what, [])
+
+    def _furthest(self) -> tuple[str, list[str]]:
+        """The last stage that any rank entered, and the nodes of the ranks that did not get there."""
+        at: list[tuple[int, str, str]] = []  # stage's number, stage, host of each rank
+        for rank in range(self._launch.world_size):
+            known = self._store.check([f"at/{rank}"])
+            at.append(tuple(json.loads(self._store.get(f"at/{rank}"))) if known else (-1, "start", ""))
+        number, stage, _ = max(at)
+        size = self._launch.local_world_size
+        late = {rank // size: host for rank, (reached, _, host) in enumerate(at) if reached < number}
+        return stage, [f"node {node} ({host})" if host else f"node {node}" for node, host in late.items()]
+
+    def _show(self, stage: str, what: str, late: Sequence[str]) -> None:
+        """On the first rank that asks to: the others' copies would tear the table apart."""
+        if self._store.add("tellers", 1) > 1:
+            return
+        failure = explain_failure(
+            stage=stage,
+            what=what,
+            late=late,
+            backend=self._args.backend,
+            route_interface=self._route_to_another_node(),
+            num_nodes=self._launch.num_nodes,
+        )
+        show(failure, as_json=self._args.json)
+
+    def _route_to_another_node(self) -> str:
+        """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
+        partner = 0 if self._launch.node else (self._launch.num_nodes - 1) * self._launch.local_world_size
+        if not self._store.check([f"at/{partner}"]):
+            return ""  # it never came
+        return route_to(json.loads(self._store.get(f"at/{partner}"))[2], read_interfaces())[0]
 
 
 def _gpu(launch: Launch) -> torch.device:
@@ -197,26 +212,36 @@ class Sizes:
         return cls(num_bytes=-(-asked_bytes // unit) * unit, pair_bytes=min(asked_bytes, PAIR_BYTES) // 4 * 4)
 
 
-def measure(
-    launch: Launch, device: torch.device, sizes: Sizes, watch: StageWatch, patience: timedelta
-) -> tuple[dict[str, float], dict[str, float], tuple[tuple[int, float], ...]]:
-    """Seconds inside this rank's node and over all ranks, by operation, and with each partner. Collective over the job,
-    on every rank the same stages in the same order."""
-    size = launch.local_world_size
+def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: timedelta) -> RankResult:
+    """Number formats, and seconds inside this rank's node, over all ranks, and with each partner. Collective over the
+    job, on every rank the same stages in the same order."""
+    device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
+    training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
+    sizes, size = Sizes.of(args.size_mb * MB, launch.world_size), launch.local_world_size
+    dtypes = DTYPES if args.job is None else args.job.dtypes
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
+    stages.enter("number formats")
+    broken = find_broken(dist.group.WORLD, launch.rank, launch.world_size, training_device, dtypes)
     if size > 1:
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
-        watch.enter("inside a node: making the groups")
+        stages.enter("inside a node: making the groups")
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=patience)
-        inside = _collectives("inside a node", group, size, device, sizes, watch)
+        inside = _collectives("inside a node", group, size, device, sizes, stages)
     if launch.num_nodes > 1:
-        across = _collectives("across nodes", dist.group.WORLD, launch.world_size, device, sizes, watch)
-    return inside, across, _pair_exchanges(launch, device, sizes, watch)
+        across = _collectives("across nodes", dist.group.WORLD, launch.world_size, device, sizes, stages)
+    return RankResult(
+        node=launch.node,
+        host=socket.gethostname(),
+        inside_s=inside,
+        across_s=across,
+        pairs_s=_pair_exchanges(launch, device, sizes, stages),
+        broken=tuple(broken),
+    )
 
 
 def _collectives(
-    where: str, group: dist.ProcessGroup | None, ranks: int, device: torch.device, sizes: Sizes, watch: StageWatch
+    where: str, group: dist.ProcessGroup | None, ranks: int, device: torch.device, sizes: Sizes, stages: Stages
 ) -> dict[str, float]:
     whole = torch.ones(sizes.num_bytes // 4, device=device)
     part = torch.ones(len(whole) // ranks, device=device)
@@ -226,19 +251,19 @@ def _collectives(
         ("all-reduce", lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)),
         ("all-gather", lambda: dist.all_gather_single(gathered, part, group=group)),
     ):
-        watch.enter(f"{where}: {operation}")
+        stages.enter(f"{where}: {operation}")
         seconds[operation] = _median_s(run, device)
     return seconds
 
 
 def _pair_exchanges(
-    launch: Launch, device: torch.device, sizes: Sizes, watch: StageWatch
+    launch: Launch, device: torch.device, sizes: Sizes, stages: Stages
 ) -> tuple[tuple[int, float], ...]:
     """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
     sent, received = (torch.ones(sizes.pair_bytes // 4, device=device) for _ in range(2))
     seconds = []
     for number, pairs in enumerate(pair_rounds(launch.num_nodes) if launch.num_nodes > 1 else []):
-        watch.enter(f"pairs of nodes: round {number + 1}")
+        stages.enter(f"pairs of nodes: round {number + 1}")
         _barrier(device)
         partners = {a: b for a, b in pairs} | {b: a for a, b in pairs}
         if (node := partners.get(launch.node)) is not None:
@@ -273,40 +298,6 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
         _synchronize(device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
-
-
-# -- NCCL's log ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclLog:
-    """NCCL's own log of this process, in a folder of ours."""
-
-    folder: Path
-
-    @classmethod
-    def start(cls) -> "NcclLog | None":
-        """Before NCCL is loaded; None where the user directs the log already."""
-        if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
-            return None
-        folder = Path(tempfile.mkdtemp(prefix="grpo-doctor-"))
-        os.environ["NCCL_DEBUG"] = "INFO"
-        os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET"
-        os.environ["NCCL_DEBUG_FILE"] = str(folder / "nccl.log")
-        return cls(folder=folder)
-
-    def _text(self) -> str:
-        log = self.folder / "nccl.log"
-        return log.read_text(errors="replace") if log.exists() else ""
-
-    def read(self) -> NcclNetwork:
-        return read_nccl_log(self._text())
-
-    def warnings(self) -> list[str]:
-        return warnings_of(self._text())
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

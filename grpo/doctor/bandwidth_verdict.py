@@ -1,22 +1,19 @@
 """What the measured seconds mean: GB/s, a push, a slow node. Pure functions of the ranks' results."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from grpo.doctor.agreement import list_nodes
-from grpo.doctor.nccl_log import NcclNetwork, check_nccl_network
 from grpo.doctor.number_formats import Broken, judge_formats
 from grpo.doctor.number_formats import merge as merge_broken
 from grpo.doctor.pairs import PairSpeed, below_reference, find_slow
-from grpo.doctor.records import Finding, Status, Verdict, merge
+from grpo.doctor.records import Finding, Verdict, Wire, merge
+from grpo.meeting.trouble import list_nodes
 
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult:
+class RankResult(Wire):
     """What one rank measured. Seconds are the median of its repeats."""
 
     node: int
@@ -27,26 +24,8 @@ class RankResult:
     """The same among all ranks; empty with one node."""
     pairs_s: tuple[tuple[int, float], ...] = ()
     """Node of the partner, and seconds, of each round of pairs in which this rank's node took part."""
-    nccl: NcclNetwork | None = None
-    """From the local main's log; None on other ranks, with gloo, and where the user directs NCCL's log."""
-    route_interface: str = ""
-    """Towards another node; empty when unknown."""
-    infiniband: tuple[str, ...] = ()
-    """Devices with an active port."""
     broken: tuple[Broken, ...] = ()
     """Operations and number formats that did not work over all ranks."""
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> "RankResult":
-        value: dict[str, Any] = json.loads(text)
-        value["pairs_s"] = tuple((partner, seconds) for partner, seconds in value["pairs_s"])
-        value["infiniband"] = tuple(value["infiniband"])
-        value["broken"] = tuple(Broken(**one) for one in value["broken"])
-        value["nccl"] = NcclNetwork(**value["nccl"]) if value["nccl"] else None
-        return cls(**value)
 
 
 def name_nodes(hosts: Sequence[str]) -> tuple[str, ...]:
@@ -98,18 +77,7 @@ def judge_bandwidth(
         job=job_dtypes,
     )
     formats = [replace(finding, nodes=names) for finding in formats]
-    findings = [Finding(check="backend", status=Status.PASS, message=backend, nodes=names), *formats, *findings]
-    findings += [
-        check_nccl_network(
-            result.nccl,
-            node=names[result.node],
-            route_interface=result.route_interface,
-            infiniband=result.infiniband,
-            num_nodes=len(names),
-        )
-        for result in results
-        if result.nccl is not None
-    ]
+    findings = [Finding.passed("backend", backend, nodes=names), *formats, *findings]
     return Verdict(nodes=names, findings=merge(findings))
 
 
@@ -133,19 +101,12 @@ def _inside(
         }
         low, high = min(figures.values()), max(figures.values())
         shown.append(f"{operation} {low:.2f} GB/s" if len(figures) == 1 else f"{operation} {low:.2f}..{high:.2f} GB/s")
-        findings += [
-            Finding(
-                check="inside a node",
-                status=Status.WARN,
-                message=f"{operation} {figure:.2f} GB/s on {names[node]}, up to {high:.2f} elsewhere",
-                fix=fix,
-                nodes=(names[node],),
-            )
-            for node, figure in below_reference(figures).items()
-        ]
+        for node, figure in below_reference(figures).items():
+            message = f"{operation} {figure:.2f} GB/s on {names[node]}, up to {high:.2f} elsewhere"
+            findings.append(Finding.warn("inside a node", message, fix, nodes=(names[node],)))
     if shown and not findings:
         message = f"{', '.join(shown)} among {len(by_node[0])} ranks"
-        findings.append(Finding(check="inside a node", status=Status.PASS, message=message, nodes=tuple(names)))
+        findings.append(Finding.passed("inside a node", message, nodes=names))
     return findings
 
 
@@ -158,7 +119,7 @@ def _across(results: Sequence[RankResult], names: tuple[str, ...], num_bytes: in
         return []
     shown = ", ".join(f"{operation} {figure:.2f} GB/s" for operation, figure in figures.items())
     message = f"{shown} over {len(results)} ranks on {len(names)} nodes"
-    return [Finding(check="across nodes", status=Status.PASS, message=message, nodes=names)]
+    return [Finding.passed("across nodes", message, nodes=names)]
 
 
 def _push(
@@ -169,7 +130,7 @@ def _push(
     seconds = _slowest(results, "across_s") or _slowest(results, "inside_s")
     gather_s = model_bytes / num_bytes * seconds["all-gather"]
     message = f"about {gather_s:.1f} s to gather {model_bytes / GB:.1f} GB; the copy into the engine comes on top"
-    return [Finding(check="one push", status=Status.PASS, message=message, nodes=names)]
+    return [Finding.passed("one push", message, nodes=names)]
 
 
 def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pair_bytes: int) -> list[Finding]:
@@ -187,34 +148,22 @@ def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pa
         return []
     slow, pairs = find_slow(speeds)
     fastest = max(speed.gb_per_s for speed in speeds)
-    findings = [
-        Finding(
-            check="pairs of nodes",
-            status=Status.WARN,
-            message=f"{names[node]} is slow: {figure:.2f} GB/s with its best partner, {fastest:.2f} between others",
-            fix="leave it out (Slurm: --exclude), or look at its link: ibstat, ethtool, NCCL_DEBUG=INFO",
-            nodes=(names[node],),
-        )
-        for node, figure in slow.items()
-    ]
-    findings += [
-        Finding(
-            check="pairs of nodes",
-            status=Status.WARN,
-            message=f"{' and '.join(names[node] for node in speed.nodes)} are slow together: "
-            f"{speed.gb_per_s:.2f} GB/s, {fastest:.2f} between others",
-            fix="both are fast with others: look at the switches between them",
-            nodes=tuple(names[node] for node in speed.nodes),
-        )
-        for speed in pairs
-    ]
-    if not findings:
-        slowest = min(speed.gb_per_s for speed in speeds)
-        message = f"{slowest:.2f} to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
-        if len(speeds) == 1:
-            message = f"{fastest:.2f} GB/s each way; with two nodes there is no other pair to compare with"
-        findings.append(Finding(check="pairs of nodes", status=Status.PASS, message=message, nodes=tuple(names)))
-    return findings
+    findings = []
+    for node, figure in slow.items():
+        message = f"{names[node]} is slow: {figure:.2f} GB/s with its best partner, {fastest:.2f} between others"
+        fix = "leave it out (Slurm: --exclude), or look at its link: ibstat, ethtool, NCCL_DEBUG=INFO"
+        findings.append(Finding.warn("pairs of nodes", message, fix, nodes=(names[node],)))
+    for speed in pairs:
+        both = [names[node] for node in speed.nodes]
+        message = f"{' and '.join(both)} are slow together: {speed.gb_per_s:.2f} GB/s, {fastest:.2f} between others"
+        fix = "both are fast with others: look at the switches between them"
+        findings.append(Finding.warn("pairs of nodes", message, fix, nodes=both))
+    message = (
+        f"{min(speed.gb_per_s for speed in speeds):.2f} to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
+    )
+    if len(speeds) == 1:
+        message = f"{fastest:.2f} GB/s each way; with two nodes there is no other pair to compare with"
+    return findings or [Finding.passed("pairs of nodes", message, nodes=names)]
 
 
 def explain_failure(
@@ -240,6 +189,4 @@ def explain_failure(
         fix += "vllm_sync_backend: shm, slowly"
     message = f"{backend}, {stage}: {what}"
     message += f"; not there: {', '.join(late)}" if late else ""
-    return Verdict(
-        nodes=tuple(late), findings=(Finding(check="bandwidth", status=Status.FAIL, message=message, fix=fix),)
-    )
+    return Verdict(nodes=tuple(late), findings=(Finding.fail("bandwidth", message, fix),))

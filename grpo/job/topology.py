@@ -1,7 +1,7 @@
 """Who this process is, which devices its node has, and which of them are reserved for engines.
 
-The one place that reads torchrun's variables; `devices` reads CUDA_VISIBLE_DEVICES. The plan itself (`plan_node`,
-`check_nodes`) is a pure function of what was read.
+`launch` reads torchrun's variables, `devices` CUDA_VISIBLE_DEVICES; the plan itself (`plan_node`) is a pure function of
+what was read.
 """
 
 import os

@@ -78,7 +78,6 @@ def _training(job: PlacedJob, sharding: Sharding) -> Budget:
 
 
 def _engine(job: PlacedJob) -> EngineMemory:
-    assert not isinstance(job.args.vllm_engine_kwargs, str)
     assert job.args.vllm_gpu_memory_utilization is not None
     return engine_memory(
         job.shape,
@@ -87,5 +86,5 @@ def _engine(job: PlacedJob) -> EngineMemory:
         sequence_tokens=job.batch.sequence_tokens,
         utilization=job.args.vllm_gpu_memory_utilization,
         capacity_bytes=job.hardware.gpu_bytes,
-        engine_kwargs=job.args.vllm_engine_kwargs or {},
+        engine_kwargs=job.args.engine_kwargs,
     )

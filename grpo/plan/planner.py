@@ -176,8 +176,7 @@ def _placed_job(plan: Plan, args: argparse.Namespace, arguments: Arguments, conf
     reward = _read_config(plan, "reward_model_name_or_path", reward_name, arguments) if reward_name else None
     remote_code = training.trust_remote_code
     dtype = compute_dtype(name or "the demo's model", training)
-    engine_kwargs = training.vllm_engine_kwargs or {}
-    assert not isinstance(engine_kwargs, str), "TrainingArguments parses its dict fields"
+    engine_kwargs = training.engine_kwargs
     return PlacedJob(
         args=training,
         launcher=plan.launcher,

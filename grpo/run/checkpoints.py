@@ -9,12 +9,12 @@ import os
 import shutil
 import threading
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from grpo.job.same_everywhere import read_versions
+
 COMPLETE_FILE = "complete.json"
-RECORDED_VERSIONS = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 NAME_PREFIX = "checkpoint-"
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 
@@ -46,7 +46,7 @@ def write_complete(
         step=step,
         world_size=world_size,
         files=files,
-        versions={name: version(name) for name in RECORDED_VERSIONS},
+        versions=read_versions(),
         sampling=sampling,
         resumable=resumable,
     )

@@ -1,7 +1,5 @@
 """Which formats a backend carries: gloo as it is, gloo with faults, and what of it a job is told."""
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,12 +33,11 @@ def test_formats_that_gloo_carries() -> None:
     assert (gone.status, "takes two GPUs" in gone.message) == (WARN, True)
 
 
-def test_formats_are_tried_in_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_are_tried_in_processes_too() -> None:
     """As on GPUs, where NCCL wants them apart."""
     assert number_formats.try_processes("gloo", on_gpus=False, timeout_s=300) == []
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(ChildProcessError, match="a gloo rank of this machine ended with 1: no word"):
-        number_formats.try_processes("gloo", on_gpus=False)
+    with pytest.raises(ChildProcessError, match="a mpi rank of this machine could not start: "):
+        number_formats.try_processes("mpi", on_gpus=False, timeout_s=300)
 
 
 class BrokenGloo:
@@ -71,7 +68,6 @@ def test_a_format_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch) -
     broken = number_formats.try_gloo()
     assert [(one.operation, one.dtype) for one in broken] == [("reduce-scatter", "bfloat16"), ("all-reduce", "float16")]
     assert [one.why for one in broken] == ["Invalid scalar type", "element 3 is 14 and should be 12"]
-    assert number_formats.loads(number_formats.dumps(broken)) == broken
 
     bf16 = examined({}, "--model_name_or_path", "m")["number formats"]
     assert bf16.status is FAIL
