@@ -86,10 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = measure(launch, args, stages, patience)
             dist.destroy_process_group()
             code = collect(result, launch, args, stages, dist.PrefixStore("grpo/doctor", store))
-    except (
-        RuntimeError,
-        OSError,
-    ) as error:  # torch's distributed errors, and another rank's failure, are RuntimeErrors
+    except (RuntimeError, OSError) as error:  # torch's distributed errors and `JobFailed` are RuntimeErrors
         stages.fail(error)
         return 1
     stages.watch.stop()
@@ -151,8 +148,9 @@ class Stages:
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; `watch.guard` has told the others."""
         if self.watch.record is not None and self.watch.record.rank == self._launch.rank:
+            cause = str(error).partition("\n")[0]
             with contextlib.suppress(dist.DistError, RuntimeError):
-                what = f"rank {self._launch.rank} on {self._host}: {str(error).splitlines()[0]}"
+                what = f"rank {self._launch.rank} on {self._host}: {cause}"
                 self._show(self.watch.phase, what, [])
 
     def _furthest(self) -> tuple[str, list[str]]:

@@ -1,5 +1,7 @@
 """Which formats a backend carries: gloo as it is, gloo with faults, and what of it a job is told."""
 
+import multiprocessing.dummy
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,23 @@ def test_formats_that_gloo_carries() -> None:
 def test_formats_are_tried_in_processes_too() -> None:
     """As on GPUs, where NCCL wants them apart."""
     assert number_formats.try_processes("gloo", on_gpus=False, timeout_s=300) == []
-    with pytest.raises(ChildProcessError, match="a mpi rank of this machine could not start: "):
-        number_formats.try_processes("mpi", on_gpus=False, timeout_s=300)
+
+
+def test_processes_that_cannot_start_or_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in their place."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no link\nat init.cc")
+
+    monkeypatch.setattr(number_formats, "get_context", lambda _: multiprocessing.dummy)
+    monkeypatch.setattr(number_formats, "_be_process", refuse)
+    with pytest.raises(ChildProcessError, match=r"a nccl rank of this machine could not start: no link$"):
+        number_formats.try_processes("nccl")
+    is_over = threading.Event()
+    threading.Timer(0.3, is_over.set).start()
+    monkeypatch.setattr(number_formats, "_be_process", lambda *_: is_over.wait())
+    with pytest.raises(TimeoutError, match="two nccl ranks of this machine did not end within 0 s"):
+        number_formats.try_processes("nccl", timeout_s=0.1)
 
 
 class BrokenGloo:
