@@ -221,8 +221,8 @@ def balance(model: torch.nn.Module) -> None:
 def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_path: Path) -> None:
     """Tied (with biases), tied without a head's module, untied, experts, experts with a router's bias.
 
-    A large change of what is trained before every one of five pushes, and of the router's bias, which travels though the
-    router is frozen.
+    A large change of what is trained before every one of five pushes, and of the router's bias, which travels though
+    the router is frozen.
     """
     path = save_tiny_model(family, tmp_path / family)
     trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
