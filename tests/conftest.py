@@ -9,6 +9,16 @@ from tests.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest find
 from tests.tiny_models import save_tiny_model
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of their module go to one of xdist's processes: each would set it up."""
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo", None)
+        found = fixtures.name2fixturedefs.values() if fixtures else ()
+        if any(definitions[-1].scope == "module" for definitions in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied Qwen3 of a few hundred thousand random parameters."""

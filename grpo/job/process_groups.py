@@ -1,9 +1,12 @@
 """Makes gloo groups of some of the job's ranks: without a hang, within a deadline, and naming who did not come."""
 
+import atexit
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -12,6 +15,10 @@ from grpo.job.watch import FailureWatch
 CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
 STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
 
+REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _creations = itertools.count()
 
 
@@ -68,6 +75,8 @@ def new_gloo_groups(
         )
         return f"the process groups were not made within {creation_timeout_s:.0f} s: {why}"
 
+    atexit.unregister(let_gloo_rest)  # once is enough
+    atexit.register(let_gloo_rest)
     arrivals.set(str(rank), "1")
     groups: list[dist.ProcessGroup | None] = []
     try:
@@ -85,6 +94,35 @@ def new_gloo_groups(
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return groups
+
+
+def let_gloo_rest() -> None:
+    """Until gloo's threads have let go of the last operation's tensors; at exit, while the interpreter is still whole.
+
+    They do so a moment after `wait` has returned, later on a busy machine, and take the GIL for it. If the interpreter
+    is taking itself apart by then, the process aborts: a job that has finished would exit with 1 (torch 2.13,
+    https://github.com/pytorch/pytorch/issues/190489). Destroying a group ends its threads only where nothing holds it.
+
+    Returns after `REST_S` at the latest: a thread may be in an operation whose peers have gone.
+    """
+    deadline = time.monotonic() + REST_S
+    before, now = None, _gloo_threads()
+    while now and time.monotonic() < deadline:
+        if now == before and all("sleeping" in state for state in now.values()):
+            return
+        time.sleep(0.005)  # without the GIL: a thread that waits for it runs, and is not as before
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> dict[str, str]:
+    """State, and how often it began and stopped to run, of each thread that works for a gloo group."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            if status["Name"] == _GLOO_THREAD:
+                found[task.name] = " ".join(status[key] for key in ("State", *_SWITCHES))
+    return found
 
 
 def join_deepspeed(config: object) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from grpo.job.process_groups import let_gloo_rest
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3
@@ -216,3 +217,4 @@ results["ways"] = both_ways()
 results["broken wire"] = over_a_wire_that_breaks()
 results |= {name: compare(case) for name, case in settings["cases"].items()}
 (Path(settings["out"]) / f"{rank}.json").write_text(json.dumps(results))
+let_gloo_rest()  # as at the end of every job of ours

@@ -72,7 +72,6 @@ def test_the_short_form_works(name: str, tmp_path: Path) -> None:
     assert "│" in job.output()  # the table
 
 
-@pytest.mark.xdist_group("benchmarks")
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
 def test_the_short_form_works_beside_others(name: str, in_one_process: Job) -> None:
     check_result(name, json.loads((in_one_process.output_dir / f"{name}.json").read_text()))

@@ -1,6 +1,8 @@
 """Groups are made without a hang where the default group is bound to a device, and within a deadline."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,24 @@ def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_nod
     assert all(codes), codes
     assert "node 0 (" in job.output()
     assert "rank 1, phase 'process groups': the process groups were not made within 1 s: " in job.output()
+
+
+FINISHED = """
+import sys
+import torch
+import torch.distributed as dist
+from grpo.job.process_groups import new_gloo_groups
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+(group,) = new_gloo_groups([[0]], timeout_s=60)
+backend = group._get_backend(torch.device("cpu"))
+tensors = [torch.ones(1) for _ in range(100_000)]  # whom gloo's thread lets go one by one, when all is done
+backend.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
+"""
+
+
+def test_a_rank_that_has_finished_waits_for_gloos_threads() -> None:
+    """They need the interpreter to let go of tensors; without it the process aborts. The group is still held."""
+    ended = subprocess.run([sys.executable, "-c", FINISHED], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""

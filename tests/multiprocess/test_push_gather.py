@@ -7,8 +7,6 @@ import pytest
 from grpo.weights.buckets import NUM_BUFFERS
 from tests.launching import ROOT, start, torchrun_command
 
-pytestmark = pytest.mark.xdist_group("gather")
-
 RANKS = 3
 JOB = ROOT / "tests" / "jobs" / "push_gather_job.py"
 NONE_PERSISTENT = {"stage3_param_persistence_threshold": 0}

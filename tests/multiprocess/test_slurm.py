@@ -130,9 +130,10 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(1200)
-def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
     """The demo on two nodes with an engine each: stopped after three of its six steps, it goes on with the fourth."""
     output_dir, extensions = tmp_path / "out", tmp_path / "torch_extensions"
+    shutil.copytree(demo_model, output_dir / "model")
     build_extension()
     shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     job = submit(

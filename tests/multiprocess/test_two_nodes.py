@@ -12,8 +12,6 @@ from tests.finished import MAX_GAP, completions_by_engine, finish, finish_on_pol
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, start_tiny_job, tiny_job_script
 from tests.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.xdist_group("two nodes")
-
 STRADDLING = {"per_device_train_batch_size": 6}  # groups of 4: the second one lies on both nodes
 
 
