@@ -3,7 +3,8 @@
 With no model named it runs the demo task, the first thing to run on a new machine or cluster.
 """
 
+from examples.demo_model import ensure_demo_model
 from grpo.recipes.script import main
 
 if __name__ == "__main__":
-    main()
+    main(demo_model=ensure_demo_model)

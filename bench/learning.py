@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from bench.report import Figure, Report, argument_parser, finish, ratio
-from grpo.recipes.demo import ensure_demo_model
+from examples.demo_model import ensure_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 42

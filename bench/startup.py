@@ -33,7 +33,8 @@ import psutil
 import torch
 
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
-from grpo.recipes.demo import demo_dataset, ensure_demo_model
+from examples.demo_model import ensure_demo_model
+from grpo.recipes.demo import demo_dataset
 from grpo.run.folder import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 from grpo.config import GRPOConfig
 from grpo.job.failure import USERS_MISTAKES
 from grpo.job.launch import read_launch
-from grpo.recipes.demo import demo_dataset, ensure_demo_model
+from grpo.recipes.demo import demo_dataset
 from grpo.recipes.rewards import load_reward_funcs
 from grpo.run.folder import record_mistake
 
@@ -53,6 +53,8 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "report_to": "none",
 }
 DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
+
+DemoModel = Callable[..., Path]  # (folder, *, is_local_main) -> folder, as `examples.demo_model.ensure_demo_model`
 
 _DATA_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -97,8 +99,12 @@ class Arguments:
         return self.model.model_name_or_path is None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as `argv` says (default: the command line). Called by every rank."""
+def main(argv: Sequence[str] | None = None, *, demo_model: DemoModel | None = None) -> None:
+    """Trains as `argv` says (default: the command line). Called by every rank.
+
+    Args:
+        demo_model: puts the demo's model where it is told to; None: a model has to be named.
+    """
     # DeepSpeed calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     argv = sys.argv[1:] if argv is None else argv
@@ -106,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = parse_arguments(argv)
         output_dir = arguments.training.output_dir
-        trainer = run_demo(arguments) if arguments.is_demo else run(arguments)
+        trainer = run_demo(arguments, demo_model) if arguments.is_demo else run(arguments)
         trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit
     except (*USERS_MISTAKES, SystemExit) as error:
         is_mistake = not isinstance(error, SystemExit) or error.code == 2  # argparse has told why
@@ -175,7 +181,7 @@ def run(arguments: Arguments) -> "GRPOTrainer":
     return trainer
 
 
-def run_demo(arguments: Arguments) -> "GRPOTrainer":
+def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer":
     """Trains the demo model on two-digit addition and prints on rank 0 in one line what came of it."""
     script, training = arguments.script, arguments.training
     if script.dataset_name or arguments.mixture.datasets or script.dataset_columns or script.system_prompt:
@@ -183,9 +189,9 @@ def run_demo(arguments: Arguments) -> "GRPOTrainer":
             "a data set is given, but no model: name one with --model_name_or_path. Without a model the demo task "
             "runs, which has a data set of its own"
         )
-    folder = ensure_demo_model(
-        Path(training.output_dir) / "model", is_local_main=read_launch(os.environ).local_rank == 0
-    )
+    if demo_model is None:
+        raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
+    folder = demo_model(Path(training.output_dir) / "model", is_local_main=read_launch(os.environ).local_rank == 0)
     rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     trainer = build_trainer(
         arguments,

@@ -247,9 +247,9 @@ def test_nothing_to_score_with():
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_the_demo_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(grpo.recipes.script, "ensure_demo_model", lambda folder, **_: folder)
-    trainer = run_demo(parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"]))
+def test_the_demo_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    arguments = parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"])
+    trainer = run_demo(arguments, lambda folder, *, is_local_main: folder)
     assert trainer.model == str(tmp_path / "model")
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (7588, 512)
     assert ("train", None) in trainer.calls
@@ -261,7 +261,12 @@ def test_the_demo_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_data_set_without_a_model_is_a_mistake():
     with pytest.raises(ValueError, match="name one with --model_name_or_path"):
-        run_demo(parse_arguments(["--dataset_name", "openai/gsm8k"]))
+        run_demo(parse_arguments(["--dataset_name", "openai/gsm8k"]), None)
+
+
+def test_a_script_that_brings_no_demo_model_wants_one_named():
+    with pytest.raises(ValueError, match=r"no model is named: name one with --model_name_or_path\..*train\.py"):
+        run_demo(parse_arguments([]), None)
 
 
 def test_demo_summary_takes_the_first_10_and_the_last_20_steps():

@@ -1,0 +1,1 @@
+"""What people start from: a script with a reward of its own, and the demo's model."""
