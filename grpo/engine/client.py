@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.engine.lifetime import end_session
-from grpo.engine.messages import Abort, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
+from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
 from grpo.engine.plugin import HOST_MARK
 
 POLL_S = 0.5
@@ -264,9 +264,10 @@ class EngineClient:
             match message:
                 case Ready():
                     self._ready.set_result(message)
-                case Sampled():
-                    refused = message.error is not None
-                    self._hear(self.error(f"refused a request: {message.error}") if refused else message)
+                case Answers():
+                    for sampled in message.sampled:
+                        refused = sampled.error is not None
+                        self._hear(self.error(f"refused a request: {sampled.error}") if refused else sampled)
                 case Reply():
                     with self._lock:
                         future = self._calls.pop(message.call_id, None)

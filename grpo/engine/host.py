@@ -22,6 +22,7 @@ from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import (
     WEIGHT_CALLS,
     Abort,
+    Answers,
     Call,
     Died,
     EngineSpec,
@@ -47,6 +48,7 @@ class Host:
         self._engine = engine
         self._sampling = sampling
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
+        self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
 
     def send(self, message: object) -> None:
@@ -101,7 +103,7 @@ class Host:
             # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
             final = await self._last_output(tokens_input(prompt), params(), str(completion_id))
             (completion,) = final.outputs
-            self.send(
+            self._answer(
                 Sampled(
                     completion_id=completion_id,
                     token_ids=np.asarray(completion.token_ids, dtype=np.int32),
@@ -112,7 +114,7 @@ class Host:
             return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
             empty = np.empty(0, dtype=np.int32)
-            self.send(
+            self._answer(
                 Sampled(
                     completion_id=completion_id,
                     token_ids=empty,
@@ -120,6 +122,16 @@ class Host:
                     error=f"{type(error).__name__}: {error}",
                 )
             )
+
+    def _answer(self, sampled: Sampled) -> None:
+        """Send it together with what ends in the same step of the engine."""
+        self._answers.append(sampled)
+        if len(self._answers) == 1:
+            asyncio.get_running_loop().call_soon(self._send_answers)
+
+    def _send_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        self.send(Answers(sampled=tuple(answers)))
 
     async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
         """What vLLM answers when a request is finished."""

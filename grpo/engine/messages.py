@@ -46,7 +46,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Sample completions of one prompt; one `Sampled` follows for each."""
+    """Sample completions of one prompt; one `Sampled` follows for each, in some `Answers`."""
 
     ids: range
     """Of the completions; no two that an engine works on have the same."""
@@ -68,6 +68,13 @@ class Sampled:
     engine_logprobs: "np.ndarray"
     """[T] float32, natural log, of the distribution that was sampled from."""
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Completions that ended at about the same time: one message costs less than one for each."""
+
+    sampled: "tuple[Sampled, ...]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

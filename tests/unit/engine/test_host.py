@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo.engine.host import Host, _sampled_logprobs
-from grpo.engine.messages import Abort, Call, Reply, Sample, Sampled
+from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 
 
 class MadeUpEngine:
@@ -50,9 +50,10 @@ def test_a_refused_request_is_answered_with_the_reason() -> None:
         await asyncio.gather(*host._tasks.values())
 
     asyncio.run(sample())
-    assert [answer.completion_id for answer in sent] == [3, 4]
-    for answer in sent:
-        assert isinstance(answer, Sampled)
+    (answers,) = sent
+    assert isinstance(answers, Answers)
+    assert [answer.completion_id for answer in answers.sampled] == [3, 4]
+    for answer in answers.sampled:
         assert answer.error == "ValueError: the prompt is too long"
         assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
