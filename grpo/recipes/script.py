@@ -155,8 +155,7 @@ def demo_defaults(*, world_size: int) -> dict[str, Any]:
 def run(arguments: Arguments) -> "GRPOTrainer":
     """Trains the named model on the named data, saves it, and pushes it to the hub if asked to."""
     script, training = arguments.script, arguments.training
-    rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    rewards += load_reward_funcs(script.reward_funcs or [])
+    rewards = _rewards(script)
     if not rewards:
         raise ValueError(
             "there is nothing to score completions with: name reward functions with --reward_funcs, or a reward model "
@@ -192,11 +191,10 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     if demo_model is None:
         raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
     folder = demo_model(Path(training.output_dir) / "model", is_local_main=read_launch(os.environ).local_rank == 0)
-    rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     trainer = build_trainer(
         arguments,
         model=str(folder),
-        reward_funcs=rewards + load_reward_funcs(script.reward_funcs or []),
+        reward_funcs=_rewards(script),
         train_dataset=demo_dataset("train"),
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
     )
@@ -330,6 +328,11 @@ def _unknown_arguments(names: Sequence[str], known: Sequence[str]) -> str:
         f"unknown arguments: {', '.join(parts)}. Fields of GRPOConfig, TRL's ModelConfig, DatasetMixtureConfig and "
         "GRPOScriptArguments can be given as flags or as keys of the --config file; --help lists them"
     )
+
+
+def _rewards(script: GRPOScriptArguments) -> list[Any]:
+    model = script.reward_model_name_or_path
+    return [*([model] if model else []), *load_reward_funcs(script.reward_funcs or [])]
 
 
 def _split(dataset: "DatasetDict | IterableDatasetDict", split: str, option: str) -> Any:
