@@ -173,17 +173,18 @@ class Stages:
             what=what,
             late=late,
             backend=self._args.backend,
-            route_interface=self._route_to_another_node(),
+            route_interface=_route_to_another_node(self._launch, self._store),
             num_nodes=self._launch.num_nodes,
         )
         show(failure, as_json=self._args.json)
 
-    def _route_to_another_node(self) -> str:
-        """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
-        partner = 0 if self._launch.node else (self._launch.num_nodes - 1) * self._launch.local_world_size
-        if not self._store.check([f"at/{partner}"]):
-            return ""  # it never came
-        return route_to(json.loads(self._store.get(f"at/{partner}"))[2], read_interfaces())[0]
+
+def _route_to_another_node(launch: Launch, store: dist.Store) -> str:
+    """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
+    partner = 0 if launch.node else (launch.num_nodes - 1) * launch.local_world_size
+    if not store.check([f"at/{partner}"]):
+        return ""  # it never came
+    return route_to(json.loads(store.get(f"at/{partner}"))[2], read_interfaces())[0]
 
 
 def _gpu(launch: Launch) -> torch.device:

@@ -107,14 +107,13 @@ def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
     for report in reports:
         address = report.own_address
         is_reachable = address and not address.startswith("127.") and address != "::1"
-        is_named = "GLOO_SOCKET_IFNAME" in report.variables
+        is_named = report.variables.get("GLOO_SOCKET_IFNAME")
         if not report.network or is_named or shared_loopback or is_reachable:
             continue
         seen = f"resolves to {address}" if address else "does not resolve"
         where = f", or write {report.route_source} {report.host} into /etc/hosts" if report.route_source else ""
-        message = (
-            f"the host name {report.host} {seen} on its own node: gloo would listen where no other node reaches it"
-        )
+        message = f"the host name {report.host} {seen} on its own node: gloo would listen where no other "
+        message += "node reaches it"
         fix = f"export GLOO_SOCKET_IFNAME={report.route_interface or 'INTERFACE'}{where}"
         findings.append(Finding.fail("own address", message, fix, nodes=(report.node,)))
     message = "all nodes are on one machine" if shared_loopback else "every host name resolves to a reachable address"

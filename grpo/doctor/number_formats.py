@@ -5,12 +5,13 @@ middle of the first step, or add it up wrongly.
 """
 
 import tempfile
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import TimeoutError as TimeoutExpired
 from multiprocessing import get_context
+from multiprocessing.pool import Pool, ThreadPool
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,27 +94,13 @@ def _exchange(
 def try_gloo(dtypes: Sequence[str] = DTYPES) -> list[Broken]:
     """Two gloo ranks, in threads of this process. Raises as `try_processes` does."""
     store = dist.HashStore()
-    found: dict[int, list[Broken]] = {}
-    errors: list[str] = []
+    with ThreadPool(2) as pool:
+        return _of_both(pool, _be_thread, [(rank, dtypes, store) for rank in range(2)], "gloo", _LOCAL_S)
 
-    def be_rank(rank: int) -> None:
-        try:
-            group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_LOCAL_S))
-        except RuntimeError as error:  # gloo finds no address to listen at, say
-            errors.append(str(error).partition("\n")[0])
-            return
-        found[rank] = find_broken(group, rank, 2, torch.device("cpu"), dtypes)
 
-    threads = [threading.Thread(target=be_rank, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_LOCAL_S)
-    if errors:
-        raise ChildProcessError(f"a gloo rank of this machine could not start: {errors[0]}")
-    if len(found) < 2:
-        raise TimeoutError(f"two gloo ranks of this machine did not end within {_LOCAL_S:.0f} s")
-    return merge([found[0], found[1]])
+def _be_thread(rank: int, dtypes: Sequence[str], store: dist.Store) -> list[Broken]:
+    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_LOCAL_S))
+    return find_broken(group, rank, 2, torch.device("cpu"), dtypes)
 
 
 def try_processes(
@@ -126,17 +113,11 @@ def try_processes(
         ChildProcessError: one of them could not start; with its error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-doctor-") as folder, get_context("spawn").Pool(2) as pool:
-        options = [(rank, backend, dtypes, "cuda" if on_gpus else "cpu", f"{folder}/store") for rank in range(2)]
-        try:
-            return merge(pool.starmap_async(_be_process, options, chunksize=1).get(timeout_s))
-        except TimeoutExpired:
-            raise TimeoutError(f"two {backend} ranks of this machine did not end within {timeout_s:.0f} s") from None
-        except (RuntimeError, ValueError) as error:
-            cause = str(error).partition("\n")[0]
-            raise ChildProcessError(f"a {backend} rank of this machine could not start: {cause}") from error
+        options = [(rank, dtypes, f"{folder}/store", backend, "cuda" if on_gpus else "cpu") for rank in range(2)]
+        return _of_both(pool, _be_process, options, backend, timeout_s)
 
 
-def _be_process(rank: int, backend: str, dtypes: Sequence[str], kind: str, store: str) -> list[Broken]:
+def _be_process(rank: int, dtypes: Sequence[str], store: str, backend: str, kind: str) -> list[Broken]:
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -145,6 +126,18 @@ def _be_process(rank: int, backend: str, dtypes: Sequence[str], kind: str, store
     broken = find_broken(dist.group.WORLD, rank, 2, device, dtypes)
     dist.destroy_process_group()
     return broken
+
+
+def _of_both(
+    pool: Pool, be_rank: Callable[..., list[Broken]], options: Sequence[tuple[Any, ...]], backend: str, timeout_s: float
+) -> list[Broken]:
+    try:
+        return merge(pool.starmap_async(be_rank, options, chunksize=1).get(timeout_s))
+    except TimeoutExpired:
+        raise TimeoutError(f"two {backend} ranks of this machine did not end within {timeout_s:.0f} s") from None
+    except (RuntimeError, ValueError) as error:  # gloo finds no address to listen at, say
+        cause = str(error).partition("\n")[0]
+        raise ChildProcessError(f"a {backend} rank of this machine could not start: {cause}") from error
 
 
 # -- what it means ------------------------------------------------------------------------------------------------

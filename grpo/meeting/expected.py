@@ -104,27 +104,13 @@ def find_place(
         OSError: the file of the nodes cannot be read.
     """
     hostname = socket.gethostname() if hostname is None else hostname
-    expected, from_slurm = _expected(args, env, hostname)
+    expected, slurm = _expected(args, env, hostname)
     name, rank = args.node_name, args.node_rank
-    if rank is None and from_slurm and env.get("SLURM_NODEID"):
-        rank = int(env["SLURM_NODEID"])
-        name = name or next((own for own in expected if own == env.get("SLURMD_NODENAME")), None)
-    if name is None and rank is not None:
-        if not 0 <= rank < len(expected):
-            raise ValueError(
-                f"node rank {rank} is outside 0 .. {len(expected) - 1}, the {len(expected)} expected nodes: ranks "
-                "count from 0, in the order of the list"
-            )
-        name = expected[rank]
+    if name is None and rank is None and slurm.get("SLURM_NODEID"):
+        rank = int(slurm["SLURM_NODEID"])
+        name = next((own for own in expected if own == slurm.get("SLURMD_NODENAME")), None)
     if name is None:
-        matches = _names_of(hostname, expected, is_local)
-        if len(matches) != 1:
-            why = f"the expected nodes {', '.join(matches)} all are" if matches else f"none of {', '.join(expected)} is"
-            raise ValueError(
-                f"{why} this machine ({hostname}): say which one it is with --node-name or --node-rank; inside a Slurm "
-                f"job, start one process per node: srun --ntasks-per-node=1 {command}"
-            )
-        name = matches[0]
+        name = _name_of_rank(rank, expected) if rank is not None else _own_name(hostname, expected, is_local, command)
     if name not in expected:
         raise ValueError(f"--node-name {name} is none of the expected nodes {', '.join(expected)}")
     if args.head in expected:  # that node holds the store; any other value is the address of the first
@@ -134,10 +120,10 @@ def find_place(
     )
 
 
-def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -> tuple[list[str], bool]:
-    """The expected names, and whether Slurm told them."""
+def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -> tuple[list[str], Mapping[str, str]]:
+    """The expected names, and the variables of Slurm where it has told them."""
     slurm_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    from_slurm = False
+    slurm: Mapping[str, str] = {}
     if args.nodes is not None and args.nodes_file is not None:
         raise ValueError("--nodes and --nodes-file both say which nodes to expect: give one of them")
     if args.nodes is not None:
@@ -145,21 +131,37 @@ def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -
     elif args.nodes_file is not None:
         expected = read_hostfile(args.nodes_file)
     elif slurm_list:
-        expected, from_slurm = expand_hostlist(slurm_list), True
+        expected, slurm = expand_hostlist(slurm_list), env
     else:
         expected = [args.node_name or hostname]
     if not expected:
         raise ValueError(f"{args.nodes_file or '--nodes'} names no node: give the host names, e.g. --nodes a,b,c")
     if repeated := sorted({name for name in expected if expected.count(name) > 1}):
         raise ValueError(f"{', '.join(repeated)} stands twice among the expected nodes: name every node once")
-    return expected, from_slurm
+    return expected, slurm
 
 
-def _names_of(hostname: str, expected: Sequence[str], is_local: Callable[[str], bool]) -> list[str]:
-    """Which of the expected names mean this machine: by the whole host name, its first part, or an own address."""
+def _name_of_rank(rank: int, expected: Sequence[str]) -> str:
+    if not 0 <= rank < len(expected):
+        raise ValueError(
+            f"node rank {rank} is outside 0 .. {len(expected) - 1}, the {len(expected)} expected nodes: ranks count "
+            "from 0, in the order of the list"
+        )
+    return expected[rank]
+
+
+def _own_name(hostname: str, expected: Sequence[str], is_local: Callable[[str], bool], command: str) -> str:
+    """The one that means this machine: by the whole host name, its first part, or an own address."""
     short = hostname.partition(".")[0]
-    return (
+    matches = (
         [name for name in expected if name == hostname]
         or [name for name in expected if name.partition(".")[0] == short and not name[0].isdigit()]
         or [name for name in expected if is_local(name)]
+    )
+    if len(matches) == 1:
+        return matches[0]
+    found = f"the expected nodes {', '.join(matches)} all are" if matches else f"none of {', '.join(expected)} is"
+    raise ValueError(
+        f"{found} this machine ({hostname}): say which one it is with --node-name or --node-rank; inside a Slurm job, "
+        f"start one process per node: srun --ntasks-per-node=1 {command}"
     )

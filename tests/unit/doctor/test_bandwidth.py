@@ -1,14 +1,17 @@
 """The bandwidth stage without a job: a wrong start, and what measured seconds mean."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from grpo.doctor import bandwidth
 from grpo.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
 from grpo.doctor.number_formats import Broken
 from grpo.doctor.pairs import PairSpeed, find_slow, pair_rounds
 from grpo.doctor.records import Status
+from grpo.job.launch import Launch
 
 PASS, WARN = Status.PASS, Status.WARN
 
@@ -28,6 +31,14 @@ def test_a_jobs_flags_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) ->
         bandwidth.parse_arguments(["--config", "no.yaml"])
     assert caught.value.code == 2
     assert "no.yaml" in capsys.readouterr().err
+
+
+def test_the_interface_that_joins_two_nodes() -> None:
+    launch = Launch(rank=0, local_rank=0, world_size=2, local_world_size=1, node=0, num_nodes=2)
+    store = dist.HashStore()
+    assert bandwidth._route_to_another_node(launch, store) == "", "the other one never came"
+    store.set("at/1", json.dumps([0, "start", "127.0.0.1"]))
+    assert bandwidth._route_to_another_node(launch, store) == "lo"
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
@@ -87,6 +98,26 @@ def test_results_become_a_verdict() -> None:
     assert told["one push", PASS].startswith("about 45.0 s to gather 15.0 GB")
     assert told["pairs of nodes", WARN] == "n2 is slow: 2.00 GB/s with its best partner, 20.00 between others"
     assert verdict.exit_code == 0
+
+
+def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
+    seconds = {(0, 1): 0.1, (0, 2): 0.1, (0, 3): 0.1, (1, 2): 0.1, (1, 3): 1.0, (2, 3): 0.1}
+    results = [
+        RankResult(
+            node=node,
+            host=f"n{node}",
+            inside_s={"all-gather": 0.1 if node else 0.2},
+            pairs_s=tuple((sum(pair) - node, s) for pair, s in seconds.items() if node in pair),
+        )
+        for node in range(4)
+        for _ in range(2)
+    ]
+    verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
+    told = [(f.check, f.nodes, f.message) for f in verdict.findings if f.status is WARN]
+    assert told == [
+        ("inside a node", ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere"),
+        ("pairs of nodes", ("n1", "n3"), "n1 and n3 are slow together: 2.00 GB/s, 20.00 between others"),
+    ]
 
 
 def test_one_node_has_nothing_across_and_no_pairs() -> None:
