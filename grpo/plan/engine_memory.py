@@ -98,7 +98,7 @@ def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes
 
 
 def _kv_elements(shape: ModelShape, tensor_parallel_size: int) -> int:
-    """Of one layer and token on one GPU: keys and values are split by head, which are copied when GPUs outnumber them."""
+    """Of a layer and token on one GPU: keys and values are split by head; heads are copied when GPUs outnumber them."""
     if shape.latent_kv_elements is not None:
         return shape.latent_kv_elements
     return 2 * max(1, shape.key_value_heads // tensor_parallel_size) * shape.head_dim
