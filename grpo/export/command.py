@@ -108,8 +108,8 @@ def export(
 
     Needs no accelerator. Host memory: the whole model in the dtype that is written, and beside it one parameter in
     float32 while ZeRO-3's partitions are put together, and fused gate and up projections a second time while
-    transformers takes them apart; next to nothing for safetensors whose dtype stays. It is written into a hidden
-    folder beside `out` first; only SIGKILL leaves that behind.
+    transformers takes them apart; next to nothing for safetensors whose dtype stays. It is written into a hidden folder
+    beside `out` first; only SIGKILL leaves that behind.
 
     Args:
         checkpoint: as transformers' Trainer writes it with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are

@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_speed,
         default=NETWORK_GBPS,
         metavar="GBIT/S",
-        help="into one node, gigabits per second over all its adapters (default: 400, one NDR adapter)",
+        help="into one node, gigabits per second over all its adapters (default: %(default)g, one NDR adapter)",
     )
     parser.add_argument(
         "--nvlink-gbps",
         type=_speed,
         default=NVLINK_GBPS,
         metavar="GBIT/S",
-        help="into one GPU from its node, gigabits per second (default: 2400, an A100's NVLink; an H100's is 3600)",
+        help="into one GPU from its node, gigabits per second (default: %(default)g, an A100's; an H100's is 3600)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")

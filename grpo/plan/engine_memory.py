@@ -54,11 +54,8 @@ def engine_memory(
         capacity_bytes: of one GPU; None without GPUs.
         engine_kwargs: `vllm_engine_kwargs`.
     """
-    kv_dtype_bytes = 1 if str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8") else dtype_bytes
-    elements = shape.latent_kv_elements
-    if elements is None:  # keys and values are split by head; heads are copied when GPUs outnumber them
-        elements = 2 * max(1, shape.key_value_heads // tensor_parallel_size) * shape.head_dim
-    per_layer = elements * kv_dtype_bytes
+    fp8 = str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8")
+    per_layer = _kv_elements(shape, tensor_parallel_size) * (1 if fp8 else dtype_bytes)
     per_sequence = sum(
         layers * _blocks(sequence_tokens if window is None else min(window, sequence_tokens)) * per_layer
         for window, layers in shape.kv_windows
@@ -98,6 +95,13 @@ def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes
     sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0]
     room = budget_bytes - ENGINE_OVERHEAD_BYTES
     return [size for size in sizes if model_bytes / size < room]
+
+
+def _kv_elements(shape: ModelShape, tensor_parallel_size: int) -> int:
+    """Of a layer and token on one GPU: keys and values are split by head; heads are copied when GPUs outnumber them."""
+    if shape.latent_kv_elements is not None:
+        return shape.latent_kv_elements
+    return 2 * max(1, shape.key_value_heads // tensor_parallel_size) * shape.head_dim
 
 
 def _blocks(tokens: int) -> int:

@@ -22,10 +22,10 @@ class Launcher:
     num_processes: int
     """Training processes of all nodes."""
     num_machines: int
-    use_cpu: bool
-    mixed_precision: str
+    use_cpu: bool = False
+    mixed_precision: str = "no"
     """'no', 'bf16' or 'fp16'."""
-    zero_optimization: dict[str, Any] | None
+    zero_optimization: dict[str, Any] | None = None
     """DeepSpeed's section of that name; None when the launcher brings no DeepSpeed."""
 
     @property
@@ -41,13 +41,7 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
     if config_file is None:
         if num_processes is None:
             raise ValueError("there is nothing to plan: give --config_file FILE (accelerate's), or --num_processes N")
-        return Launcher(
-            num_processes=num_processes,
-            num_machines=num_machines or 1,
-            use_cpu=False,
-            mixed_precision="no",
-            zero_optimization=None,
-        )
+        return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
     try:
