@@ -41,13 +41,8 @@ SHORT_FORMS = {
 
 
 OF_THEIR_OWN = ("push", "overlap")  # pin themselves, or start ranks
-IN_ONE_PROCESS = (
-    "balance",
-    "dispatch",
-    "generate",
-    "startup",
-    "scale",
-)  # the first one forks: before there are threads
+# The first one forks: before there are threads.
+IN_ONE_PROCESS = ("balance", "dispatch", "generate", "startup", "scale")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:
