@@ -41,7 +41,8 @@ SHORT_FORMS = {
 
 
 OF_THEIR_OWN = ("push", "overlap")  # pin themselves, or start ranks
-IN_ONE_PROCESS = tuple(name for name in SHORT_FORMS if name not in OF_THEIR_OWN)
+# The first one forks: before there are threads.
+IN_ONE_PROCESS = ("balance", "dispatch", "generate", "startup", "scale")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:
@@ -61,6 +62,10 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("benchmarks")
     command = [sys.executable, str(ROOT / "tests" / "jobs" / "bench_job.py"), str(folder), *IN_ONE_PROCESS]
     return run(command, folder, "a benchmark")
+
+
+def test_none_is_left_out() -> None:
+    assert {*OF_THEIR_OWN, *IN_ONE_PROCESS} == set(SHORT_FORMS)
 
 
 @pytest.mark.parametrize("name", OF_THEIR_OWN)

@@ -12,8 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.node_groups import NodeGroups
 from grpo.job.signals import StopSignals
 from grpo.job.watch import _LEFT_KEY, FailureWatch, _may_be_an_echo
+from tests.unit.job.test_topology import job
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
 
@@ -100,6 +102,22 @@ def test_an_echo_waits_for_the_record_of_its_cause(echo: str, pair: list[Failure
         raise RuntimeError(echo)
 
 
+def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
+    pair: list[FailureWatch], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(self: NodeGroups, value: object) -> list:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(NodeGroups, "all_gather", closed)
+    (topology, _) = job((8,), ranks=2)
+    groups = NodeGroups(topology, max_wait_s=1.0)  # without a process group
+    groups._alone, groups._store = False, store
+    timer = threading.Timer(1.0, pair[1].report, [RECORD])
+    timer.start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"):
+        groups.exchange(pair[0], None)
+
+
 def busy(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -119,6 +137,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 STUCK_ALONE = """
 import threading, time
 from grpo.job.watch import FailureWatch
+from tests.unit.job.test_topology import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
 threading.Timer(0.3, lambda: watch.report(watch.make_record("the engine refused"))).start()
