@@ -50,6 +50,7 @@ def started(
     progress: Progress,
     output_dir: Path,
     dtype: torch.dtype = torch.float32,
+    max_gap: float | None = None,
 ) -> Iterator[LocalVLLM]:
     args = GRPOConfig(
         output_dir=str(output_dir),
@@ -58,6 +59,7 @@ def started(
         max_completion_length=12,
         vllm_max_model_length=48,
         vllm_sync_bucket_mb=1,
+        vllm_max_logprob_gap=max_gap,
         vllm_engine_kwargs={"enforce_eager": True, "max_num_batched_tokens": 64},
         report_to="none",
     )
@@ -207,6 +209,7 @@ def test_a_missing_parameter_is_named(fresh: LocalVLLM, monkeypatch: pytest.Monk
 
 # Of the first layer all but one norm is frozen, as is the embedding; of the second, a part of a fused layer.
 FROZEN_WHOLE = ("embed_tokens", "layers.0.self_attn", "layers.0.mlp", "layers.0.input_layernorm")
+FAR = 5e-3  # a stale or missing tensor shows as 0.1 up
 FROZEN_PARTS = ("layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj.bias", "layers.1.mlp.gate_proj")
 
 
@@ -241,10 +244,10 @@ def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_p
         local.sync_weights()
         assert local.last_push is not None
         assert local.last_push.gap is not None
-        assert local.last_push.gap.max < 1e-3
+        assert local.last_push.gap.max < FAR  # gemma2's rounding comes to 6e-4
         return local.last_push.num_bytes
 
-    with started(path, trained, progress, tmp_path / "engine") as local:
+    with started(path, trained, progress, tmp_path / "engine", max_gap=FAR) as local:
         everything = push_and_prove()
         train()  # and frozen only then: what was pushed is not what stays
         for name, parameter in trained.named_parameters():
