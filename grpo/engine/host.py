@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,12 +73,12 @@ class Host:
     def _dispatch(self, message: object) -> None:
         match message:
             case Sample():
-                settings = {**self._sampling, **message.overrides}
-                for number, completion_id in enumerate(message.ids):
-                    params = partial(sampling_params, settings, seed=message.seed + number)
-                    task = asyncio.create_task(self._sample(completion_id, message.token_ids.tolist(), params))
-                    self._tasks[completion_id] = task
-                    task.add_done_callback(partial(self._forget, completion_id))
+                step = len(message.ids) if message.together else 1
+                for first in range(0, len(message.ids), step):
+                    ids = message.ids[first : first + step]
+                    task = asyncio.create_task(self._sample(message, ids))
+                    self._tasks |= dict.fromkeys(ids, task)
+                    task.add_done_callback(partial(self._forget, ids))
             case Abort():
                 for completion_id in message.ids:
                     if task_to_cancel := self._tasks.get(completion_id):
@@ -91,43 +90,40 @@ class Host:
             case _:
                 raise TypeError(f"engine host got {type(message).__name__}, which is no message of the protocol")
 
-    def _forget(self, completion_id: int, task: "asyncio.Task[None]") -> None:
-        self._tasks.pop(completion_id, None)
+    def _forget(self, ids: range, task: "asyncio.Task[None]") -> None:
+        for completion_id in ids:
+            self._tasks.pop(completion_id, None)
 
-    async def _sample(self, completion_id: int, prompt: list[int], params: Callable[[], Any]) -> None:
-        import numpy as np
-        from vllm.inputs import tokens_input
+    async def _sample(self, sample: Sample, ids: range) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
-            final = await self._last_output(tokens_input(prompt), params(), str(completion_id))
-            (completion,) = final.outputs
-            self._answer(
-                Sampled(
-                    completion_id=completion_id,
-                    token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                    engine_logprobs=_sampled_logprobs(completion),
-                )
-            )
+            answers = await self._completions(sample, ids)
         except EngineDeadError:
             return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            empty = np.empty(0, dtype=np.int32)
-            self._answer(
-                Sampled(
-                    completion_id=completion_id,
-                    token_ids=empty,
-                    engine_logprobs=empty.astype(np.float32),
-                    error=f"{type(error).__name__}: {error}",
-                )
-            )
-
-    def _answer(self, sampled: Sampled) -> None:
-        """Send it together with what ends in the same step of the engine."""
-        self._answers.append(sampled)
-        if len(self._answers) == 1:
+            answers = [_refusal(completion_id, error) for completion_id in ids]
+        if not self._answers:  # what else ends in this step of the engine goes along
             asyncio.get_running_loop().call_soon(self._send_answers)
+        self._answers += answers
+
+    async def _completions(self, sample: Sample, ids: range) -> list[Sampled]:
+        """Some completions of a prompt, by one request of vLLM's, which gives the i-th of them the seed + i."""
+        import numpy as np
+        from vllm.inputs import tokens_input
+
+        settings = {**self._sampling, **sample.overrides}
+        params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
+        # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
+        final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))
+        return [
+            Sampled(
+                completion_id=completion_id,
+                token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+                engine_logprobs=_sampled_logprobs(completion),
+            )
+            for completion_id, completion in zip(ids, final.outputs, strict=True)
+        ]
 
     def _send_answers(self) -> None:
         answers, self._answers = self._answers, []
@@ -178,7 +174,7 @@ class Host:
         return list(await asyncio.gather(*(score(index, ids) for index, ids in enumerate(prompts))))
 
 
-def sampling_params(settings: dict[str, Any], *, seed: int, prompt_logprobs: int | None = None) -> Any:
+def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_logprobs: int | None = None) -> Any:
     """`SamplingParams` for one request; text is only put together where stop strings need it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -190,10 +186,22 @@ def sampling_params(settings: dict[str, Any], *, seed: int, prompt_logprobs: int
     return SamplingParams(
         **settings,
         seed=seed,
+        n=n,
         logprobs=0,
         flat_logprobs=prompt_logprobs is None,
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _refusal(completion_id: int, error: Exception) -> Sampled:
+    import numpy as np
+
+    return Sampled(
+        completion_id=completion_id,
+        token_ids=np.empty(0, np.int32),
+        engine_logprobs=np.empty(0, np.float32),
+        error=f"{type(error).__name__}: {error}",
     )
 
 

@@ -54,6 +54,8 @@ class Sample:
     """[L] int32, the prompt."""
     seed: int
     """Of the first completion; the i-th has seed + i."""
+    together: bool = False
+    """Whether all are answered when the last one has ended, which costs less; else each when it ends."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Sampling arguments that replace those of the spec, for these completions alone."""
 

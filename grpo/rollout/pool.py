@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grpo.engine.client import EngineClient, EngineError
@@ -187,8 +187,11 @@ class EnginePool:
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        for engine, chunk in self._queue.send():
-            self._outboxes[engine].put(self._unsent.pop(chunk[0]))
+        sent = self._queue.send()
+        for engine, chunk in sent:
+            # Where something waits for a place, a completion is to be heard of when it ends.
+            sample = replace(self._unsent.pop(chunk[0]), together=self._queue.all_sent())
+            self._outboxes[engine].put(sample)
         for engine, clock in enumerate(self._idle):
             clock.set(self._queue.is_idle(engine))
 

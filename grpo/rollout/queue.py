@@ -56,6 +56,10 @@ class RequestQueue:
             sent.append((number, chunk))
         return sent
 
+    def all_sent(self) -> bool:
+        """Whether nothing waits for an engine that has room."""
+        return not self._waiting
+
     def answered(self, number: int, completion: int) -> None:
         """By engine `number`, which may since have been told to forget it."""
         engine = self._engines[number]

@@ -58,6 +58,44 @@ def test_a_refused_request_is_answered_with_the_reason() -> None:
         assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
 
+class FinishingEngine(MadeUpEngine):
+    """Ends every request at once; a completion's only token says which seed it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int, int]] = []
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((request_id, params.seed, params.n))
+        await asyncio.sleep(0)
+        yield SimpleNamespace(
+            outputs=[
+                SimpleNamespace(token_ids=[params.seed + i], logprobs=SimpleNamespace(logprobs=[-1.0]))
+                for i in range(params.n)
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("together", "asked"), [(True, [("3", 10, 3)]), (False, [("3", 10, 1), ("4", 11, 1), ("5", 12, 1)])]
+)
+def test_completions_of_a_prompt_are_one_request_or_many_with_the_same_seeds(together: bool, asked: list) -> None:
+    engine = FinishingEngine()
+    host, sent = host_of(engine)
+
+    async def sample() -> None:
+        host._dispatch(Sample(ids=range(3, 6), token_ids=np.array([1], np.int32), seed=10, together=together))
+        await asyncio.gather(*host._tasks.values())
+
+    asyncio.run(sample())
+    assert engine.asked == asked
+    (answers,) = sent  # all ended in the same step
+    assert [(answer.completion_id, answer.token_ids.tolist()) for answer in answers.sampled] == [
+        (3, [10]), (4, [11]), (5, [12])
+    ]  # fmt: skip
+    assert host._tasks == {}
+
+
 def test_calls_are_answered_under_their_id() -> None:
     host, sent = host_of(MadeUpEngine())
 

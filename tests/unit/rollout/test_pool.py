@@ -38,6 +38,7 @@ class FakeEngine:
         self.name = name
         self.num_slots, self.token_s = num_slots, token_s
         self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.samples: list[Sample] = []
         self.dies_after: int | None = None
         self.refuses: Callable[[Owed], bool] = lambda owed: False
         self.reads = threading.Event()
@@ -59,6 +60,7 @@ class FakeEngine:
     def submit(self, sample: Sample) -> None:
         assert self.reads.wait(DEADLINE_S)
         with self._lock:
+            self.samples.append(sample)
             self.told.append(("sample", tuple(sample.ids)))
             self._waiting += [Owed(ident, sample.token_ids, sample.seed + i) for i, ident in enumerate(sample.ids)]
 
@@ -183,6 +185,14 @@ def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: N
     requests = [Request(token_ids=np.array([7, 8], np.int32), n=13, seed=5)]
     assert to_lists(pool.collect(pool.submit(requests), DEADLINE_S)) == expected_of(requests)
     assert [len(ids) for engine in (first, second) for _, ids in engine.told] == [7, 6]
+
+
+@pytest.mark.parametrize(("num_slots", "together"), [(4, {True, False}), (64, {True})])
+def test_answers_come_one_by_one_only_while_something_waits(num_slots: int, together: set[bool], node: Node) -> None:
+    engines = [FakeEngine(f"engine {number}", num_slots=num_slots) for number in range(2)]
+    requests = requests_of(np.random.default_rng(8), 12)
+    assert to_lists(node.pool(*engines).collect(node.pools[0].submit(requests), DEADLINE_S)) == expected_of(requests)
+    assert {sample.together for engine in engines for sample in engine.samples} == together
 
 
 def test_submitting_waits_for_no_engine(node: Node) -> None:
