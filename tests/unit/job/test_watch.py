@@ -15,7 +15,7 @@ from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.node_groups import NodeGroups
 from grpo.job.signals import StopSignals
 from grpo.job.watch import _LEFT_KEY, FailureWatch, _may_be_an_echo
-from tests.unit.job.test_topology import job
+from tests.unit.job.made_up_jobs import job
 
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
 
@@ -137,7 +137,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 STUCK_ALONE = """
 import threading, time
 from grpo.job.watch import FailureWatch
-from tests.unit.job.test_topology import job
+from tests.unit.job.made_up_jobs import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
 threading.Timer(0.3, lambda: watch.report(watch.make_record("the engine refused"))).start()
