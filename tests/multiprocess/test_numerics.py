@@ -1,7 +1,8 @@
 """Engine and trainer compute the same, step after step, after large weight changes, in every layout of one node.
 
 Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a push that reuses
-its buffer too early goes wrong without a word. Two nodes: `test_two_nodes.py`; one engine alone: `tests/engine`.
+its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`, a tied head
+without a module in `test_resume.py`, which needs its runs anyway.
 """
 
 from pathlib import Path
