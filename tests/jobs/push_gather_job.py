@@ -182,7 +182,7 @@ def over_a_wire_that_breaks() -> dict[str, object]:
     def connected(wire: Wire) -> tuple[Pusher, StandInEngine]:
         push.TRANSPORTS["nccl"] = partial(StandInTransport, wire)
         engine = StandInEngine(wire, source.buffer_bytes)
-        engines = [engine] if rank == 0 else None
+        engines = [engine] if rank == 0 else []
         pusher = Pusher(source, engines, backend="nccl", tensor_parallel_size=1, timeout_s=60)  # type: ignore[arg-type]
         pusher.connect()
         return pusher, engine
