@@ -1,6 +1,8 @@
 """Fixtures that several tiers share; and a failed test keeps its logs."""
 
 import fcntl
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+_HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A trainer, or a failure watch alone, takes signals for as long as its process lives."""
+    yield
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied Qwen3 of a few hundred thousand random parameters."""
@@ -28,7 +41,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model, warmed up once for all processes of a run; to be copied, or loaded from where it is."""
-    from grpo.recipes.demo import ensure_demo_model
+    from examples.demo_model import ensure_demo_model
 
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if folder.name.startswith("popen-") else folder  # xdist: one for each of its processes

@@ -1,8 +1,7 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -85,15 +84,6 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.is_closed = True
-
-
-@pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    """A trainer takes signals for as long as its process lives."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
