@@ -266,13 +266,5 @@ def orphaned_shared_memory() -> set[str]:
     return set(files.values())
 
 
-def left_in_shared_memory(before: set[str], patience_s: float = 15.0) -> set[str]:
-    """What of `orphaned_shared_memory` is new and stays: what dies elsewhere is cleared a moment later."""
-    deadline = time.monotonic() + patience_s
-    while (left := orphaned_shared_memory() - before) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
-
-
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from grpo.engine.client import EngineClient, EngineError, engine_environment
 from grpo.engine.messages import EngineSpec, Ready
-from grpo.job.node_groups import SIGNAL_PATIENCE_S
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
 
@@ -43,7 +42,7 @@ class StartingEngines:
         self._timeout_s = timeout_s
 
         def on_death(error: EngineError) -> None:  # does not hold this object, which it would keep alive
-            if not watch.stop_was_asked(SIGNAL_PATIENCE_S):
+            if not watch.stop_was_asked():
                 watch.fail(error)
 
         self.clients: list[EngineClient] = [

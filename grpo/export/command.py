@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -290,15 +291,9 @@ def check_room(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
             f"the weights take {total_bytes / 1e9:.1f} GB, but {existing} has {free / 1e9:.1f} GB free: free space, or "
             "give an OUT on another disk"
         )
-    available = available_memory_bytes()
+    available = psutil.virtual_memory().available
     if available < memory_bytes:
         raise ValueError(
             f"the model takes {memory_bytes / 1e9:.1f} GB of memory in the dtype to write, but this host has "
             f"{available / 1e9:.1f} GB available: export on a host with more, or give --dtype bfloat16"
         )
-
-
-def available_memory_bytes() -> int:
-    """What the kernel would give to new processes without swapping."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

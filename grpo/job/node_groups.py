@@ -17,11 +17,9 @@ from grpo.job.process_groups import new_gloo_groups
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
 
-SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
 
-
-_agreements = itertools.count()
+_instances = itertools.count()
 
 
 class NodeGroups:
@@ -39,7 +37,7 @@ class NodeGroups:
         self.topology = topology
         self._alone = not dist.is_initialized() or topology.world_size == 1
         self._phases = 0
-        self._prefix = f"grpo/phases/{next(_agreements)}"
+        self._prefix = f"grpo/phases/{next(_instances)}"
         if self._alone:
             return
         size = topology.local_world_size
@@ -77,7 +75,7 @@ class NodeGroups:
         """
         self._phases += 1
         stop = watch.signals.request
-        if failure is not None and watch.stop_was_asked(SIGNAL_PATIENCE_S):
+        if failure is not None and watch.stop_was_asked():
             stop = watch.signals.request
         if self._alone:
             if failure is not None:

@@ -35,6 +35,7 @@ _watches = itertools.count()
 POLL_S = 0.5
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
 STUCK_GRACE_S = 6.0  # from seeing the record until a rank that has not raised is ended
+SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
 EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
 
 
@@ -222,13 +223,9 @@ class FailureWatch:
             self._told = True
             self.on_record(self.record)
 
-    def stop_was_asked(self, patience_s: float = 0.0) -> bool:
-        """Whether this rank was asked to stop.
-
-        Args:
-            patience_s: how long to wait for a signal that may have reached another process first.
-        """
-        deadline = time.monotonic() + patience_s
+    def stop_was_asked(self) -> bool:
+        """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
+        deadline = time.monotonic() + SIGNAL_PATIENCE_S
         while self.signals.request is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if self.signals.request is None:

@@ -187,11 +187,10 @@ class EnginePool:
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        sent = self._queue.send()
-        for engine, chunk in sent:
-            # Where something waits for a place, a completion is to be heard of when it ends.
-            sample = replace(self._unsent.pop(chunk[0]), together=self._queue.all_sent())
-            self._outboxes[engine].put(sample)
+        chunks = self._queue.send()
+        together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
+        for engine, chunk in chunks:
+            self._outboxes[engine].put(replace(self._unsent.pop(chunk[0]), together=together))
         for engine, clock in enumerate(self._idle):
             clock.set(self._queue.is_idle(engine))
 

@@ -21,7 +21,7 @@ from grpo.engine.messages import EngineSpec
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
 from tests.contract import CONTRACT_S, inner_process
-from tests.launching import ROOT, kill, left_in_shared_memory, orphaned_shared_memory, wait_gone
+from tests.launching import ROOT, kill, orphaned_shared_memory, wait_gone
 
 START_S = 240  # 12 s alone
 MAX_TOKENS = 3000
@@ -58,7 +58,7 @@ def started(
         client.close()
     assert not session_members(client.pid)
     assert not client._private_folder.exists()
-    assert not left_in_shared_memory(before)
+    until(lambda: not orphaned_shared_memory() - before, CONTRACT_S, "shared memory is left")
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -163,4 +163,4 @@ def test_a_local_main_that_is_killed_takes_its_starting_engine_along(
     assert not wait_gone(engine, CONTRACT_S)
     until(lambda: not session_members(int(host)), CONTRACT_S, "a process of the engine is left")
     assert not Path(private_folder).exists()
-    assert not left_in_shared_memory(before)
+    until(lambda: not orphaned_shared_memory() - before, CONTRACT_S, "shared memory is left")

@@ -7,15 +7,16 @@ import shutil
 import signal
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_utils
 
 from grpo import cli
-from grpo.export import command as export_module
 from grpo.export.command import DEFAULT_SHARD_SIZE, export
 from grpo.run.checkpoints import write_complete
 from tests.tiny_models import save_tiny_model
@@ -186,7 +187,7 @@ def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, m
         with pytest.raises(OSError, match=rf"take 0\.0 GB, but {tmp_path} has 0\.0 GB free: free space, or give an"):
             export(checkpoint, tmp_path / "not" / "yet" / "there")
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "available_memory_bytes", lambda: 300_000)
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000))
         with pytest.raises(ValueError, match=r"takes 0\.0 GB of memory .* this host has 0\.0 GB available: export"):
             export(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
         export(checkpoint, tmp_path / "out")  # what is not cast stays in its file until it is written

@@ -12,7 +12,7 @@ RECORD = FailureRecord(node=0, rank=0, host="a", phase="push", cause="EngineErro
 
 
 def test_a_lone_process_answers_itself_and_fails_by_its_own_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.job.node_groups.SIGNAL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("grpo.job.watch.SIGNAL_PATIENCE_S", 0.0)
     (topology, *_) = job((8,), ranks=1)
     groups = NodeGroups(topology, max_wait_s=1.0)
     watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
