@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
+    "launch": ("grpo.launch.command", "the same line on every node: accelerate or torchrun with everything filled in"),
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
     "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
     "export": ("grpo.export.command", "a checkpoint as a plain Hugging Face folder"),

@@ -154,6 +154,7 @@ class GRPOConfig(trl.GRPOConfig):
         return self.vllm_engine_kwargs or {}
 
     def __post_init__(self) -> None:
+        self._take_launchers_word()
         if self.vllm_mode not in ("local", "server", "colocate"):
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
         if self.vllm_gpu_memory_utilization is None:
@@ -186,6 +187,17 @@ class GRPOConfig(trl.GRPOConfig):
                 f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
                 f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
             )
+
+    def _take_launchers_word(self) -> None:
+        """`grpo launch --output-dir DIR --resume auto` counts more than the script, whose arguments it leaves alone."""
+        for name, variable in (("output_dir", "GRPO_OUTPUT_DIR"), ("resume_from_checkpoint", "GRPO_RESUME")):
+            value = os.environ.get(variable)
+            own = getattr(self, name)
+            if not value or own == value:
+                continue
+            setattr(self, name, value)
+            if own is not None and read_launch(os.environ).rank == 0:
+                print(f"[grpo] {name} is {value} ({variable}), not {own}", flush=True)
 
     @cached_property
     def _setup_devices(self) -> torch.device:

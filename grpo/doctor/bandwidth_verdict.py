@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from grpo.doctor.number_formats import Broken, judge_formats
 from grpo.doctor.number_formats import merge as merge_broken
 from grpo.doctor.pairs import PairSpeed, below_reference, find_slow
-from grpo.doctor.records import Finding, Verdict, Wire, merge
+from grpo.doctor.records import Finding, Verdict, merge
 from grpo.meeting.trouble import list_nodes
+from grpo.meeting.wire import Wire
 
 GB = 1e9
 

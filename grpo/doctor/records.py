@@ -3,12 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Self
-
-from pydantic import TypeAdapter, ValidationError
 
 from grpo.meeting.agreement import Software
 from grpo.meeting.trouble import Trouble
+from grpo.meeting.wire import Wire
 
 
 class Status(StrEnum):
@@ -21,26 +19,6 @@ class Status(StrEnum):
 
 def worst(statuses: Iterable[Status]) -> Status:
     return max(statuses, key=list(Status).index, default=Status.PASS)
-
-
-class Wire:
-    """A record that goes from process to process as JSON."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    def dumps(self) -> str:
-        return TypeAdapter(type(self)).dump_json(self).decode()
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> Self:
-        """Raises ValueError for what another version of this class wrote."""
-        try:
-            return TypeAdapter(cls).validate_json(text)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            where = ".".join(str(part) for part in wrong["loc"])
-            raise ValueError(f"no {cls.__name__} of this version: {where}: {wrong['msg']}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+_COUNTS = ("vllm_reserved_gpus", "vllm_tensor_parallel_size")
 FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -25,6 +26,10 @@ class Wishes:
     """`ddp_backend`; None: nccl with GPUs, gloo without."""
     dtypes: tuple[str, ...]
     """Of the tensors that the ranks exchange, as torch names them; float32 is always among them."""
+    reserved_gpus: int | None = None
+    """`vllm_reserved_gpus`."""
+    tensor_parallel_size: int | None = None
+    """`vllm_tensor_parallel_size`."""
 
 
 def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> Wishes:
@@ -38,20 +43,30 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         ValueError: a file cannot be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path"):
+    valued = ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path", *_COUNTS)
+    for name in valued:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     for name in ("use_cpu", "bf16", "fp16"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
-    training = {**_read(flags.get("config")), **flags}
-    launcher = _read(flags.get("config_file", config_file))
+    training = {**read_settings(flags.get("config")), **flags}
+    launcher = read_settings(flags.get("config_file", config_file))
     plugin = launcher.get("deepspeed_config") or {}
-    deepspeed = [launcher, *(_read(file) for file in (training.get("deepspeed"), plugin.get("deepspeed_config_file")))]
+    files = (training.get("deepspeed"), plugin.get("deepspeed_config_file"))
+    deepspeed = [launcher, *map(read_settings, files)]
     return Wishes(
         use_cpu=is_on(training.get("use_cpu")) or is_on(launcher.get("use_cpu")),
         backend=training.get("ddp_backend"),
         dtypes=_dtypes(training, str(launcher.get("mixed_precision") or "no"), deepspeed),
+        reserved_gpus=_count(training, "vllm_reserved_gpus"),
+        tensor_parallel_size=_count(training, "vllm_tensor_parallel_size"),
     )
+
+
+def _count(training: dict[str, Any], name: str) -> int | None:
+    """None where it is not set; what is no number is for the trainer to refuse."""
+    value = training.get(name)
+    return int(value) if str(value).isdigit() else None
 
 
 def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -84,8 +99,12 @@ def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[
     return ("float32", *sorted({FORMATS[name] for name in found & FORMATS.keys()} - {"float32"}))
 
 
-def _read(file: Any) -> dict[str, Any]:
-    """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
+def read_settings(file: Any) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; what is a mapping already stays as it is, and None is an empty one.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
     if not isinstance(file, str):
         return file or {}
     text = file

@@ -3,12 +3,15 @@
 The one place that reads torchrun's variables.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+LINE_VARIABLE = "GRPO_LAUNCH_LINE"  # the line that `grpo launch` has become, and the pid that runs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +85,15 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     )
 
 
-def parent_argv() -> list[str]:
-    """The command line of the process that started this one; [] when it cannot be read."""
+def parent_argv(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The command line of the launcher that started this process; [] when it cannot be read.
+
+    `grpo launch` runs another launcher's code and says here by which line.
+    """
     try:
+        told = json.loads(env.get(LINE_VARIABLE) or "{}")
+        if told.get("pid") == os.getppid():
+            return list(told["argv"])
         raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
         return []

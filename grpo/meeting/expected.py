@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.meeting.addresses import is_local_address
+from grpo.meeting.schedulers import Told, expand_hostlist, read_scheduler
 
 JOIN_TIMEOUT_S = 60.0
 POD_JOIN_TIMEOUT_S = 900.0  # pods of a job are scheduled, and pull their images, minutes apart
@@ -26,6 +26,8 @@ class Place:
     """Host name or IP address under which the others reach the head."""
     port: int
     """Of the store on the head."""
+    told_port: int | None = None
+    """The port that the scheduler has named for the job's own process group."""
     command: str
     """What is started on each of them, for messages: `grpo doctor`."""
 
@@ -38,51 +40,34 @@ class Place:
         return self.node == self.head
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """Slurm's notation as host names: `n[1-2,5],gpu-[08-09]-a` is n1 n2 n5 gpu-08-a gpu-09-a.
-
-    White space separates too, so the output of `scontrol show hostnames` is a host list.
-    """
-
-    def expand(entry: str) -> list[str]:
-        bracket = re.search(r"\[([^\]]*)\]", entry)
-        if bracket is None:
-            return [entry]
-        hosts = []
-        for part in bracket[1].split(","):
-            low, dash, high = part.partition("-")
-            numbers = [f"{i:0{len(low)}}" for i in range(int(low), int(high) + 1)] if dash else [part]
-            for number in numbers:
-                hosts += expand(entry[: bracket.start()] + number + entry[bracket.end() :])
-        return hosts
-
-    return [host for entry in re.findall(r"(?:[^\s,\[]|\[[^\]]*\])+", text) for host in expand(entry)]
-
-
 def read_hostfile(path: Path) -> list[str]:
     """The first word of each line, without comments: also MPI's `host slots=8`."""
     lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
     return [host for words in lines if words for host in expand_hostlist(words[0])]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, default_port: int) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, *, default_port: int, join_timeout_s: float = JOIN_TIMEOUT_S
+) -> None:
     """The options by which a command is told which nodes to expect; `find_place` reads them."""
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    nodes = parser.add_argument_group("which nodes", "by default those of the Slurm job, or this machine alone")
+    nodes = parser.add_argument_group("which nodes", "by default what the scheduler says, or this machine alone")
     nodes.add_argument("--nodes", metavar="A,B,C", help="expected nodes, the head first; Slurm's n[1-4] is understood")
-    nodes.add_argument("--nodes-file", type=Path, metavar="FILE", help="the same, one host per line")
+    nodes.add_argument(
+        "--hostfile", "--nodes-file", dest="nodes_file", type=Path, metavar="FILE", help="the same, one host per line"
+    )
     nodes.add_argument(
         "--node-rank", type=int, metavar="K", help="which of them this is, from 0; default: by host name"
     )
     nodes.add_argument("--node-name", metavar="NAME", help="the same by name")
     nodes.add_argument("--head", metavar="ADDRESS", help="where the others reach the head; default: its name")
-    nodes.add_argument("--port", type=int, default=default_port, help="of the head's store (default: %(default)s)")
+    nodes.add_argument("--port", type=int, default=default_port, help="where the nodes meet (default: %(default)s)")
     nodes.add_argument(
         "--join-timeout",
         type=float,
         metavar="SECONDS",
-        default=POD_JOIN_TIMEOUT_S if in_pod else JOIN_TIMEOUT_S,
-        help=f"from the first node that is up (default: {JOIN_TIMEOUT_S:.0f}; on Kubernetes {POD_JOIN_TIMEOUT_S:.0f})",
+        default=POD_JOIN_TIMEOUT_S if in_pod else join_timeout_s,
+        help=f"from the first node that is up (default: {join_timeout_s:.0f}; on Kubernetes {POD_JOIN_TIMEOUT_S:.0f})",
     )
 
 
@@ -94,7 +79,7 @@ def find_place(
     hostname: str | None = None,
     is_local: Callable[[str], bool] = is_local_address,
 ) -> Place:
-    """This node's place, from the command line or else from Slurm; a machine without either is alone.
+    """This node's place, from the command line or else from the scheduler; a machine without either is alone.
 
     Args:
         args: what the options of `add_arguments` were parsed into.
@@ -104,11 +89,10 @@ def find_place(
         OSError: the file of the nodes cannot be read.
     """
     hostname = socket.gethostname() if hostname is None else hostname
-    expected, slurm = _expected(args, env, hostname)
+    expected, told = _expected(args, env, hostname)
     name, rank = args.node_name, args.node_rank
-    if name is None and rank is None and slurm.get("SLURM_NODEID"):
-        rank = int(slurm["SLURM_NODEID"])
-        name = next((own for own in expected if own == slurm.get("SLURMD_NODENAME")), None)
+    if name is None and rank is None and told is not None:
+        name, rank = told.name, told.rank
     if name is None:
         name = _name_of_rank(rank, expected) if rank is not None else _own_name(hostname, expected, is_local, command)
     if name not in expected:
@@ -116,29 +100,33 @@ def find_place(
     if args.head in expected:  # that node holds the store; any other value is the address of the first
         expected.insert(0, expected.pop(expected.index(args.head)))
     return Place(
-        nodes=tuple(expected), node=name, head_address=args.head or expected[0], port=args.port, command=command
+        nodes=tuple(expected),
+        node=name,
+        head_address=args.head or (told and told.head_address) or expected[0],
+        port=args.port,
+        told_port=told.port if told else None,
+        command=command,
     )
 
 
-def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -> tuple[list[str], Mapping[str, str]]:
-    """The expected names, and the variables of Slurm where it has told them."""
-    slurm_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    slurm: Mapping[str, str] = {}
+def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -> tuple[list[str], Told | None]:
+    """The expected names, and what the scheduler has told, where it has told them."""
+    told = None
     if args.nodes is not None and args.nodes_file is not None:
-        raise ValueError("--nodes and --nodes-file both say which nodes to expect: give one of them")
+        raise ValueError("--nodes and --hostfile both say which nodes to expect: give one of them")
     if args.nodes is not None:
         expected = expand_hostlist(args.nodes)
     elif args.nodes_file is not None:
         expected = read_hostfile(args.nodes_file)
-    elif slurm_list:
-        expected, slurm = expand_hostlist(slurm_list), env
+    elif told := read_scheduler(env, hostname):
+        expected = list(told.nodes)
     else:
         expected = [args.node_name or hostname]
     if not expected:
         raise ValueError(f"{args.nodes_file or '--nodes'} names no node: give the host names, e.g. --nodes a,b,c")
     if repeated := sorted({name for name in expected if expected.count(name) > 1}):
         raise ValueError(f"{', '.join(repeated)} stands twice among the expected nodes: name every node once")
-    return expected, slurm
+    return expected, told
 
 
 def _name_of_rank(rank: int, expected: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def preside(
             f"the head cannot open its store on port {place.port}: {str(error).splitlines()[0]}",
             f"start one per node (srun --ntasks-per-node=1 {place.command}), or give all of them another --port",
         ) from error
-    store.set("opening", json.dumps([place.nodes, opening]))
+    store.set("opening", json.dumps([place.command, place.nodes, opening]))
     own = bring()
     attendance, counts = _receive(store, place, join_timeout_s=join_timeout_s, started=started)
     store.set("verdict", decide(own, attendance))
@@ -210,12 +211,20 @@ def attend(place: Place, bring: Callable[[Any], str], *, join_timeout_s: float, 
     Raises:
         MeetingFailed: the head does not come, does not answer, or has no place for this process.
     """
-    _reach(place, started + join_timeout_s, join_timeout_s)
+    until = started + join_timeout_s
+    # A head whose machine goes dark leaves calls without an end of their own.
+    limit_s = join_timeout_s + 3 * REPORT_S
     try:
-        store = _join(place)
-        # A head whose machine goes dark leaves calls without an end of their own.
-        limit_s = join_timeout_s + 3 * REPORT_S
-        return within(limit_s, lambda: _take_part(store, place, bring, limit_s=limit_s, started=started))
+        while True:
+            _reach(place, until, join_timeout_s)
+            store = _join(place)
+            command, nodes, opening = json.loads(store.get("opening"))
+            if command == place.command or time.monotonic() > until:
+                break
+            del store  # another meeting of this head: of what ran before, which ends
+            time.sleep(_POLL_S)
+        take_part = partial(_take_part, store, place, nodes, bring, opening, limit_s=limit_s, started=started)
+        return within(limit_s, take_part)
     except (dist.DistError, TimeoutError) as error:
         raise MeetingFailed(
             place.head,
@@ -267,9 +276,15 @@ def _join(place: Place) -> dist.Store:
 
 
 def _take_part(
-    store: dist.Store, place: Place, bring: Callable[[Any], str], *, limit_s: float, started: float
+    store: dist.Store,
+    place: Place,
+    nodes: Sequence[str],
+    bring: Callable[[Any], str],
+    opening: Any,
+    *,
+    limit_s: float,
+    started: float,
 ) -> bytes:
-    nodes, opening = json.loads(store.get("opening"))
     if place.node not in nodes:
         message = f"the head {place.head} expects {', '.join(nodes)}, and not {place.node}"
         raise MeetingFailed(place.node, message, "give every node the same list of nodes")

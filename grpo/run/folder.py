@@ -22,6 +22,7 @@ from grpo.job.signals import StopRequest
 from grpo.run.checkpoints import write_atomically
 
 STATE_FILE = "run_state.json"
+NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which the launcher of rank 0 is told where its run is
 LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
 METRICS_FILE = "metrics.jsonl"
 
@@ -48,6 +49,8 @@ class RunState:
     """False for a failure that the next start would meet again: placement, configuration, an import."""
     tracker_run: str = ""
     """The id under which W&B and Trackio go on."""
+    started: float = 0.0
+    """When the launcher began this attempt, by which it knows it again (GRPO_STARTED)."""
 
 
 class RunFolder:
@@ -74,7 +77,10 @@ class RunFolder:
             job=self.job,
             attempt=self.attempt,
             tracker_run=previous.tracker_run if previous else "",
+            started=self._started,
         )
+        if note := env.get(NOTE_VARIABLE):
+            write_atomically(Path(note), str(path.absolute()))
         self._own_request = path / f"stop.{self.job}.{self.attempt}"
         self._person_request = path / "stop"
 
@@ -180,16 +186,25 @@ class RunFolder:
         write_atomically(path, "".join(kept))
 
 
-def record_mistake(path: Path, env: Mapping[str, str], error: BaseException) -> None:
-    """Say in `run_state.json` that this attempt failed before there was a trainer, by what the user wrote."""
+def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, can_heal: bool = False) -> None:
+    """Say in `run_state.json` that this attempt failed before there was a trainer; by what the user wrote, if it cannot
+    heal."""
     try:
         folder = RunFolder(path, env)
     except (OSError, ValueError):  # no folder, or another job's
         return
     previous = read_run_state(path)
     if previous is None or (previous.state, previous.job) != ("failed", folder.job):  # else the trainer has said more
-        folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=False)
+        folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
     folder.release()
+
+
+def read_run_note(note: Path) -> Path | None:
+    """The output folder that rank 0 has noted for its launcher; None before there is a trainer."""
+    try:
+        return Path(note.read_text())
+    except OSError:
+        return None
 
 
 def read_run_state(path: Path) -> RunState | None:

@@ -1,6 +1,6 @@
 """What follows an attempt that has ended: nothing, another attempt, or a failure that another attempt cannot mend.
 
-    python launch/next_attempt.py OUTPUT_DIR --job 17 --attempt 0 --max_crashes 3
+    python -m grpo.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0 --max_crashes 3
 
 Reads what rank 0 has left in OUTPUT_DIR/run_state.json, prints one line and exits with
 
@@ -9,7 +9,8 @@ Reads what rank 0 has left in OUTPUT_DIR/run_state.json, prints one line and exi
     1    it has failed, and starting again would not help
 
 An attempt that did not say how it ended has died without a word; that is a crash which another attempt may mend.
-Crashes are counted in OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed. Needs nothing but Python.
+Crashes are counted in OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed, each attempt's once: whoever
+asks a second time gets the same answer. Needs nothing but Python.
 """
 
 import argparse
@@ -17,23 +18,34 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 DONE, FAILED, START_AGAIN = 0, 1, 85
 
+ENDED = ("finished", "stopped", "failed")
 
-def read_state(output_dir: Path, job: str, attempt: int, *, wait_s: float = 0.0) -> dict[str, Any] | None:
-    """How this attempt's rank 0 said that it ended; None if it has not said so within `wait_s`."""
+State = dict[str, Any]
+"""What `run_state.json` holds."""
+
+
+def read_state(
+    output_dir: Path, is_own: Callable[[State], bool], *, states: Sequence[str] = ENDED, wait_s: float = 0.0
+) -> State | None:
+    """How an attempt's rank 0 said that it ended; None if it has not said so within `wait_s`.
+
+    Args:
+        is_own: whether a state is that attempt's.
+        states: which are waited for.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         try:
             state = json.loads((output_dir / "run_state.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             state = {}
-        is_its_own = (str(state.get("job")), str(state.get("attempt"))) == (job, str(attempt))
-        if is_its_own and state.get("state") in ("finished", "stopped", "failed"):
+        if is_own(state) and state.get("state") in states:
             return state
         if time.monotonic() >= deadline:
             return None
@@ -46,17 +58,38 @@ def newest_checkpoint(output_dir: Path) -> int:
     return max((int(match[1]) for match in found if match), default=-1)
 
 
-def count_crash(record: Path, newest: int) -> int:
-    """Crashes in a row, this one included, none of which has completed a checkpoint newer than the one before."""
-    before = json.loads(record.read_text()) if record.exists() else {"crashes": 0, "checkpoint": -1}
+def count_crash(record: Path, newest: int, attempt: str) -> int:
+    """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before."""
+    before = json.loads(record.read_text()) if record.exists() else {"crashes": 0, "checkpoint": -1, "attempt": None}
+    if before["attempt"] == attempt:
+        return int(before["crashes"])
     crashes = 0 if newest > before["checkpoint"] else before["crashes"] + 1
     written = record.with_suffix(".new")
-    written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest}) + "\n")
+    written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
     written.replace(record)
     return crashes
 
 
-def decide(state: dict[str, Any] | None, crashes: int, max_crashes: int) -> tuple[int, str]:
+def conclude(
+    output_dir: Path, state: State | None, *, job: str, attempt: str, max_crashes: int, follow: bool = False
+) -> tuple[int, str]:
+    """The exit code, and why.
+
+    Args:
+        state: how the attempt said that it ended.
+        attempt: what tells it from the job's others.
+        follow: another node counts the crashes: start again after any.
+    """
+    record = output_dir / f"crashes.{job}.json"
+    crashes = 0
+    if not follow and (state is None or state["state"] == "failed"):
+        crashes = count_crash(record, newest_checkpoint(output_dir), attempt)
+    elif not follow:
+        record.unlink(missing_ok=True)
+    return decide(state, crashes, max_crashes)
+
+
+def decide(state: State | None, crashes: int, max_crashes: int) -> tuple[int, str]:
     """The exit code, and why. `crashes` counts this attempt, if it was one."""
     if state is None:
         how = "died without a word"
@@ -84,20 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
     parser.add_argument("--attempt", required=True, type=int, help="GRPO_ATTEMPT of the attempt")
     parser.add_argument("--max_crashes", type=int, default=3, help="crashes in a row without a newer checkpoint")
-    parser.add_argument("--follow", action="store_true", help="another node counts the crashes: start again after any")
-    parser.add_argument("--wait_s", type=float, default=0.0, help="for the state to appear on a shared file system")
     args = parser.parse_args(argv)
-    state = read_state(args.output_dir, args.job, args.attempt, wait_s=args.wait_s)
-    crashed = state is None or state["state"] == "failed"
-    record = args.output_dir / f"crashes.{args.job}.json"
-    if args.follow:
-        crashes = 0
-    elif crashed:
-        crashes = count_crash(record, newest_checkpoint(args.output_dir))
-    else:
-        crashes = 0
-        record.unlink(missing_ok=True)
-    code, why = decide(state, crashes, args.max_crashes)
+    name = (args.job, str(args.attempt))
+    state = read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
+    code, why = conclude(args.output_dir, state, job=args.job, attempt=name[1], max_crashes=args.max_crashes)
     print(f"job {args.job}, attempt {args.attempt}: {why}", flush=True)
     return code
 

@@ -1,0 +1,87 @@
+"""How many ranks a node gets: the first number that anybody has given, held against the GPUs that are there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What flags, the scheduler and the job's files say of ranks and engines; None: nothing."""
+
+    flag: int | None = None
+    """--ranks-per-node."""
+    scheduler: str | None = None
+    """PET_NPROC_PER_NODE: a number, or `auto` and the like, which leave it open."""
+    reserved_gpus: int | None = None
+    """The script's vllm_reserved_gpus."""
+    tensor_parallel_size: int | None = None
+    """The script's vllm_tensor_parallel_size: GPUs of one engine."""
+    file: str = ""
+    """The launcher's file, for messages."""
+    num_processes: int | None = None
+    """The file's, of all its machines."""
+    num_machines: int | None = None
+    """The file's."""
+    use_cpu: bool = False
+    """Whether the file was written for CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    per_node: int
+    why: str
+    """Where the number comes from, for the screen."""
+
+
+def ranks_per_node(asked: Asked, gpus: Mapping[str, int]) -> Ranks:
+    """The number of ranks on every node.
+
+    Args:
+        gpus: usable GPUs by node; the smallest node counts, for torchrun wants the same number on all.
+
+    Raises:
+        ValueError: the ranks leave no engine a GPU; says what to write.
+    """
+    smallest = min(gpus, key=lambda node: gpus[node])
+    engine = asked.reserved_gpus or asked.tensor_parallel_size or 1
+    ranks = _first_given(asked, gpus[smallest], engine)
+    if ranks.per_node < 1:
+        raise ValueError(f"{ranks.per_node} ranks per node ({ranks.why}): a node needs at least 1")
+    if gpus[smallest] and ranks.per_node + engine > gpus[smallest]:
+        raise ValueError(_too_many(ranks, engine, smallest, gpus[smallest]))
+    return ranks
+
+
+def _first_given(asked: Asked, smallest: int, engine: int) -> Ranks:
+    if asked.flag is not None:
+        return Ranks(per_node=asked.flag, why="--ranks-per-node")
+    if asked.scheduler is not None and asked.scheduler.isdigit():
+        return Ranks(per_node=int(asked.scheduler), why="PET_NPROC_PER_NODE")
+    if smallest and asked.reserved_gpus is not None:
+        why = f"{smallest} GPUs less vllm_reserved_gpus {asked.reserved_gpus}"
+        return Ranks(per_node=max(1, smallest - asked.reserved_gpus), why=why)
+    if asked.num_processes is not None and (smallest or asked.use_cpu):
+        machines = asked.num_machines or 1
+        if asked.num_processes % machines:
+            raise ValueError(
+                f"{asked.file} has num_processes: {asked.num_processes}, no multiple of its num_machines: {machines}: "
+                "write a multiple, or give --ranks-per-node"
+            )
+        why = f"num_processes {asked.num_processes} / num_machines {machines} of {asked.file}"
+        return Ranks(per_node=asked.num_processes // machines, why=why)
+    if smallest:
+        return Ranks(per_node=max(1, smallest - engine), why=f"{smallest} GPUs less {engine} for an engine")
+    return Ranks(per_node=1, why="no GPU here")
+
+
+def _too_many(ranks: Ranks, engine: int, node: str, gpus: int) -> str:
+    asked = f"{ranks.per_node} rank{'s' * (ranks.per_node > 1)} per node ({ranks.why})"
+    if gpus <= engine:
+        return (
+            f"{node} has {gpus} usable GPU{'s' * (gpus > 1)}, too few to train beside the {engine} of an engine: make "
+            "more visible (Slurm: --gres=gpu:8), or lower vllm_reserved_gpus or vllm_tensor_parallel_size"
+        )
+    return (
+        f"{asked} leave no engine a GPU: {node} has {gpus}, of which an engine takes {engine}: give --ranks-per-node "
+        f"{gpus - engine}"
+    )
