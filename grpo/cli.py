@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help_line) in COMMANDS.items():
-        command = commands.add_parser(name, help=help_line, description=help_line)
+        command = commands.add_parser(name, help=help_line, description=help_line, allow_abbrev=False)
         if argv[:1] == [name]:
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)

@@ -245,8 +245,6 @@ def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
     # After SIGTERM torchrun gives its ranks 30 s by default, less than a step and a checkpoint take.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(args.stop_s))
-    if args.launcher == "torchrun":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, which says so in five lines
     if args.output_dir is not None:
         os.environ["GRPO_OUTPUT_DIR"] = str(args.output_dir.absolute())
     if args.resume is not None:

@@ -1,0 +1,24 @@
+"""A script without a trainer: writes what it was told to FOLDER/<rank>.json, then does as it is told.
+
+told_job.py FOLDER [wait | fail]
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import told_job_neighbour  # type: ignore[import-not-found]  # beside this script: its folder is where modules are found
+
+folder, *behaviour = sys.argv[1:]
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+told = {name: os.environ.get(name) for name in (*names, "GRPO_OUTPUT_DIR", "GRPO_RESUME", "GRPO_STARTED")}
+told |= {name: value for name, value in os.environ.items() if name.startswith(("PET_", "ACCELERATE_USE"))}
+draft = Path(folder) / f".{told['RANK']}"
+draft.write_text(json.dumps({"argv": sys.argv, "name": __name__, "told": told, "neighbour": told_job_neighbour.HERE}))
+draft.rename(Path(folder) / f"{told['RANK']}.json")
+if behaviour == ["wait"]:
+    signal.pause()
+if behaviour == ["fail"]:
+    raise KeyError("answer")

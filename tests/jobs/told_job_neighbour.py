@@ -1,0 +1,3 @@
+"""What told_job.py imports."""
+
+HERE = __name__

@@ -1,0 +1,212 @@
+"""`grpo launch`: the same line for every node, real launchers, and a script without a trainer."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launching import BIN, ROOT, free_port
+
+TOLD_JOB = str(ROOT / "tests" / "jobs" / "told_job.py")
+ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+END_S = 240  # 8 s alone
+DONE, FAILED, START_AGAIN, INTERRUPTED = 0, 1, 85, 130
+
+
+@dataclass
+class Nodes:
+    """Nodes of one job, all on this machine."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def start(self, node: int, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / f"{node}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [str(BIN / "grpo"), "launch", "--port", str(self.port), *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
+            )
+        self.started.append(process)
+        return process
+
+    def wait(self) -> list[int]:
+        return [process.wait(END_S) for process in self.started]
+
+    def said(self, node: int) -> str:
+        return (self.folder / f"{node}.log").read_text()
+
+    def told(self, rank: int) -> dict:
+        return json.loads((self.folder / f"{rank}.json").read_text())
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    running = Nodes(tmp_path / "job")
+    yield running
+    for process in running.started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(process.pid)
+            for each in [*parent.children(recursive=True), parent]:
+                each.kill()
+        process.wait()
+
+
+def by_names(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
+    return ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", str(node)], {}
+
+
+def by_hostfile(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
+    nodes.folder.mkdir(exist_ok=True)
+    (nodes.folder / "hosts").write_text("".join(f"{address} slots=8\n" for address in ADDRESSES))
+    return ["--hostfile", str(nodes.folder / "hosts"), "--node-rank", str(node), "--launcher", "torchrun"], {}
+
+
+def by_pet(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "c10d"}
+    address = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    return [], {**variables, **address}
+
+
+@pytest.mark.parametrize(
+    ("told_by", "count", "per_node"),
+    [
+        pytest.param(by_names, 2, 1, id="names"),
+        pytest.param(by_hostfile, 3, 1, id="hostfile"),
+        pytest.param(by_pet, 2, 2, id="PET"),
+    ],
+)
+def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) -> None:
+    file = ["--config_file", str(ROOT / "configs" / "4node.yaml")] if told_by is by_names else []
+    for node in range(count):
+        words, env = told_by(node, nodes)
+        more = [*file, "--output-dir", str(nodes.folder / "run"), "--resume", "auto"]
+        nodes.start(node, *words, *more, TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x", env=env)
+    assert nodes.wait() == [DONE] * count, [nodes.said(node) for node in range(count)]
+    started = set()
+    for rank in range(count * per_node):
+        found = nodes.told(rank)
+        assert found["argv"] == [TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x"], "nothing is appended"
+        assert (found["name"], found["neighbour"]) == ("__main__", "told_job_neighbour")
+        told = found["told"]
+        places = (told["WORLD_SIZE"], told["GROUP_RANK"], told["LOCAL_RANK"])
+        assert places == (str(count * per_node), str(rank // per_node), str(rank % per_node))
+        assert (told["GRPO_OUTPUT_DIR"], told["GRPO_RESUME"]) == (str(nodes.folder / "run"), "auto")
+        assert not [name for name in told if name.startswith("PET_")]
+        assert told.get("ACCELERATE_USE_DEEPSPEED") == (None if told_by is by_hostfile else "true")
+        started.add(told["GRPO_STARTED"])
+    assert len(started) == 1, "the attempt has one name on all nodes"
+    for node in range(count):
+        said = nodes.said(node)
+        assert f"[grpo] node {node} of {count}: {per_node} rank" in said
+        launcher = "torchrun --nnodes" if told_by is by_hostfile else "accelerate launch --"
+        assert f"[grpo] {launcher}" in said
+        assert ("instead of the file's num_machines: 4, num_processes: 28" in said) == bool(file)
+        assert len(said.splitlines()) <= 6, said
+
+
+def test_who_does_not_come_is_named_by_all_who_came(nodes: Nodes, tmp_path: Path) -> None:
+    words = ["--nodes", ",".join(ADDRESSES), "--join-timeout", "6"]
+    for node in (0, 2):
+        nodes.start(node, *words, "--node-rank", str(node), TOLD_JOB, str(nodes.folder))
+    headless = Nodes(tmp_path / "headless", started=nodes.started)
+    headless.start(1, *words, "--port", str(free_port()), "--node-rank", "1", TOLD_JOB, str(headless.folder))
+    assert nodes.wait() == [START_AGAIN] * 3, "they may come the next time"
+    for node in (0, 2):
+        assert "127.0.0.2 did not come within 6 s of the first node" in nodes.said(node)
+    assert "the head 127.0.0.1" in headless.said(1)
+    assert "did not come within 6 s" in headless.said(1)
+    for each in (nodes, headless):
+        assert not list(each.folder.glob("*.json")), "no launcher was started"
+        assert "Traceback" not in "".join(log.read_text() for log in each.folder.glob("*.log"))
+
+
+def test_what_differs_between_nodes_is_said_on_all_of_them(nodes: Nodes) -> None:
+    nodes.folder.mkdir()
+    for node in (0, 1):
+        own = nodes.folder / f"node{node}"
+        own.mkdir()
+        (own / "x.yaml").write_text(f"distributed_type: DEEPSPEED\nnum_processes: {node + 1}\n")
+        (own / "script.py").write_text("")
+        words = ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", str(node)]
+        launched = Nodes(nodes.folder, port=nodes.port, started=nodes.started)
+        with contextlib.chdir(own):
+            launched.start(
+                node, *words, "--config_file", "x.yaml", "script.py", str(node), env={"NCCL_ALGO": f"{node}"}
+            )
+    assert nodes.wait() == [FAILED, FAILED], "the next start would find the same"
+    for node in (0, 1):
+        said = nodes.said(node)
+        assert "NCCL_ALGO: 0 on 127.0.0.1; 1 on 127.0.0.2" in said
+        assert "--config_file x.yaml: " in said
+        assert "arguments: 0 on 127.0.0.1; 1 on 127.0.0.2" in said
+        assert "script script.py" not in said, "the same on both"
+
+
+def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
+    """Of one node each: nothing is shared. On the same port, two heads: the second one says so."""
+    other = Nodes(tmp_path / "other", started=nodes.started)
+    for each in (nodes, other):
+        each.start(0, TOLD_JOB, str(each.folder))
+    assert nodes.wait() == [DONE, DONE], (nodes.said(0), other.said(0))
+    words = ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", "0", "--join-timeout", "60"]
+    first = nodes.start(0, *words, TOLD_JOB, str(nodes.folder))
+    parent = psutil.Process(first.pid)
+    while not [found for found in parent.net_connections() if found.status == psutil.CONN_LISTEN]:
+        assert first.poll() is None
+    second = other.start(0, *words, "--port", str(nodes.port), TOLD_JOB, str(other.folder))
+    assert second.wait(END_S) == START_AGAIN
+    assert f"cannot open its store on port {nodes.port}" in other.said(0)
+    assert "another --port" in other.said(0)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(END_S) == INTERRUPTED
+    assert nodes.said(0).splitlines()[-1] == "grpo launch: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no_such.py"], "there is no script no_such.py in"),
+        (["--config_file", "none.yaml", TOLD_JOB], "none.yaml cannot be read"),
+        (["--config_file", "tab.yaml", TOLD_JOB], "tab.yaml cannot be read"),
+        (["--config_file", "list.yaml", TOLD_JOB], "list.yaml holds no settings"),
+        (["--config_file", "zero3.json", TOLD_JOB], "zero3.json has no distributed_type"),
+        (["--launcher", "torchrun", "--config_file", "cpu.yaml", TOLD_JOB], "cpu.yaml is a file of accelerate's"),
+        (["--nodes", "a,b", TOLD_JOB], "none of a, b is this machine"),
+        (["--ranks-per-node", "0", TOLD_JOB], "0 ranks per node (--ranks-per-node): a node needs at least 1"),
+        (["--rank", "1", TOLD_JOB], "unrecognized arguments: --rank"),
+    ],
+)
+def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "tab.yaml").write_text("distributed_type: DEEPSPEED\n\tnum_processes: 2\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "zero3.json").write_text((ROOT / "configs" / "zero3.json").read_text())
+    (tmp_path / "cpu.yaml").write_text((ROOT / "configs" / "cpu.yaml").read_text())
+    done = subprocess.run(
+        [str(BIN / "grpo"), "launch", *words], cwd=tmp_path, capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert done.returncode in (FAILED, 2), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 12
+
+
+def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
+    process = nodes.start(0, "--ranks-per-node", "2", TOLD_JOB, str(nodes.folder), "wait")
+    while not all((nodes.folder / f"{rank}.json").exists() for rank in (0, 1)):
+        assert process.poll() is None, nodes.said(0)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(END_S) == FAILED, nodes.said(0)
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+    assert "[grpo] ended by SIGINT" in nodes.said(0)

@@ -1,0 +1,58 @@
+"""How many ranks a node gets."""
+
+import pytest
+
+from grpo.launch.ranks import Asked, ranks_per_node
+
+EIGHT = {"a": 8, "b": 8}
+FILE = {"file": "4node.yaml", "num_processes": 28, "num_machines": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "count", "why"),
+    [
+        # what is given first counts: flag, scheduler, the script's reserved GPUs, the file, the GPUs
+        (Asked(flag=3, scheduler="4", reserved_gpus=2, **FILE), EIGHT, 3, "--ranks-per-node"),
+        (Asked(scheduler="4", reserved_gpus=2, **FILE), EIGHT, 4, "PET_NPROC_PER_NODE"),
+        (Asked(scheduler="auto", reserved_gpus=2, **FILE), EIGHT, 6, "8 GPUs less vllm_reserved_gpus 2"),
+        (Asked(reserved_gpus=2, **FILE), {"a": 8, "b": 7}, 5, "7 GPUs less vllm_reserved_gpus 2"),
+        (Asked(**FILE), EIGHT, 7, "num_processes 28 / num_machines 4 of 4node.yaml"),
+        (Asked(num_processes=7, file="1node.yaml"), EIGHT, 7, "num_processes 7 / num_machines 1 of 1node.yaml"),
+        (Asked(tensor_parallel_size=2), EIGHT, 6, "8 GPUs less 2 for an engine"),
+        (Asked(), {"a": 8, "b": 4}, 3, "4 GPUs less 1 for an engine"),
+        # without GPUs
+        (Asked(), {"a": 0}, 1, "no GPU here"),
+        (
+            Asked(num_processes=2, file="cpu.yaml", use_cpu=True),
+            {"a": 0},
+            2,
+            "num_processes 2 / num_machines 1 of cpu.yaml",
+        ),
+        (Asked(**FILE), {"a": 0}, 1, "no GPU here"),  # a file for GPUs
+        (Asked(flag=4, reserved_gpus=1), {"a": 0}, 4, "--ranks-per-node"),
+    ],
+)
+def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int, why: str) -> None:
+    ranks = ranks_per_node(asked, gpus)
+    assert (ranks.per_node, ranks.why) == (count, why)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "said"),
+    [
+        (Asked(**FILE), {"a": 8, "b": 4}, r"7 ranks per node .* leave no engine a GPU: b has 4, .* --ranks-per-node 3"),
+        (Asked(flag=8), EIGHT, r"8 ranks per node \(--ranks-per-node\) .* a has 8, .* give --ranks-per-node 7"),
+        (Asked(flag=7, reserved_gpus=2), EIGHT, r"of which an engine takes 2: give --ranks-per-node 6"),
+        (Asked(), {"a": 1}, r"a has 1 usable GPU, too few to train beside the 1 of an engine: make more visible"),
+        (Asked(reserved_gpus=8), EIGHT, r"a has 8 usable GPUs, too few .* lower vllm_reserved_gpus"),
+        (Asked(flag=0), EIGHT, r"0 ranks per node \(--ranks-per-node\): a node needs at least 1"),
+        (
+            Asked(file="x.yaml", num_processes=30, num_machines=4),
+            EIGHT,
+            r"x.yaml has num_processes: 30, no multiple of its num_machines: 4",
+        ),
+    ],
+)
+def test_ranks_that_leave_no_engine_a_gpu(asked: Asked, gpus: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ranks_per_node(asked, gpus)
