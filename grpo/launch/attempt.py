@@ -34,31 +34,31 @@ class Attempt:
 
     @property
     def folder(self) -> Path | None:
-        """Of the run; None while no trainer has said so."""
-        return read_run_note(self._note) or self.output_dir
+        """Of the run, as this node's ranks have said; None while there is no trainer."""
+        return read_run_note(self._note)
 
     def ask_to_stop(self) -> bool:
         """Leave a request to checkpoint and end, to be started again; False when no trainer is there to read it."""
         state = self._state(wait_s=0.0, of="running")
-        if state is None or self.folder is None:
+        folder = self.folder or self.output_dir
+        if state is None or folder is None:
             return False
         try:
-            (self.folder / f"stop.{state['job']}.{state['attempt']}").touch()
+            (folder / f"stop.{state['job']}.{state['attempt']}").touch()
         except OSError:
             return False
         return True
 
     def conclude(self, ending: Ending, *, max_crashes: int) -> tuple[int, str]:
         """The exit code, and one line that says why. On the head it counts a crash."""
-        folder = self.folder
         if ending.mistake is not None:
             return next_attempt.FAILED, self._about(ending)
-        if folder is None:
-            code = next_attempt.DONE if ending.has_succeeded else next_attempt.FAILED
-            return code, "the script has ended" if ending.has_succeeded else "the script has failed, without a trainer"
-        state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
-        if state is None and ending.has_succeeded:
+        if self.folder is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended"
+        folder = self.folder or self.output_dir
+        if folder is None:
+            return next_attempt.FAILED, "the script has failed, without a trainer"
+        state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
         job, attempt = _names(self.env, state, self.started)
         code, why = next_attempt.conclude(
             folder, state, job=job, attempt=attempt, max_crashes=max_crashes, follow=not self.is_head
@@ -74,14 +74,12 @@ class Attempt:
         return f"rank {ending.rank}: {ending.mistake}"
 
     def _state(self, *, wait_s: float, of: str | None = None) -> next_attempt.State | None:
-        deadline = time.monotonic() + wait_s
-        while self.folder is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if self.folder is None:
+        folder = self.folder or self.output_dir
+        if folder is None:
             return None
         states = (of,) if of else next_attempt.ENDED
         return next_attempt.read_state(
-            self.folder, lambda state: state.get("started") == self.started, states=states, wait_s=wait_s
+            folder, lambda state: state.get("started") == self.started, states=states, wait_s=wait_s
         )
 
 

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from grpo.job.launch import read_launch
 from grpo.job.signals import StopRequest
 from grpo.run.checkpoints import write_atomically
 
 STATE_FILE = "run_state.json"
-NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which the launcher of rank 0 is told where its run is
+NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
 LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
 METRICS_FILE = "metrics.jsonl"
 
@@ -79,8 +80,6 @@ class RunFolder:
             tracker_run=previous.tracker_run if previous else "",
             started=self._started,
         )
-        if note := env.get(NOTE_VARIABLE):
-            write_atomically(Path(note), str(path.absolute()))
         self._own_request = path / f"stop.{self.job}.{self.attempt}"
         self._person_request = path / "stop"
 
@@ -199,8 +198,14 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
     folder.release()
 
 
+def note_run(path: Path, env: Mapping[str, str]) -> None:
+    """Tell this node's launcher where the run is, if it wants to know. Called by every rank; one writes."""
+    if (note := env.get(NOTE_VARIABLE)) and read_launch(env).local_rank == 0:
+        write_atomically(Path(note), str(path.absolute()))
+
+
 def read_run_note(note: Path) -> Path | None:
-    """The output folder that rank 0 has noted for its launcher; None before there is a trainer."""
+    """The output folder that a rank has noted for its launcher; None while there is no trainer."""
     try:
         return Path(note.read_text())
     except OSError:

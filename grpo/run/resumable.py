@@ -33,7 +33,7 @@ from grpo.run.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.run.folder import STATE_FILE, RunFolder
+from grpo.run.folder import STATE_FILE, RunFolder, note_run
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 
@@ -71,6 +71,8 @@ class ResumableTrainer(trl.GRPOTrainer):
         self._job = JobGroup(watch=watch)
         self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
         self._at_step_end: dict[str, Any] | None = None
+
+        note_run(Path(args.output_dir), os.environ)
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
