@@ -92,7 +92,7 @@ class GRPOTrainer(ResumableTrainer):
             signals.take()
             self.open_run(self.args, signals)
             return
-        with self.recording_failures(setting_up=True):
+        with self.recording_failures(args.output_dir):
             refuse_unsupported(inherited)
             self._init_local(inherited)
 

@@ -19,11 +19,10 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_p
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig
-from grpo.job.failure import USERS_MISTAKES
 from grpo.job.launch import read_launch
 from grpo.recipes.demo import demo_dataset
 from grpo.recipes.rewards import load_reward_funcs
-from grpo.run.folder import record_mistake
+from grpo.run.telling import telling_mistakes
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -108,17 +107,11 @@ def main(argv: Sequence[str] | None = None, *, demo_model: DemoModel | None = No
     # DeepSpeed calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     argv = sys.argv[1:] if argv is None else argv
-    output_dir = _flag(argv, "output_dir")
-    try:
+    with telling_mistakes(_flag(argv, "output_dir")) as teller:
         arguments = parse_arguments(argv)
-        output_dir = arguments.training.output_dir
+        teller.output_dir = Path(arguments.training.output_dir)
         trainer = run_demo(arguments, demo_model) if arguments.is_demo else run(arguments)
         trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit
-    except (*USERS_MISTAKES, SystemExit) as error:
-        is_mistake = not isinstance(error, SystemExit) or error.code == 2  # argparse has told why
-        if is_mistake and output_dir is not None and read_launch(os.environ).rank == 0:
-            record_mistake(Path(output_dir), os.environ, error)  # a scheduler need not start it again
-        raise
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
