@@ -4,6 +4,8 @@ For the scripts in launch/ and for the doctor, which load neither TRL nor transf
 """
 
 import argparse
+import difflib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,15 +90,65 @@ def _read(file: Any) -> dict[str, Any]:
     """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
     if not isinstance(file, str):
         return file or {}
-    text = file
+    if file.lstrip().startswith("{"):
+        return _parse(file, "the settings in braces")
+    return read_settings(file)
+
+
+def read_settings(file: str, option: str = "") -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Args:
+        option: by which it was named, for the message.
+
+    Raises:
+        ValueError: it cannot be read, in one line with the place of what is wrong.
+    """
+    path, what = Path(file), f"{option} {file}".strip()
     try:
-        if not file.lstrip().startswith("{"):
-            text = Path(file).read_text()
+        text = path.read_text()
+    except FileNotFoundError:
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, names, n=1)
+        fix = f": did you mean {path.parent / close[0]}?" if close else ""
+        raise ValueError(f"{what} cannot be read: there is no such file in {path.absolute().parent}{fix}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _parse(text, what)
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """What stands in the file that `--config` names on a command line; {} without one. Raises as `read_settings`."""
+    if "--config" in argv[-1:]:
+        raise ValueError("--config is followed by no file: write --config FILE.yaml")
+    file = flag_of(argv, "config")
+    return {} if file is None else read_settings(file, "--config")
+
+
+def flag_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name` on a command line that may not parse."""
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    return dict(itertools.pairwise(words)).get(f"--{name}")
+
+
+def _parse(text: str, what: str) -> dict[str, Any]:
+    try:
+        node = yaml.compose(text)
         found = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        fix = ": YAML is indented with spaces, not with tabs" if "'\\t'" in problem else ""
+        raise ValueError(f"{what}{place}: {problem.splitlines()[0]}{fix}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no settings, but {json.dumps(found)[:40]}")
+        shown = "nothing" if found is None else json.dumps(found, default=str)[:40]
+        raise ValueError(f"{what} holds no settings (lines like `max_steps: 100`), but {shown}")
+    keys: dict[str, int] = {}
+    for key, _ in node.value:
+        if key.value in keys:
+            line = key.start_mark.line + 1
+            raise ValueError(f"{what}, line {line}: {key.value} stands in line {keys[key.value]} already: remove one")
+        keys[key.value] = key.start_mark.line + 1
     return found
 
 

@@ -5,7 +5,10 @@ Imports nothing heavy: a mistake is told before torch is there.
 
 import errno
 import re
+import sysconfig
 import threading
+import traceback
+from pathlib import Path
 
 from grpo.job.failure import GenerationDropped, JobFailed
 
@@ -36,6 +39,8 @@ _EVENTS = re.compile(
     re.IGNORECASE,
 )
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LOG = "; the last lines of "  # of an engine, which an error about it ends with
 
 
@@ -89,3 +94,13 @@ def _tells_of_the_machine(text: str) -> bool:
     if _DEVICES.search(head) or _EVENTS.search(head):
         return True
     return any(_DEVICES.search(line) for line in log.splitlines() if _ERROR_LINE.search(line))
+
+
+def users_frame(error: BaseException) -> str | None:
+    """`file:line, in function: code` of the innermost frame that is neither a library's nor this project's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
+        if not is_library:
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return None

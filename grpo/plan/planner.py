@@ -20,8 +20,8 @@ from grpo.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nod
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import push_shape
 from grpo.plan.shortfalls import errors_of, warnings_of
+from grpo.recipes.arguments import Arguments
 from grpo.recipes.demo import RECIPE
-from grpo.recipes.script import Arguments
 
 
 @dataclass(slots=True, kw_only=True)

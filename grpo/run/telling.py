@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from types import TracebackType
 
 from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.launch import read_launch
-from grpo.job.mistakes import is_before_first_step, is_mistake
+from grpo.job.mistakes import is_before_first_step, is_mistake, users_frame
 from grpo.run.folder import record_mistake
 
 MAX_LINES = 6
@@ -24,8 +23,6 @@ TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
 RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
 
 _IS_MISTAKE = "_grpo_is_mistake"  # on an error that is told already
-_PACKAGE = Path(__file__).resolve().parents[1]
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Teller:
@@ -67,16 +64,6 @@ def message_of(error: BaseException) -> str:
     text = str(error) if type(error) is ValueError and str(error) else f"{type(error).__name__}: {error}"
     where = users_frame(error)
     return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
-
-
-def users_frame(error: BaseException) -> str | None:
-    """`file:line, in function: code` of the innermost frame that is neither a library's nor this project's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
-        if not is_library:
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-    return None
 
 
 def _record_of(error: BaseException) -> FailureRecord | None:
