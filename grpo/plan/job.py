@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.job.files import read_settings
 from grpo.job.launch import accelerate_request
 from grpo.recipes.arguments import Arguments, parse_arguments
 
@@ -42,12 +43,8 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
         return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-    try:
-        config = load_config_from_file(config_file)
-    except OSError as error:
-        raise ValueError(
-            f"--config_file {config_file} cannot be read: {error.strerror or 'there is no such file'}"
-        ) from None
+    read_settings(config_file, "--config_file")  # in one line what is wrong with it
+    config = load_config_from_file(config_file)
     if not isinstance(config, ClusterConfig):
         raise ValueError(f"--config_file {config_file} is for {config.compute_environment}: only clusters are planned")
     if config.distributed_type == "FSDP":

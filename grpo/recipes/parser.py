@@ -92,7 +92,10 @@ class TaskParser(StrictParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         formatter = self._get_formatter()
         formatter.add_text(f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE ...]")
-        formatter.add_text("Every option can be a key of the file that --config names; flags go before it.")
+        formatter.add_text(
+            "Every option can be a key of the file that --config names; flags go before it. Without a model the demo "
+            "runs, whose defaults are shown then."
+        )
         for title, names in (("most used", MOST_USED), ("this project's own", self._own)):
             formatter.start_section(title)
             formatter.add_arguments([_with_one_name(actions[name]) for name in names])
@@ -127,6 +130,9 @@ def unknown_arguments(names: Sequence[str], known: Sequence[str]) -> str:
 def _with_one_name(action: argparse.Action) -> argparse.Action:
     shown = copy.copy(action)
     shown.option_strings = action.option_strings[:1]
+    if shown.choices is None:
+        name = getattr(shown.type, "__name__", "text")
+        shown.metavar = {"string_to_bool": "BOOL", "str": "TEXT"}.get(name, name.upper())
     return shown
 
 
