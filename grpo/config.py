@@ -1,5 +1,6 @@
 """`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
 
+import math
 import os
 import warnings
 from dataclasses import dataclass, field, fields
@@ -10,7 +11,7 @@ import torch
 import trl
 
 from grpo.job.devices import count_gpus
-from grpo.job.launch import Launch, asks_for_cpu, parent_argv, read_launch
+from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
 from grpo.job.process_groups import make_world_group
 from grpo.job.topology import plan_node
 
@@ -45,6 +46,15 @@ OWN_ENGINE_KEYS = {
     "logprobs_mode": "nothing: importance sampling needs processed_logprobs",
     "enable_lora": "nothing: LoRA is not supported",
     "seed": "seed",
+}
+
+# What these may be. TRL looks at its own ones where it uses them, after the first generation (1.16).
+_WORDS = {
+    "vllm_sync_backend": ("auto", "nccl", "shm"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9
@@ -132,6 +142,14 @@ class GRPOConfig(trl.GRPOConfig):
             "proved. None: by the engine's dtype, and tighter once the first push has shown what rounding costs."
         },
     )
+    check_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether every reward function is called once before anything is loaded, on rank 0, with made-up "
+            "completions of the data set's first row, so that a mistake in it shows at once. Set it to False for "
+            "functions whose calls have effects, or need what is there only in training."
+        },
+    )
     vllm_start_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that an engine may take from its start until it is ready."}
     )
@@ -165,6 +183,8 @@ class GRPOConfig(trl.GRPOConfig):
             self.vllm_importance_sampling_mode = (
                 "token_truncate" if ahead else _trl_default("vllm_importance_sampling_mode")
             )
+        if self.local_mode:
+            self._check_counts()
         if self.local_mode and not vars(self)["use_cpu"]:
             # Before anything slow: GPUs that were meant and are not there, or that engines cannot be given.
             num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
@@ -175,7 +195,11 @@ class GRPOConfig(trl.GRPOConfig):
             # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
             # transformers then takes each rank for the only one.
             self.use_cpu = True
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            advice = batch_advice(self, self.world_size) if "divisible" in str(error) else ""
+            raise ValueError(f"{str(error).rstrip('.')}: {advice}" if advice else str(error)) from None
         own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
         if self.local_mode:
             self._check_local()
@@ -221,6 +245,16 @@ class GRPOConfig(trl.GRPOConfig):
                 engines_per_node=self.vllm_engines_per_node,
             )
 
+    def _check_counts(self) -> None:
+        """What others divide by, or count up to."""
+        least = {"num_generations": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+        least |= {"steps_per_generation": 1, "generation_batch_size": 2, "num_iterations": 1}
+        least |= {"max_completion_length": 1, "vllm_max_model_length": 2}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ValueError(f"{name} is {value}; it must be {smallest} or more")
+
     def _check_local(self) -> None:
         changed = [name for name in _SERVER_FIELDS if getattr(self, name) != _trl_default(name)]
         if changed:
@@ -245,8 +279,10 @@ class GRPOConfig(trl.GRPOConfig):
         if not self.ds3_gather_for_generation:
             raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
         self._check_lookahead()
-        if self.vllm_sync_backend not in ("auto", "nccl", "shm"):
-            raise ValueError(f"vllm_sync_backend is {self.vllm_sync_backend!r}; it is one of 'auto', 'nccl' and 'shm'")
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                known = ", ".join(map(repr, words))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {known}")
         for name in ("vllm_sync_bucket_mb", "vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -300,3 +336,22 @@ class GRPOConfig(trl.GRPOConfig):
 
 def _trl_default(name: str) -> Any:
     return trl.GRPOConfig.__dataclass_fields__[name].default
+
+
+def batch_advice(args: trl.GRPOConfig, world_size: int) -> str:
+    """The settings to change where batches do not divide; '' where they do."""
+    group, micro_batch = args.num_generations, args.per_device_train_batch_size * world_size
+    size, steps = args.generation_batch_size, args.steps_per_generation
+    if size is not None and steps is None and size % micro_batch:
+        return f"set generation_batch_size to {either(multiples_around(size, micro_batch))}"
+    if size is not None and group > 1 and size % group:
+        fitting = [count for count in range(2, min(size, 2 * group) + 1) if size % count == 0]
+        near = sorted(sorted(fitting, key=lambda count: abs(count - group))[:2])
+        step = group // math.gcd(group, size // args.per_device_train_batch_size)
+        text = f"set per_device_train_batch_size to {either(multiples_around(args.per_device_train_batch_size, step))}"
+        return text + (f", or num_generations to {either(near)}" if near else "")
+    group = args.num_generations_eval or group
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size * world_size % group:
+        step = group // math.gcd(group, world_size)
+        return f"set per_device_eval_batch_size to {either(multiples_around(args.per_device_eval_batch_size, step))}"
+    return ""

@@ -5,6 +5,7 @@ completions per prompt, score them, train on their advantages, push the new weig
 samples come from and how the weights get there.
 """
 
+import asyncio
 import contextlib
 import copy
 import weakref
@@ -27,6 +28,7 @@ from grpo.job.signals import StopSignals
 from grpo.job.topology import NodeTopology, read_topology
 from grpo.job.watch import FailureWatch, watch_for
 from grpo.local_vllm import LocalVLLM, TrainedModel
+from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.run.metrics import MetricsFile, clipped_share
 from grpo.run.prompt_order import prompts_of_batch
@@ -84,6 +86,7 @@ class GRPOTrainer(ResumableTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
+        self._reward_loop: asyncio.AbstractEventLoop | None = None
         if not args.local_mode:
             join_deepspeed(args.deepspeed)
             super().__init__(**inherited)
@@ -92,8 +95,9 @@ class GRPOTrainer(ResumableTrainer):
             signals.take()
             self.open_run(self.args, signals)
             return
-        with self.recording_failures(setting_up=True):
+        with self.recording_failures(args.output_dir):
             refuse_unsupported(inherited)
+            check_inputs(inherited)
             self._init_local(inherited)
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -109,6 +113,7 @@ class GRPOTrainer(ResumableTrainer):
         with self._watch.guard(), self._watch.during("start"):
             self.open_run(args, self._watch.signals, self._watch)
             self._record_what_the_watch_learns()
+            self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
             groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object
@@ -140,6 +145,9 @@ class GRPOTrainer(ResumableTrainer):
                 say=self._say,
             )
             ddp_memory_warning(self)
+
+    def _try_first_row(self, inherited: dict[str, Any]) -> None:
+        self._reward_loop = try_first_row(inherited)
 
     def _find_place(self, model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, FailureWatch]:
         num_heads, num_kv_heads = attention_heads(model, args)
@@ -182,6 +190,8 @@ class GRPOTrainer(ResumableTrainer):
                 f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, or "
                 "set vllm_mode to 'server' or 'colocate'"
             )
+        if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
+            self.async_loop = self._reward_loop
         self.use_vllm = True
         self._last_loaded_step = -1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.job import mistakes
 from tests.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
 from tests.tiny_models import save_tiny_model
 
@@ -30,6 +31,12 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in _HANDLERS.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def own_job() -> None:
+    """Every test is a job of its own, which has made no step."""
+    mistakes._past_first_step.clear()
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,3 @@ class GenerationDropped(RuntimeError):
     def __init__(self, why: str) -> None:
         super().__init__(f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept")
         self.why = why
-
-
-# Raised while the job starts, these would be raised again by the next start.
-USERS_MISTAKES = (ValueError, TypeError, ImportError, AttributeError, NotImplementedError, FileNotFoundError)

@@ -4,6 +4,8 @@ For the scripts in launch/ and for the doctor, which load neither TRL nor transf
 """
 
 import argparse
+import difflib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +51,11 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
     for name in ("use_cpu", "bf16", "fp16"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
-    training = {**read_settings(flags.get("config")), **flags}
-    launcher = read_settings(flags.get("config_file", config_file))
+    training = {**_read(flags.get("config")), **flags}
+    launcher = _read(flags.get("config_file", config_file))
     plugin = launcher.get("deepspeed_config") or {}
     files = (training.get("deepspeed"), plugin.get("deepspeed_config_file"))
-    deepspeed = [launcher, *map(read_settings, files)]
+    deepspeed = [launcher, *map(_read, files)]
     return Wishes(
         use_cpu=is_on(training.get("use_cpu")) or is_on(launcher.get("use_cpu")),
         backend=training.get("ddp_backend"),
@@ -66,7 +68,7 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
 def _count(training: dict[str, Any], name: str) -> int | None:
     """None where it is not set; what is no number is for the trainer to refuse."""
     value = training.get(name)
-    return int(value) if str(value).isdigit() else None
+    return int(str(value)) if str(value).isdigit() else None
 
 
 def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -99,23 +101,69 @@ def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[
     return ("float32", *sorted({FORMATS[name] for name in found & FORMATS.keys()} - {"float32"}))
 
 
-def read_settings(file: Any) -> dict[str, Any]:
-    """A YAML or JSON file's mapping; what is a mapping already stays as it is, and None is an empty one.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else.
-    """
+def _read(file: Any) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
     if not isinstance(file, str):
         return file or {}
-    text = file
+    if file.lstrip().startswith("{"):
+        return _parse(file, "the settings in braces")
+    return read_settings(file)
+
+
+def read_settings(file: str, option: str = "") -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Args:
+        option: by which it was named, for the message.
+
+    Raises:
+        ValueError: it cannot be read, in one line with the place of what is wrong.
+    """
+    path, what = Path(file), f"{option} {file}".strip()
     try:
-        if not file.lstrip().startswith("{"):
-            text = Path(file).read_text()
+        text = path.read_text()
+    except FileNotFoundError:
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, names, n=1)
+        fix = f": did you mean {path.parent / close[0]}?" if close else ""
+        raise ValueError(f"{what} cannot be read: there is no such file in {path.absolute().parent}{fix}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _parse(text, what)
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """What stands in the file that `--config` names on a command line; {} without one. Raises as `read_settings`."""
+    if "--config" in argv[-1:]:
+        raise ValueError("--config is followed by no file: write --config FILE.yaml")
+    file = flag_of(argv, "config")
+    return {} if file is None else read_settings(file, "--config")
+
+
+def flag_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name` on a command line that may not parse."""
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    return dict(itertools.pairwise(words)).get(f"--{name}")
+
+
+def _parse(text: str, what: str) -> dict[str, Any]:
+    try:
+        node = yaml.compose(text)
         found = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        fix = ": YAML is indented with spaces, not with tabs" if "'\\t'" in problem else ""
+        raise ValueError(f"{what}{place}: {problem.splitlines()[0]}{fix}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no settings, but {json.dumps(found)[:40]}")
+        shown = "nothing" if found is None else json.dumps(found, default=str)[:40]
+        raise ValueError(f"{what} holds no settings (lines like `max_steps: 100`), but {shown}")
+    keys: dict[str, int] = {}
+    for key, _ in node.value:
+        if key.value in keys:
+            line = key.start_mark.line + 1
+            raise ValueError(f"{what}, line {line}: {key.value} stands in line {keys[key.value]} already: remove one")
+        keys[key.value] = key.start_mark.line + 1
     return found
 
 

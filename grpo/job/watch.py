@@ -24,7 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo.job.failure import USERS_MISTAKES, FailureRecord, JobFailed
+from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.mistakes import is_before_first_step, is_mistake
 from grpo.job.signals import StopSignals
 
 _RECORD_KEY = "failure"
@@ -186,14 +187,14 @@ class FailureWatch:
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
         """A record about this rank."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        phase = phase or self.phase
+        mistake = isinstance(cause, BaseException) and is_mistake(cause, before_first_step=is_before_first_step())
         return FailureRecord(
             node=self.node,
             rank=self.rank,
             host=self.host,
-            phase=phase,
+            phase=phase or self.phase,
             cause=text,
-            can_heal=not (phase == "start" and isinstance(cause, USERS_MISTAKES)),
+            can_heal=not mistake,
         )
 
     def fail(self, cause: BaseException | str) -> None:

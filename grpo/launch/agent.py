@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo.job.launch import LINE_VARIABLE
+from grpo.run.telling import MISTAKE_MARK
 
 # torchrun takes the signals that it passes on to its ranks; SIGINT and SIGUSR1 are taken here.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
@@ -77,7 +78,7 @@ def _launch(line: Sequence[str]) -> None:
 def _mistake(message: object) -> str | None:
     """The text of an error file that a rank has written about the user's mistake."""
     match message:
-        case {"message": text, "extraInfo": {"grpo_mistake": "true"}}:
+        case {"message": text, "extraInfo": {**extra}} if extra.get(MISTAKE_MARK) == "true":
             return str(text)
     return None
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     script = Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
     try:
         place = expected.find_place(args, os.environ, command="grpo launch")
-        file = read_settings(args.config_file)
+        file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
         asked, wishes = _asked(args, script, file)
     except (ValueError, OSError) as error:

@@ -60,7 +60,9 @@ def newest_checkpoint(output_dir: Path) -> int:
 
 def count_crash(record: Path, newest: int, attempt: str) -> int:
     """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before."""
-    before = json.loads(record.read_text()) if record.exists() else {"crashes": 0, "checkpoint": -1, "attempt": None}
+    before: State = {"crashes": 0, "checkpoint": -1, "attempt": None}
+    if record.exists():
+        before = json.loads(record.read_text())
     if before["attempt"] == attempt:
         return int(before["crashes"])
     crashes = 0 if newest > before["checkpoint"] else before["crashes"] + 1

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.job.launch import read_launch
+from grpo.run.telling import telling_mistakes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +23,8 @@ def main(argv: Sequence[str]) -> None:
     name, *arguments = words[is_module:]
     if read_launch(os.environ).rank != 0:
         _mute_argparse()
-    run_module(name, arguments) if is_module else run_script(Path(name), arguments)
+    with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
+        run_module(name, arguments) if is_module else run_script(Path(name), arguments)
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:

@@ -1,18 +1,17 @@
 """A job as its files describe it, read on a machine that is not part of it: nothing is started, no group is joined."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from grpo.config import GRPOConfig
-from grpo.job.launch import accelerate_request, either, multiples_around
-from grpo.recipes.script import Arguments, GRPOScriptArguments, demo_defaults
+from grpo.job.files import read_settings
+from grpo.job.launch import accelerate_request
+from grpo.recipes.arguments import Arguments, parse_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +43,8 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
         return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-    try:
-        config = load_config_from_file(config_file)
-    except OSError as error:
-        raise ValueError(
-            f"--config_file {config_file} cannot be read: {error.strerror or 'there is no such file'}"
-        ) from None
+    read_settings(config_file, "--config_file")  # in one line what is wrong with it
+    config = load_config_from_file(config_file)
     if not isinstance(config, ClusterConfig):
         raise ValueError(f"--config_file {config_file} is for {config.compute_environment}: only clusters are planned")
     if config.distributed_type == "FSDP":
@@ -116,8 +111,7 @@ class PlannedConfig(GRPOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            advice = batch_advice(self, self.world_size)
-            self.refusal = f"{str(error).rstrip('.')}: {advice}" if advice else str(error)
+            self.refusal = str(error)
         self.use_cpu = use_cpu
         if not (self.bf16 or self.fp16):
             self.mixed_precision = self.planned_precision
@@ -132,25 +126,6 @@ class PlannedConfig(GRPOConfig):
         return torch.device("cpu")
 
 
-def batch_advice(args: GRPOConfig, world_size: int) -> str:
-    """The settings to change where batches do not divide; '' where they do."""
-    group, micro_batch = args.num_generations, args.per_device_train_batch_size * world_size
-    size, steps = args.generation_batch_size, args.steps_per_generation
-    if size is not None and steps is None and size % micro_batch:
-        return f"set generation_batch_size to {either(multiples_around(size, micro_batch))}"
-    if size is not None and group > 1 and size % group:
-        fitting = [count for count in range(2, min(size, 2 * group) + 1) if size % count == 0]
-        near = sorted(sorted(fitting, key=lambda count: abs(count - group))[:2])
-        step = group // math.gcd(group, size // args.per_device_train_batch_size)
-        text = f"set per_device_train_batch_size to {either(multiples_around(args.per_device_train_batch_size, step))}"
-        return text + (f", or num_generations to {either(near)}" if near else "")
-    group = args.num_generations_eval or group
-    if args.eval_strategy != "no" and args.per_device_eval_batch_size * world_size % group:
-        step = group // math.gcd(group, world_size)
-        return f"set per_device_eval_batch_size to {either(multiples_around(args.per_device_eval_batch_size, step))}"
-    return ""
-
-
 def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) -> Arguments:
     """What `train.py --config CONFIG FLAGS` would be given; `training` is a `PlannedConfig`.
 
@@ -163,14 +138,8 @@ def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) 
         planned_precision = launcher.mixed_precision
 
     argv = [*(["--config", config] if config is not None else []), *flags]
-    try:
-        peek = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
-        parser = TrlParser((GRPOScriptArguments, ConfigOfThisJob, ModelConfig, DatasetMixtureConfig), prog="train.py")
-        if peek.model_name_or_path is None:
-            parser.set_defaults_with_config(**demo_defaults(world_size=launcher.num_processes))
-        script, training, model, mixture = parser.parse_args_and_config(argv)
-    except OSError as error:
-        raise ValueError(f"--config {config} cannot be read: {error}") from None
+    arguments = parse_arguments(argv, config_type=ConfigOfThisJob, world_size=launcher.num_processes)
+    model, training = arguments.model, arguments.training
     init_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
     training.model_init_kwargs = {**init_kwargs, **(training.model_init_kwargs or {})}
-    return Arguments(script=script, training=training, model=model, mixture=mixture)
+    return arguments

@@ -3,12 +3,14 @@
 import argparse
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING
 
 from grpo.engine_settings import choose_backend, compute_dtype, head_counts, model_config
+from grpo.job.mistakes import is_mistake
 from grpo.job.topology import NodeTopology
 from grpo.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.plan.estimates import Estimates, estimate
@@ -20,8 +22,12 @@ from grpo.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nod
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import push_shape
 from grpo.plan.shortfalls import errors_of, warnings_of
+from grpo.preflight.model import local_model, reason_of
+from grpo.recipes.arguments import Arguments
+from grpo.recipes.checks import CHECKS
 from grpo.recipes.demo import RECIPE
-from grpo.recipes.script import Arguments
+from grpo.run.folder import check_writable
+from grpo.run.telling import message_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +49,12 @@ class Plan:
     model: ModelShape | None = None
     estimates: Estimates | None = None
 
+    def refuse(self, error: Exception) -> None:
+        """Add a mistake, in one line. Raises `error` if it is none."""
+        if not is_mistake(error, before_first_step=True):
+            raise error
+        self.errors.append(" ".join(line.strip() for line in message_of(error).splitlines()))
+
     def assume(self, what: str | None) -> None:
         if what is not None:
             self.assumptions.append(what)
@@ -54,12 +66,21 @@ def make_plan(args: argparse.Namespace) -> Plan:
     try:
         plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
         arguments = read_training(args.config, args.train_flags, plan.launcher)
-    except ValueError as error:
-        plan.errors.append(str(error))
+    except Exception as error:  # noqa: BLE001  `refuse` raises what is no mistake
+        plan.refuse(error)
         return plan
+    for check in CHECKS:
+        try:
+            check(arguments)
+        except Exception as error:  # noqa: BLE001  what the module of a reward function raises, too
+            plan.refuse(error)
     training = arguments.training
     assert isinstance(training, PlannedConfig)
     plan.launcher = launcher = replace(plan.launcher, use_cpu=plan.launcher.use_cpu or training.use_cpu)
+    try:
+        check_writable(Path(training.output_dir))
+    except (OSError, ValueError) as error:  # of this machine, which may not be one of the cluster's
+        plan.warnings.append(f"on this machine {error}")
     config = _model_config(plan, arguments)
     if not training.local_mode:
         mode = f"vllm_mode is {training.vllm_mode!r} and use_vllm {training.use_vllm}"
@@ -84,15 +105,22 @@ def _model_config(plan: Plan, arguments: Arguments) -> Any:
 
 
 def _read_config(plan: Plan, setting: str, name: str, arguments: Arguments) -> Any:
-    """The configuration of the model that `setting` names; None, with an error, when it cannot be read."""
+    """The configuration of the model that `setting` names; None when it cannot be read.
+
+    That is an error, unless it is a hub id and this machine may be the reason.
+    """
+    try:
+        is_local = local_model(name, setting) is not None
+    except ValueError:  # which `CHECKS` have told
+        return None
     try:
         return model_config(name, arguments.training)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        plan.errors.append(
-            f"{setting} is {name!r}, whose configuration cannot be read ({reason}), so memory and push are left out: "
-            f"give a local folder that holds its config.json (hf download {name} config.json), or look at the network "
-            "and HF_TOKEN"
+        is_known = is_local or isinstance(error.__cause__, (RepositoryNotFoundError, RevisionNotFoundError))
+        (plan.errors if is_known else plan.warnings).append(
+            f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and push are "
+            f"left out: give a local folder with its config.json (hf download {name} config.json), or look at the "
+            "network and HF_TOKEN"
         )
         return None
 

@@ -1,5 +1,6 @@
 """Reward functions by name: TRL's, ours, and any that a dotted path imports."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +46,9 @@ def _load(name: str) -> RewardFunc:
         return getattr(trl.rewards, name)
     if "." in name:
         return _import(name)
-    raise ValueError(f"there is no reward function {name!r}: {_choices()}")
+    close = difflib.get_close_matches(name, REWARD_NAMES, n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    raise ValueError(f"there is no reward function {name!r}{meant}: {_choices()}")
 
 
 def _import(path: str) -> RewardFunc:

@@ -5,10 +5,12 @@ Global rank 0 alone reads and writes here; the others hear from it what it found
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -63,6 +65,7 @@ class RunFolder:
 
     def __init__(self, path: Path, env: Mapping[str, str]) -> None:
         self.path = path
+        check_writable(path)
         path.mkdir(parents=True, exist_ok=True)
         self._started = float(env.get("GRPO_STARTED") or time.time())
         self._updating = threading.Lock()
@@ -183,6 +186,27 @@ class RunFolder:
             with (self.path / f"metrics.attempt-{self.previous_attempt}.jsonl").open("a") as lines:
                 lines.writelines(dropped)
         write_atomically(path, "".join(kept))
+
+
+def check_writable(path: Path) -> None:
+    """That a run can write into the folder, which need not be there yet. Leaves nothing behind.
+
+    Raises:
+        ValueError: says what stands in the way.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise ValueError(f"output_dir {path} cannot be written: {existing} is no folder; set another output_dir")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{existing}: {error.strerror}"
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTSUP):
+            raise
+        raise ValueError(
+            f"output_dir {path} cannot be written ({why}): set one on a disk that you may write to"
+        ) from None
 
 
 def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, can_heal: bool = False) -> None:

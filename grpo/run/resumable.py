@@ -17,8 +17,10 @@ import trl
 from accelerate.utils import send_to_device
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo.job.failure import USERS_MISTAKES, FailureRecord, GenerationDropped
+from grpo.job.failure import GenerationDropped
 from grpo.job.job_group import JobGroup
+from grpo.job.launch import read_launch
+from grpo.job.mistakes import is_before_first_step, is_mistake, note_first_step
 from grpo.job.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.job.watch import FailureWatch
 from grpo.run.checkpoints import (
@@ -33,7 +35,7 @@ from grpo.run.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.run.folder import STATE_FILE, RunFolder, note_run
+from grpo.run.folder import STATE_FILE, RunFolder, note_run, record_mistake
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
 
@@ -111,18 +113,20 @@ class ResumableTrainer(trl.GRPOTrainer):
             self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
     @contextlib.contextmanager
-    def recording_failures(self, *, setting_up: bool) -> Iterator[None]:
-        """Around what may fail: the run's state says how it ended."""
+    def recording_failures(self, output_dir: str) -> Iterator[None]:
+        """Around what may fail: the run's state says how it ended.
+
+        Args:
+            output_dir: where it is kept; before `open_run` what is recorded are mistakes alone.
+        """
         try:
             yield
-        except SystemExit as end:
-            if end.code:
-                self.record_failure(f"SystemExit: {end.code}", can_heal=True)
-            raise
         except BaseException as error:
-            record: FailureRecord | None = getattr(error, "record", None)
-            can_heal = record.can_heal if record else not (setting_up and isinstance(error, USERS_MISTAKES))
-            self.record_failure(f"{type(error).__name__}: {error}", can_heal=can_heal)
+            if not isinstance(error, SystemExit) or error.code:
+                mistake = is_mistake(error, before_first_step=is_before_first_step())
+                self.record_failure(f"{type(error).__name__}: {error}", can_heal=not mistake)
+                if mistake and self._run is None and read_launch(os.environ).rank == 0:
+                    record_mistake(Path(output_dir), os.environ, error)
             raise
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class ResumableTrainer(trl.GRPOTrainer):
             resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
                 where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
         """
-        with self.recording_failures(setting_up=False):
+        with self.recording_failures(self.args.output_dir):
             wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             checkpoint = self._choose(self.args, wish)
             self._begin(checkpoint)
@@ -158,6 +162,8 @@ class ResumableTrainer(trl.GRPOTrainer):
         self._buffered_inputs = None
         record = None if checkpoint is None else read_complete(checkpoint)
         self._complete_step = first_step = 0 if record is None else record.step
+        if record is not None:
+            note_first_step()
         if record is not None and (changed := _differences(record.sampling, self._sampling())):
             self._say(f"resuming with other settings than the checkpoint's is not exact: {changed}")
 
@@ -237,6 +243,7 @@ class ResumableTrainer(trl.GRPOTrainer):
 
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
+        note_first_step()
         before, self._step_began_at = self._step_began_at, self._step
         self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:

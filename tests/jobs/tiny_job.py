@@ -104,6 +104,7 @@ config = GRPOConfig(
         "gradient_checkpointing": False,
         "disable_tqdm": True,
         "vllm_engine_kwargs": {"enforce_eager": True},
+        "check_rewards": False,  # it writes down what is sampled, and asks the trainer
         **settings["config"],
     }
 )

@@ -143,6 +143,7 @@ def make_trainer(
         "save_strategy": "no",
         "gradient_checkpointing": False,
         "disable_tqdm": True,
+        "check_rewards": False,  # it tells the story, and asks the trainer
     }
     args = GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config})
     as_given = dict(vars(args))

@@ -1,5 +1,6 @@
 """What local mode refuses before anything is started, and the warning of plain DDP."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ from grpo import GRPOConfig, GRPOTrainer
 from grpo.refusals import check_init_kwargs, ddp_memory_message
 
 DATA = Dataset.from_dict({"prompt": ["1+1="]})
+
+
+@pytest.fixture(autouse=True)
+def own_output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def config(**settings: Any) -> GRPOConfig:

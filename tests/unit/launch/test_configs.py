@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from grpo import GRPOConfig
 from grpo.job.launch import Launch
 from grpo.job.topology import plan_node
-from grpo.recipes.script import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
+from grpo.recipes.arguments import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
 from tests.launching import free_port
 
 ROOT = Path(__file__).parents[3]

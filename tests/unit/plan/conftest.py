@@ -23,6 +23,8 @@ LLAMA_8B = {  # meta-llama/Llama-3.1-8B: 8,030,261,248 parameters
 }
 TRAINING = {
     "output_dir": "out",
+    "dataset_name": "openai/gsm8k",
+    "reward_funcs": ["exact_match"],
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 4,
     "num_generations": 8,

@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     training = cluster.training(model_name_or_path="nobody/no-such-model")
     code, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml", "--config", training)
-    assert code == 1
+    assert code == 0, "a login node may have no network"
     assert "model_name_or_path is 'nobody/no-such-model', whose configuration cannot be read" in out
     assert "give a local folder" in out
     assert "4 nodes: 32 GPUs = 28 ranks + 4 reserved" in out

@@ -56,7 +56,7 @@ def test_flags_go_before_the_file(cluster: Cluster) -> None:
             ["--num_processes", "7", "--gpus-per-node", "8,8"],
             "names 2 nodes, but num_machines is 1",
         ),
-        (["--num_processes", "7", "--", "--vllm_gpus", "4"], "'--vllm_gpus', '4'"),
+        (["--num_processes", "7", "--", "--vllm_gpus", "4"], "unknown arguments: --vllm_gpus (did you mean"),
         (["--num_processes", "7", "--", "--vllm_sync_backend", "ipc"], "vllm_sync_backend is 'ipc'"),
         (["--num_processes", "7", "--", "--vllm_mode", "colocate"], "only local mode is planned"),
         (["--num_processes", "7", "--", "--deepspeed", "no.json"], "no.json"),

@@ -8,16 +8,12 @@ import torch
 from datasets import Dataset
 
 import grpo.recipes.script
-from grpo.recipes.script import (
-    DEMO_DEFAULTS,
-    RewardProgress,
-    demo_summary,
-    load_data,
-    local_data,
-    parse_arguments,
-    run,
-    run_demo,
-)
+from grpo.job.launch import read_launch
+from grpo.recipes.arguments import DEMO_DEFAULTS, demo_defaults, parse_arguments
+from grpo.recipes.checks import check_task, rewards_of
+from grpo.recipes.data import load_data, local_data
+from grpo.recipes.rewards import exact_match
+from grpo.recipes.training import RewardProgress, demo_summary, run, run_demo
 from grpo.run.folder import read_run_state
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
@@ -119,9 +115,7 @@ def test_a_model_anywhere_is_no_demo(tmp_path: Path, where: str):
 def test_demo_batch_follows_the_world(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": 3, "WORLD_SIZE": 28, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 7}.items():
         monkeypatch.setenv(name, str(value))
-    assert grpo.recipes.script.demo_defaults(
-        world_size=grpo.recipes.script.read_launch(os.environ).world_size
-    ) == DEMO_DEFAULTS | {
+    assert demo_defaults(world_size=read_launch(os.environ).world_size) == DEMO_DEFAULTS | {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
     }
@@ -225,7 +219,7 @@ def test_a_named_model_is_trained_saved_and_not_pushed(tmp_path: Path):
     argv += ["--dtype", "bfloat16", "--reward_model_name_or_path", "some/judge", "--resume_from_checkpoint", "o/c-1"]
     trainer = run(parse_arguments(argv))
     assert trainer.model == "some/model"
-    assert trainer.reward_funcs == ["some/judge", grpo.recipes.script.load_reward_funcs(["exact_match"])[0]]
+    assert trainer.reward_funcs == ["some/judge", exact_match]
     assert trainer.args.model_init_kwargs["dtype"] == "bfloat16"
     assert (len(trainer.train_dataset), trainer.eval_dataset, trainer.peft_config) == (6, None, None)
     assert trainer.calls == [("train", "o/c-1"), ("save_model", "o")]
@@ -243,7 +237,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path):
 
 def test_nothing_to_score_with():
     with pytest.raises(ValueError, match="name reward functions with --reward_funcs"):
-        run(parse_arguments([*MODEL, "--dataset_name", "x"]))
+        rewards_of(parse_arguments([*MODEL, "--dataset_name", "x"]))
 
 
 @pytest.mark.usefixtures("fake_trainer")
@@ -261,7 +255,7 @@ def test_the_demo_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_data_set_without_a_model_is_a_mistake():
     with pytest.raises(ValueError, match="name one with --model_name_or_path"):
-        run_demo(parse_arguments(["--dataset_name", "openai/gsm8k"]), None)
+        check_task(parse_arguments(["--dataset_name", "openai/gsm8k"]))
 
 
 def test_a_script_that_brings_no_demo_model_wants_one_named():

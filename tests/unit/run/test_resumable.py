@@ -66,7 +66,7 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
         raise OSError("No space left on device")
 
     failing = trainer(_run=SimpleNamespace(update=update, path=tmp_path))
-    with pytest.raises(ZeroDivisionError), failing.recording_failures(setting_up=False):
+    with pytest.raises(ZeroDivisionError), failing.recording_failures("unused"):
         raise ZeroDivisionError
     assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
 def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
     causes: list[str] = []
     ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
-    with pytest.raises(SystemExit), ending.recording_failures(setting_up=False):
+    with pytest.raises(SystemExit), ending.recording_failures("unused"):
         raise SystemExit(code)
     assert causes == told
 

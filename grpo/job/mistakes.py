@@ -1,0 +1,106 @@
+"""What is the user's mistake, which the next start would meet again, and what the machine's, which may heal.
+
+Imports nothing heavy: a mistake is told before torch is there.
+"""
+
+import errno
+import re
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+
+from grpo.job.failure import GenerationDropped, JobFailed
+
+_past_first_step = threading.Event()
+
+# Of an OSError that says what the user has named: a path, or rights to it. Others are of disks and networks.
+_OF_PATHS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+}
+_USERS_OWN = "OfflineModeIsEnabled"  # the hub's, a ConnectionError: what is named is not on this machine
+_OF_THE_MACHINE = (TimeoutError, ConnectionError, InterruptedError, EOFError, MemoryError, GenerationDropped)
+# By module and name, for what is not imported here: torch's own errors of groups and stores, and the hub's transport.
+_FOREIGN = re.compile(r"torch\..*Dist\w*Error|torch\.OutOfMemoryError|torch\.AcceleratorError|httpx\.\w+|httpcore\.\w+")
+_DEVICES = re.compile(r"\b(cuda|nccl|cudnn\w*|cublas\w*|gloo|hip|rccl|xid)|out of memory", re.IGNORECASE)
+_EVENTS = re.compile(
+    r"timed out|timeout|is not ready after|did not (answer|come|open)|has not read|within \d+ s|killed|by signal"
+    r"|died|connection|\bpeer\b|broken pipe|store is gone|no space left|input/output error|dataloader worker",
+    re.IGNORECASE,
+)
+_ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LOG = "; the last lines of "  # of an engine, which an error about it ends with
+
+
+def note_first_step() -> None:
+    """This process's job has made an optimizer step, or goes on behind one: from now on failures may heal."""
+    _past_first_step.set()
+
+
+def is_before_first_step() -> bool:
+    return not _past_first_step.is_set()
+
+
+def is_mistake(error: BaseException, *, before_first_step: bool) -> bool:
+    """Whether `error` is what the user wrote, so that the next start would meet it again.
+
+    In doubt a failure before the first optimizer step of a job is the user's, unless the machine caused it: a killed or
+    silent process, a lost store or connection, a deadline, CUDA, NCCL, a disk. Behind the first step none is.
+
+    Args:
+        before_first_step: of the job; a run that has resumed from a checkpoint is past it.
+    """
+    if isinstance(error, JobFailed):
+        return not error.record.can_heal
+    if not before_first_step or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        return False
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return not _is_of_the_machine(error)
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    if isinstance(error, _OF_THE_MACHINE):
+        return type(error).__name__ != _USERS_OWN
+    status = getattr(getattr(error, "response", None), "status_code", None)  # of the hub's answer
+    if isinstance(status, int):
+        return status in (408, 429) or status >= 500
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _OF_PATHS  # transformers raises it without, for a typo
+    if any(_FOREIGN.fullmatch(f"{kind.__module__}.{kind.__name__}") for kind in type(error).__mro__):
+        return True
+    if isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError)):
+        return _tells_of_the_machine(str(error)) or (
+            error.__cause__ is not None and _is_of_the_machine(error.__cause__)
+        )
+    return False
+
+
+def _tells_of_the_machine(text: str) -> bool:
+    """By the words of a RuntimeError; of the log behind it those lines count that are errors, for devices alone."""
+    head, _, log = text.partition(_LOG)
+    if _DEVICES.search(head) or _EVENTS.search(head):
+        return True
+    return any(_DEVICES.search(line) for line in log.splitlines() if _ERROR_LINE.search(line))
+
+
+def users_frame(error: BaseException) -> str | None:
+    """`file:line, in function: code` of the innermost frame that is neither a library's nor this project's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
+        if not is_library:
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return None

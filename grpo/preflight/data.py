@@ -1,0 +1,120 @@
+"""Can the data be trained on: a column of prompts, and a first row that the chat template and the engines take."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trl.data_utils import is_conversational
+
+from grpo.config import GRPOConfig
+
+_MEANT = ("question", "query", "problem", "instruction", "input", "text", "messages", "conversations", "conversation")
+
+
+def check_columns(dataset: Any, setting: str) -> None:
+    """That a data set has prompts; a mapping of data sets is one that each has them.
+
+    Raises:
+        ValueError: names the columns that there are.
+    """
+    parts = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
+    for name, part in parts:
+        where = setting if name is None else f"{setting}[{name!r}]"
+        columns = getattr(part, "column_names", None)
+        if columns is not None and "prompt" not in columns:
+            meant = next((column for column in _MEANT if column in columns), columns[0] if columns else "question")
+            raise ValueError(
+                f"{where} has no column 'prompt', but {', '.join(map(repr, columns)) or 'none at all'}: rename the one "
+                f'that holds the prompts: --dataset_columns \'{{"{meant}": "prompt"}}\', or in a script '
+                f"dataset.rename_column('{meant}', 'prompt')"
+            )
+        if hasattr(part, "__len__") and len(part) == 0:
+            raise ValueError(f"{where} has no rows: look at its split and at what filters it")
+
+
+def check_enough_rows(dataset: Any, args: GRPOConfig) -> None:
+    """That one generation batch can be filled; the sampler leaves out what does not fill one.
+
+    Raises:
+        ValueError: with the numbers.
+    """
+    prompts = args.generation_batch_size // args.num_generations
+    if hasattr(dataset, "__len__") and len(dataset) < prompts:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but a generation batch takes {prompts} prompts "
+            f"({args.generation_batch_size} completions in groups of num_generations {args.num_generations}): add "
+            "rows, or lower per_device_train_batch_size or steps_per_generation"
+        )
+
+
+def first_row(dataset: Any, setting: str) -> dict[str, Any]:
+    """The row that stands for all.
+
+    Raises:
+        ValueError: there is none, or its prompt is neither text nor a conversation.
+    """
+    try:
+        row = next(iter(dataset))
+    except StopIteration:
+        raise ValueError(f"{setting} has no rows: look at its split and at what filters it") from None
+    if "prompt" not in row:  # of a data set that does not say its columns
+        raise ValueError(f"the first row of {setting} has no 'prompt', but {', '.join(map(repr, row))}")
+    prompt = row["prompt"]
+    if not isinstance(prompt, str) and not _is_conversation(prompt):
+        raise ValueError(
+            f"the first prompt of {setting} is {_shown(prompt)}: a prompt is text, or a list of messages "
+            "{'role': …, 'content': …}"
+        )
+    if not prompt:
+        raise ValueError(f"the first prompt of {setting} is empty")
+    return row
+
+
+def check_prompt(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> None:
+    """That the first prompt becomes tokens, of which there are not too many.
+
+    Raises:
+        ValueError: no chat template for a conversation, or a prompt that leaves no room for a completion.
+    """
+    prompt, limit = row["prompt"], args.vllm_max_model_length
+    if is_conversational({"prompt": prompt}):
+        kwargs = args.chat_template_kwargs or {}
+        if not (tokenizer.chat_template or kwargs.get("chat_template")):
+            raise ValueError(
+                f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template: "
+                "take an instruct model, make the prompts plain text (without --system_prompt), or give a tokenizer "
+                "with a template as processing_class"
+            )
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+            )
+        except Exception as error:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} does not take the first prompt, {_shown(prompt)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ValueError(
+            f"the first prompt, {_shown(prompt)}, becomes no tokens: is {tokenizer.name_or_path} the right tokenizer?"
+        )
+    if limit is not None and len(ids) >= limit:
+        raise ValueError(
+            f"the first prompt has {len(ids)} tokens, but vllm_max_model_length, prompt and completion together, is "
+            f"{limit}: set vllm_max_model_length to {len(ids) + args.max_completion_length} or more (the longest "
+            "prompt + max_completion_length)"
+        )
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:79] + '…'} ({type(value).__name__})"

@@ -1,0 +1,73 @@
+"""What a trainer is given, looked at before its model is loaded and its engines start."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoTokenizer
+from trl.trainer.utils import get_config_model_id
+
+from grpo.config import GRPOConfig
+from grpo.job.mistakes import is_mistake
+from grpo.preflight.data import check_columns, check_enough_rows, check_prompt, first_row
+from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
+from grpo.preflight.rewards import check_reward_list, try_rewards
+
+
+def check_inputs(inputs: Mapping[str, Any]) -> None:
+    """What each rank sees for itself in the trainer's arguments, in no time.
+
+    Raises:
+        ValueError: names the argument and the way out.
+    """
+    args: GRPOConfig = inputs["args"]
+    if isinstance(inputs["model"], str):
+        local_model(inputs["model"], "the model")
+    check_reward_list(inputs["reward_funcs"], args)
+    if inputs["train_dataset"] is None:
+        raise ValueError("train_dataset is None: give the trainer a data set with a column 'prompt'")
+    check_columns(inputs["train_dataset"], "train_dataset")
+    check_enough_rows(inputs["train_dataset"], args)
+    if inputs["eval_dataset"] is not None:
+        check_columns(inputs["eval_dataset"], "eval_dataset")
+    elif args.eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy is {args.eval_strategy.value!r}, but eval_dataset is None: give one, or set it to 'no'"
+        )
+
+
+def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None:
+    """The first row on its way through tokenizer and rewards. On one rank; seconds.
+
+    Returns:
+        As `try_rewards`.
+
+    Raises:
+        ValueError: names what does not work, and in the user's own code the line.
+    """
+    args: GRPOConfig = inputs["args"]
+    revision = (args.model_init_kwargs or {}).get("revision")
+    if isinstance(inputs["model"], str):
+        check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)
+    row = first_row(inputs["train_dataset"], "train_dataset")
+    tokenizer = inputs["processing_class"] or _tokenizer(inputs["model"], args, revision)
+    check_prompt(row, tokenizer, args)
+    return try_rewards(inputs["reward_funcs"], row, tokenizer, args) if args.check_rewards else None
+
+
+def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    folder = local_model(name, "the model") if isinstance(model, str) else None
+    if folder is not None:
+        check_tokenizer_files(folder, "the model")
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision if isinstance(model, str) else None, trust_remote_code=args.trust_remote_code
+        )
+    except Exception as error:
+        if not is_mistake(error, before_first_step=True):
+            raise
+        raise ValueError(
+            f"the tokenizer of {name!r} cannot be loaded ({reason_of(error)}): put tokenizer.json and "
+            "tokenizer_config.json beside the model, or give the trainer a processing_class"
+        ) from error

@@ -1,0 +1,113 @@
+"""Is there a model by that name: a folder that holds one, or a hub id that can be reached."""
+
+import difflib
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from transformers import AutoConfig
+
+from grpo.job.mistakes import is_mistake
+
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+def local_model(name: str, setting: str) -> Path | None:
+    """The folder that `name` stands for; None for a hub id.
+
+    Args:
+        setting: what names it, for the message.
+
+    Raises:
+        ValueError: a path that does not exist, or a folder that holds no model.
+    """
+    path = Path(name)
+    if path.is_dir():
+        _check_folder(path, setting)
+        return path
+    if path.is_file():
+        raise ValueError(f"{setting} is the file {name}: name the folder that holds the model's config.json")
+    if name.startswith("~") and path.expanduser().exists():
+        raise ValueError(f"{setting} is {name}, but ~ is not expanded here: write {path.expanduser()}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip("/"):
+        raise ValueError(
+            f"{setting} is {name!r}, but {path.absolute()} does not exist{close_name(path)}: a model is a folder "
+            "with a config.json, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return None
+
+
+def check_model(name: str, setting: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """That the trainer and the engines will find the model. Reads its configuration, over the network for a hub id.
+
+    Raises:
+        ValueError: names what was looked for and where.
+    """
+    folder = local_model(name, setting)
+    if folder is not None and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise ValueError(
+            f"{setting} is {name}, which holds a config.json, but no weights ({', '.join(_WEIGHTS[:2])}): copy the "
+            "whole model there"
+        )
+    if folder is None and constants.is_offline_mode():
+        _check_cached(name, setting, revision)
+    try:
+        AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if not is_mistake(error, before_first_step=True):
+            raise
+        raise ValueError(f"{setting} is {name!r}, whose configuration cannot be read: {reason_of(error)}") from error
+
+
+def check_tokenizer_files(folder: Path, setting: str) -> None:
+    """That a model's folder holds a tokenizer: transformers makes an empty one where there is none (5.17).
+
+    Raises:
+        ValueError: says which files are missing.
+    """
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
+        raise ValueError(
+            f"{setting} is {str(folder)!r}, which holds no tokenizer: put tokenizer.json and tokenizer_config.json "
+            "beside the model, or give the trainer a processing_class"
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a library says."""
+    lines = str(error).strip().splitlines()
+    return f"{lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def _check_folder(path: Path, setting: str) -> None:
+    if (path / "config.json").is_file():
+        return
+    below = sorted(str(file.parent) for file in path.glob("*/config.json"))
+    if (path / "adapter_config.json").exists():
+        fix = "it holds a LoRA adapter: merge it into its base model, and name that"
+    elif below:
+        fix = f"did you mean {below[-1]}?"
+    else:
+        held = sorted(file.name for file in path.iterdir())
+        fix = f"it holds {', '.join(held[:5]) + (' …' if len(held) > 5 else '') or 'nothing'}"
+    raise ValueError(f"{setting} is the folder {path}, which holds no config.json: {fix}")
+
+
+def _check_cached(name: str, setting: str, revision: str | None) -> None:
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    raise ValueError(
+        f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a hub id it is not in the "
+        f"cache ({constants.HF_HUB_CACHE}) while HF_HUB_OFFLINE is set: run `hf download {name}` where there is a "
+        "network, or name a local folder"
+    )
+
+
+def close_name(path: Path) -> str:
+    """' (did you mean X?)' for what stands beside it under a name like it; '' without one."""
+    try:
+        names = [entry.name for entry in path.absolute().parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""

@@ -1,0 +1,112 @@
+"""Trains what the arguments of `train.py` name, or the demo."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import get_peft_config, get_quantization_config
+
+from grpo.job.launch import read_launch
+from grpo.recipes.arguments import Arguments
+from grpo.recipes.checks import rewards_of
+from grpo.recipes.data import load_data, split_of
+from grpo.recipes.demo import demo_dataset
+
+if TYPE_CHECKING:
+    from grpo.trainer import GRPOTrainer
+
+DemoModel = Callable[..., Path]  # (folder, *, is_local_main) -> folder, as `examples.demo_model.ensure_demo_model`
+
+
+def run(arguments: Arguments) -> "GRPOTrainer":
+    """Trains the named model on the named data, saves it, and pushes it to the hub if asked to."""
+    script, training = arguments.script, arguments.training
+    dataset = load_data(arguments)
+    trainer = build_trainer(
+        arguments,
+        model=arguments.model.model_name_or_path,
+        reward_funcs=rewards_of(arguments),
+        train_dataset=split_of(dataset, script.dataset_train_split, "dataset_train_split"),
+        eval_dataset=(
+            split_of(dataset, script.dataset_test_split, "dataset_test_split")
+            if training.eval_strategy != "no"
+            else None
+        ),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"model saved to {training.output_dir}")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.accelerator.print(f"model pushed to https://huggingface.co/{trainer.hub_model_id}")
+    return trainer
+
+
+def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer":
+    """Trains the demo model on two-digit addition and prints on rank 0 in one line what came of it."""
+    training = arguments.training
+    if demo_model is None:
+        raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
+    folder = demo_model(Path(training.output_dir) / "model", is_local_main=read_launch(os.environ).local_rank == 0)
+    trainer = build_trainer(
+        arguments,
+        model=str(folder),
+        reward_funcs=rewards_of(arguments),
+        train_dataset=demo_dataset("train"),
+        eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
+    )
+    # Its own bar instead of the default one, which prints fifty metrics at every log; they are in metrics.jsonl.
+    trainer.remove_callback(ProgressCallback)
+    if not training.disable_tqdm:
+        trainer.add_callback(RewardProgress)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.accelerator.print(demo_summary(trainer.state.log_history))
+    return trainer
+
+
+class RewardProgress(ProgressCallback):
+    """A progress bar that shows the reward beside the steps."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None and logs and "reward" in logs:
+            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}")
+
+
+def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
+    """A `GRPOTrainer` from the parsed arguments; `kwargs` are its `model`, `reward_funcs`, data sets and the like."""
+    from grpo.trainer import GRPOTrainer
+
+    model, training = arguments.model, arguments.training
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    return GRPOTrainer(
+        args=training,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        **kwargs,
+    )
+
+
+def demo_summary(log_history: Sequence[Mapping[str, Any]]) -> str:
+    """One line: reward of the first 10 and the last 20 steps, steps, seconds, tokens (prompts too) per second."""
+    logs = [log for log in log_history if "reward" in log]
+    totals = next(log for log in reversed(log_history) if "train_runtime" in log)
+    steps, seconds = totals["step"], totals["train_runtime"]
+    if not logs:
+        return f"demo: {steps} steps in {seconds:.0f} s, none of them logged (logging_steps)"
+    first = [log["reward"] for log in logs if log["step"] <= max(10, logs[0]["step"])]
+    last = [log["reward"] for log in logs if log["step"] > min(steps - 20, logs[-1]["step"] - 1)]
+    tokens_per_s = logs[-1]["num_tokens"] / seconds
+    return (
+        f"demo: reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
+        f"(means of the first 10 and the last 20 steps), {steps} steps in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
+    )
