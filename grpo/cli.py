@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from grpo import __version__
+
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
@@ -17,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for what cannot work, 2 for a command line that cannot be read."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"grpo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help_line) in COMMANDS.items():
         command = commands.add_parser(name, help=help_line, description=help_line)
@@ -24,7 +27,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)
     return importlib.import_module(COMMANDS[args.command][0]).run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

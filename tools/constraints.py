@@ -28,19 +28,7 @@ def compile_arguments(backend: str, *, upgrade: bool) -> list[str]:
 def renew(compiler: Command, backend: str, *, upgrade: bool) -> None:
     """Write one list. Raises ValueError with what uv said."""
     arguments = compile_arguments(backend, upgrade=upgrade)
-    if backend == "cpu":
-        compiler.run_first(arguments, [*arguments, *FROM_PYTORCH])
-    else:
-        without_files(compiler).run_first(arguments)
-
-
-def without_files(compiler: Command) -> Command:
-    """Without `--find-links`: what lies there may be a CPU build, which a requirement of torch prefers."""
-    words, skip = list[str](), False
-    for word in compiler.words:
-        skip, wanted = word == "--find-links", not skip and word != "--find-links"
-        words += [word] if wanted else []
-    return Command(name=compiler.name, words=words, variables=compiler.variables)
+    compiler.run_first(arguments, *([[*arguments, *FROM_PYTORCH]] if backend == "cpu" else []))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("make constraints: uv cannot be had: pip does not find it, and none is on the PATH")
     try:
         for backend in LISTS:
-            renew(uv(sys.executable, program, "compile"), backend, upgrade=upgrade)
+            # In pip's folder may lie a CPU build of torch, which uv prefers to the index.
+            ignored = () if backend == "cpu" else ("find-links",)
+            renew(uv(sys.executable, program, "compile", ignored=ignored), backend, upgrade=upgrade)
     except ValueError as error:
         sys.exit(f"make constraints: {error}")
 

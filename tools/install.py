@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,9 +67,10 @@ def pip(python: str) -> Command:
     return Command(name="pip", words=words)
 
 
-def uv(python: str, program: str, *subcommand: str) -> Command:
-    """`uv pip SUBCOMMAND` for `python`, looking where its pip looks."""
-    settings = for_uv(read_pip_config(python))
+def uv(python: str, program: str, *subcommand: str, ignored: Collection[str] = ()) -> Command:
+    """`uv pip SUBCOMMAND` for `python`, looking where its pip looks, but for the `ignored` options of pip."""
+    config = read_pip_config(python)
+    settings = for_uv({option: value for option, value in config.items() if option not in ignored})
     words = [program, "pip", *subcommand, "--quiet", "--python", python, *settings.options]
     return Command(name="uv", words=words, variables={"UV_PYTHON_DOWNLOADS": "never", **settings.variables})
 

@@ -11,8 +11,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.constraints import compile_arguments, without_files
-from tools.install import LISTS, Command, fill, make_environment
+from tools.constraints import compile_arguments
+from tools.install import LISTS, Command, fill, make_environment, uv
 from tools.pip_settings import for_uv, parse, read_pip_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,9 +120,11 @@ def test_an_environment_of_another_python_is_made_anew(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds() -> None:
-    compiler = Command(name="uv", words=["uv", "--find-links", "/wheels", "--index", "https://two"])
-    assert without_files(compiler).words == ["uv", "--index", "https://two"]
+def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    monkeypatch.delenv("UV_FIND_LINKS", raising=False)
+    assert "/wheels" in uv(sys.executable, "uv", "compile").words
+    assert "/wheels" not in uv(sys.executable, "uv", "compile", ignored=("find-links",)).words
     assert "--upgrade" in compile_arguments("cuda", upgrade=True)
     assert "--excludes" not in compile_arguments("cuda", upgrade=False)
 
@@ -131,7 +133,7 @@ def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds() -> None:
 def test_the_lists_hold_what_pyproject_pins(backend: str) -> None:
     extras = {"cpu": ("cpu", "dev", "docs"), "cuda": ("gpu", "dev", "docs")}[backend]
     pins = listed(LISTS[backend])
-    for text in metadata.requires("grpo") or []:
+    for text in metadata.requires("grpo-local") or []:
         wanted = Requirement(text)
         if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
             (pin,) = pins[canonicalize_name(wanted.name)].specifier
