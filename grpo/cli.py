@@ -1,4 +1,4 @@
-"""The command `grpo`: what a person runs before and around a job. `grpo plan --help`, `grpo doctor --help`, …"""
+"""The command `grpo`: what a person runs before and around a job. `grpo init --help`, `grpo plan --help`, …"""
 
 import argparse
 import importlib
@@ -9,6 +9,10 @@ from grpo import __version__
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
+    "init": (
+        "grpo.init.command",
+        "a folder to train from: your own script, launcher files, cluster templates",
+    ),
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
     "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
     "export": ("grpo.export.command", "a checkpoint as a plain Hugging Face folder"),
