@@ -1,6 +1,7 @@
 # make install  the environment that the others share   make demo  the main job, end to end
 # make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
+# make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
 # make constraints  the lists of what is installed, renewed from pyproject.toml
 # make clean    remove the environment and the runs
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 BACKEND ?= cpu
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-gpu coverage lint bench clean
+.PHONY: install constraints demo test test-gpu coverage lint docs bench clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +34,10 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh launch/k8s/node.sh .ci/run
+
+docs: install
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
 
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.
 test: lint
