@@ -7,8 +7,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# make install BACKEND=cuda: with the vLLM for GPUs. INSTALLER=uv or pip: that one, and no other.
-BACKEND ?= cpu
+# make install BACKEND=cuda: with the vLLM for GPUs; from then on the environment is that, until it is made with another.
+HELD := $(shell cat $(VENV)/.installed 2>/dev/null)
+BACKEND ?= $(or $(HELD),cpu)
+# uv or pip: that one, and no other.
 INSTALLER ?= auto
 
 .PHONY: install constraints demo test test-gpu coverage lint docs bench clean
@@ -18,7 +20,10 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m tools.install $(VENV) --backend $(BACKEND) --installer $(INSTALLER)
-	touch $@
+	echo $(BACKEND) > $@
+ifneq ($(HELD),$(BACKEND))
+.PHONY: $(VENV)/.installed
+endif
 
 # UPGRADE=1: with the newest of all that pyproject.toml does not pin.
 constraints: install

@@ -19,6 +19,7 @@ from tools.pip_settings import for_uv, read_pip_config
 CONSTRAINTS = Path("constraints")
 LISTS = {"cpu": CONSTRAINTS / "cpu.txt", "cuda": CONSTRAINTS / "cuda.txt"}
 UV_PIN = CONSTRAINTS / "uv.txt"
+INSTALLED = ".installed"  # in the environment; the Makefile writes the backend into it at the end
 # uv knows where PyTorch keeps its CPU builds; asked second, for pip may know of them nearer by.
 FROM_PYTORCH = ("--torch-backend", "cpu")
 NO_CPU_TORCH = (
@@ -53,11 +54,12 @@ class Command:
         raise ValueError("\n".join(problems))
 
 
-def make_environment(venv: Path) -> str:
-    """The interpreter of `venv`, which is made anew where there is none, or one of another Python."""
-    config = venv / "pyvenv.cfg"
+def make_environment(venv: Path, backend: str) -> str:
+    """The interpreter of `venv`, which is made anew where there is none, or one of another Python or backend."""
+    config, held = venv / "pyvenv.cfg", venv / INSTALLED
     version = f"version = {sys.version_info[0]}.{sys.version_info[1]}."
-    if not config.exists() or version not in config.read_text():
+    of_this_python = config.exists() and version in config.read_text()
+    if not of_this_python or (held.exists() and held.read_text().strip() != backend):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
     return str(venv / "bin" / "python")
 
@@ -112,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     try:
-        python = make_environment(args.venv)
+        python = make_environment(args.venv, args.backend)
         installer = choose_installer(python, args.installer)
         print(f"installing {LISTS[args.backend]} into {args.venv} by {installer.name} ...", flush=True)
         fill(installer, args.backend)

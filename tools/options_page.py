@@ -23,7 +23,7 @@ REFUSED: dict[str, Any] = {
     "vllm_group_port": 50000,
     "vllm_enable_sleep_mode": True,
     "use_transformers_continuous_batching": True,
-    "fsdp": "full_shard",
+    "fsdp": True,
     "ds3_gather_for_generation": False,
 }
 

@@ -1,6 +1,8 @@
 """`make install`: pip's configuration in uv's words, what is tried in which order, and that the lists are whole."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -12,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tools.constraints import compile_arguments
-from tools.install import LISTS, Command, fill, make_environment, uv
+from tools.install import INSTALLED, LISTS, Command, choose_installer, fill, make_environment, uv
 from tools.pip_settings import for_uv, parse, read_pip_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,17 +109,42 @@ def test_a_list_that_cannot_be_installed_says_what_was_tried_and_what_to_do(tmp_
     assert "PyTorch" not in str(caught.value)
 
 
-def test_an_environment_of_another_python_is_made_anew(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    python = make_environment(venv)
-    kept = venv / "kept"
-    kept.touch()
-    make_environment(venv)
-    assert kept.exists()
-    config = venv / "pyvenv.cfg"
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new one."""
+    venv = tmp_path_factory.mktemp("environment") / "venv"
+    make_environment(venv, "cpu")
+    return venv
+
+
+def test_an_environment_is_made_anew_for_another_python_or_backend(environment: Path, tmp_path: Path) -> None:
+    venv = shutil.copytree(environment, tmp_path / "venv", symlinks=True)
+    config, held = venv / "pyvenv.cfg", venv / INSTALLED
+    held.write_text("cpu\n")
+    python = make_environment(venv, "cpu")
+    assert held.exists()
+    make_environment(venv, "cuda")
+    assert not held.exists()
+    held.touch()
     config.write_text(re.sub(r"version = \d+\.\d+\.", "version = 3.9.", config.read_text()))
-    assert make_environment(venv) == python
-    assert not kept.exists()
+    assert make_environment(venv, "cpu") == python
+    assert not held.exists()
+
+
+def test_pip_installs_where_uv_cannot_be_had(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    python = str(environment / "bin" / "python")
+    assert choose_installer(python, "auto").name == "pip"
+    with pytest.raises(ValueError, match="INSTALLER=pip does without"):
+        choose_installer(python, "uv")
+    program(tmp_path / "uv", "exit 0")
+    assert choose_installer(python, "auto").words[0] == str(tmp_path / "uv")
+    assert choose_installer(python, "pip").name == "pip"
 
 
 def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +175,8 @@ def test_no_package_that_breaks_a_cpu_torch_is_on_its_list() -> None:
 
 def test_this_environment_lacks_nothing_that_its_packages_ask_for() -> None:
     """A list that is not whole shows here: nothing is resolved when it is installed."""
-    if not (Path(sys.prefix) / ".installed").exists():
+    stamp = Path(sys.prefix) / INSTALLED
+    if not stamp.exists() or stamp.read_text().strip() != "cpu":
         pytest.skip("this is not an environment of `make install`")
     result = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     missing = set(re.findall(r"requires (\S+), which is not installed", result.stdout))
