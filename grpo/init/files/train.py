@@ -80,7 +80,7 @@ def main() -> None:
         args=training,
         train_dataset=training_data(script.data),
     )
-    # `--resume auto`: from the newest complete checkpoint, if there is one.
+    # `--resume_from_checkpoint auto`: from the newest complete checkpoint, if there is one.
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.accelerator.end_training()
