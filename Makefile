@@ -1,27 +1,33 @@
 # make install  the environment that the others share   make demo  the main job, end to end
 # make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
+# make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
+# make constraints  the lists of what is installed, renewed from pyproject.toml
 # make clean    remove the environment and the runs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# make install BACKEND=cuda: with the vLLM for GPUs; from then on the environment is that, until it is made with another.
+HELD := $(shell cat $(VENV)/.installed 2>/dev/null)
+BACKEND ?= $(or $(HELD),cpu)
+# uv or pip: that one, and no other.
+INSTALLER ?= auto
 
-.PHONY: install demo test test-gpu coverage lint bench clean
+.PHONY: install constraints demo test test-gpu coverage lint docs bench clean
 
 install: $(VENV)/.installed
 
-# torch first: asked for in the same breath as vLLM, pip may take a CUDA build of several GB.
-# vLLM drags in torchvision and torchaudio, whose public wheels are built for CUDA torch; with them beside a CPU build
-# of torch, `import transformers` dies with "operator torchvision::nms does not exist". Nothing here needs them.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch, vLLM, TRL and DeepSpeed into $(VENV) (about two minutes) ..."
-	$(PIP) install torch==2.13.0
-	$(PIP) install --editable '.[cpu,dev]'
-	$(PIP) uninstall --yes torchvision torchaudio torchcodec
-	touch $@
+	$(PYTHON) -m tools.install $(VENV) --backend $(BACKEND) --installer $(INSTALLER)
+	echo $(BACKEND) > $@
+ifneq ($(HELD),$(BACKEND))
+.PHONY: $(VENV)/.installed
+endif
+
+# UPGRADE=1: with the newest of all that pyproject.toml does not pin.
+constraints: install
+	$(BIN)/python -m tools.constraints $(if $(UPGRADE),--upgrade)
 
 demo: install
 	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py
@@ -33,6 +39,10 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh launch/k8s/node.sh .ci/run
+
+docs: install
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
 
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.
 test: lint

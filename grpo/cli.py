@@ -1,12 +1,18 @@
-"""The command `grpo`: what a person runs before and around a job. `grpo plan --help`, `grpo doctor --help`, …"""
+"""The command `grpo`: what a person runs before and around a job. `grpo init --help`, `grpo plan --help`, …"""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
+from grpo import __version__
+
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
+    "init": (
+        "grpo.init.command",
+        "a folder to train from: your own script, launcher files, cluster templates",
+    ),
     "launch": ("grpo.launch.command", "the same line on every node: accelerate or torchrun with everything filled in"),
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
     "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
@@ -18,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for what cannot work, 2 for a command line that cannot be read."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"grpo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help_line) in COMMANDS.items():
         command = commands.add_parser(name, help=help_line, description=help_line, allow_abbrev=False)
@@ -25,7 +32,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)
     return importlib.import_module(COMMANDS[args.command][0]).run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

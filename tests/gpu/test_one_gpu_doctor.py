@@ -15,7 +15,7 @@ from tests.gpu.requirements import num_gpus, rehearsed
 def test_the_doctor_counts_the_gpus(tmp_path: Path) -> None:
     """Its verdict is the machine's; here it must have looked, and found every GPU."""
     found = num_gpus()
-    command = [*on_gpus(0, found), sys.executable, "-m", "grpo.cli", "doctor", "--json"]
+    command = [*on_gpus(0, found), sys.executable, "-m", "grpo", "doctor", "--json"]
     command += [] if rehearsed() else ["--gpus-per-node", str(found)]
     job = launch(lambda _: command, tmp_path / "out")
     try:

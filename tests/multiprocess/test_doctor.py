@@ -14,7 +14,7 @@ import pytest
 from tests.launching import BIN, free_port
 
 DEADLINE_S = 60
-DOCTOR = [sys.executable, "-m", "grpo.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "grpo", "doctor"]
 
 
 class Started:

@@ -210,3 +210,37 @@ def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
     assert process.wait(END_S) == FAILED, nodes.said(0)
     assert not psutil.wait_procs(ranks, timeout=30)[1]
     assert "[grpo] ended by SIGINT" in nodes.said(0)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        pytest.param("raise KeyError('answer')", [], ["KeyError: 'answer'", "script.py:1"], id="raises"),
+        pytest.param("import no_such_package", [], ["No module named 'no_such_package'", "script.py:1"], id="imports"),
+        pytest.param("def reward(:", [], ["script.py:1: invalid syntax"], id="syntax"),
+        pytest.param(
+            "import argparse; argparse.ArgumentParser().parse_args()",
+            ["--x"],
+            ["unrecognized arguments: --x"],
+            id="flag",
+        ),
+    ],
+)
+def test_a_mistake_in_the_script_is_told_once(
+    script: str, arguments: list[str], said: list[str], nodes: Nodes, tmp_path: Path
+) -> None:
+    """By rank 0, without the launcher's summary, and recorded where a scheduler looks."""
+    (tmp_path / "script.py").write_text(script)
+    words = ["--launcher", "torchrun", "--ranks-per-node", "2", "--output-dir", str(tmp_path / "run")]
+    nodes.start(0, *words, str(tmp_path / "script.py"), *arguments)
+    assert nodes.wait() == [FAILED], nodes.said(0)
+    lines = [
+        line for line in nodes.said(0).splitlines() if "[grpo] node 0" not in line and "[grpo] torchrun" not in line
+    ]
+    assert len(lines) <= 6, lines
+    assert "Traceback" not in nodes.said(0)
+    for part in said:
+        assert nodes.said(0).count(part) == 1, nodes.said(0)
+    assert lines[-1] == "[grpo] not started again: this would fail again"
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["can_heal"]) == ("failed", False)

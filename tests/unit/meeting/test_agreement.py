@@ -37,7 +37,7 @@ def test_how_much_a_node_logs_is_its_own_matter() -> None:
 
 def test_this_nodes_software() -> None:
     found = read_software({"NCCL_ALGO": "Ring"})
-    assert {"python", "torch", "grpo"} <= set(found.versions)
+    assert {"python", "torch", "grpo-local"} <= set(found.versions)
     assert (found.variables, len(found.code_digest)) == ({"NCCL_ALGO": "Ring"}, 12)
 
 

@@ -1,0 +1,5 @@
+"""`grpo init`: a folder of one's own to train from. `files/` is what it may write: a script, and links to configs/ and
+launch/, which a wheel holds as files.
+
+`cli` alone imports it, and it imports no other room.
+"""

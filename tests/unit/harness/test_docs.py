@@ -1,0 +1,64 @@
+"""`make docs`: the site builds without a warning, and its page of options says what the code says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+
+from grpo import GRPOConfig
+
+pytest.importorskip("material", reason="the site needs mkdocs-material, which `make install` brings")
+
+from tools import options_page
+from tools.options_page import REFUSED, page, refusal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, list[str]]:
+    """Cells of each row by the name in its first cell."""
+    rows = [line.strip("| ").split(" | ") for line in page().splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in rows}
+
+
+def test_every_field_of_ours_is_there_with_its_default(options: dict[str, list[str]]) -> None:
+    ours = GRPOConfig.__dataclass_fields__.keys() - trl.GRPOConfig.__dataclass_fields__.keys()
+    assert ours <= options.keys()
+    assert options["generation_lookahead"][0] == "`0`"
+    assert options["vllm_start_timeout"][0] == "`600`"
+    assert options["vllm_sync_backend"][0] == "`'auto'`"
+    assert all(len(cells[-1]) > 10 for name, cells in options.items() if name in ours)
+
+
+def test_fields_that_are_declared_again_are_shown_beside_trls(options: dict[str, list[str]]) -> None:
+    assert options["use_vllm"][:2] == ["`True`", "`False`"]
+    assert options["vllm_mode"][0] == "`'local'`"
+    changed = {
+        name
+        for name, field in trl.GRPOConfig.__dataclass_fields__.items()
+        if GRPOConfig.__dataclass_fields__[name].default != field.default
+    }
+    assert changed <= options.keys()
+
+
+def test_what_is_refused_says_so_in_the_errors_own_words(options: dict[str, list[str]]) -> None:
+    for name in REFUSED:
+        assert name in options[name][-1]
+    with pytest.raises(ValueError, match="not refused any more"):
+        refusal("vllm_mode", "local")
+
+
+def test_a_bar_does_not_end_a_cell() -> None:
+    assert options_page.table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    written = (tmp_path / "site" / "options.html").read_text()
+    assert "generation_lookahead" in written
+    assert (tmp_path / "site" / "architecture.html").exists()

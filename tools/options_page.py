@@ -1,0 +1,93 @@
+"""The page of options, from `GRPOConfig` itself: a hook of mkdocs, which writes docs/options.md into the site alone."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import trl
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from grpo.config import OWN_ENGINE_KEYS, GRPOConfig
+
+PAGE = "options.md"
+OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+
+# TRL's settings that local mode refuses, as users write them. What the page says of them is the error's own text.
+REFUSED: dict[str, Any] = {
+    "vllm_server_base_url": "http://node0:8000",
+    "vllm_server_host": "node0",
+    "vllm_server_port": 9000,
+    "vllm_server_timeout": 60.0,
+    "vllm_group_port": 50000,
+    "vllm_enable_sleep_mode": True,
+    "use_transformers_continuous_batching": True,
+    "fsdp": True,
+    "ds3_gather_for_generation": False,
+}
+
+HEAD = """# Options
+
+Every field of `GRPOConfig` is a keyword of it, a flag of `train.py` (`--generation_lookahead 1`) and a key of a YAML
+file. All of TRL's own fields are there; its documentation has them. These tables are made from the code.
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """mkdocs calls this once the files of docs/ are known."""
+    files.append(File.generated(config, PAGE, content=page()))
+    return files
+
+
+def page() -> str:
+    ours = [[f"`{name}`", shown(OURS[name].default), text(OURS[name])] for name in OURS if name not in THEIRS]
+    changed = [
+        [f"`{name}`", shown(OURS[name].default), shown(THEIRS[name].default), text(OURS[name])] for name in overridden()
+    ]
+    refused = [[f"`{name}`", f"`{value!r}`", refusal(name, value)] for name, value in REFUSED.items()]
+    keys = [[f"`{key}`", instead] for key, instead in OWN_ENGINE_KEYS.items()]
+    parts = [
+        HEAD,
+        "## Fields that TRL does not have",
+        table(["field", "default", "meaning"], ours),
+        "## TRL's fields that behave otherwise",
+        table(["field", "default", "in TRL", "meaning"], changed),
+        '## TRL\'s fields that `vllm_mode="local"` refuses',
+        table(["field", "for example", "what it says"], refused),
+        "## Keys that `vllm_engine_kwargs` refuses",
+        table(["key", "set instead"], keys),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def overridden() -> Iterator[str]:
+    """Fields that TRL has and `GRPOConfig` declares again."""
+    return (name for name in GRPOConfig.__annotations__ if name in THEIRS)
+
+
+def refusal(name: str, value: Any) -> str:
+    """What `GRPOConfig` says to it.
+
+    Raises:
+        ValueError: it takes it.
+    """
+    try:
+        GRPOConfig(output_dir="runs/options", report_to="none", bf16=False, use_cpu=True, **{name: value})
+    except ValueError as error:
+        return str(error)
+    raise ValueError(f"{name}={value!r} is not refused any more: take it out of REFUSED in tools/options_page.py")
+
+
+def shown(default: Any) -> str:
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default!r}`"
+
+
+def text(field: "dataclasses.Field[Any]") -> str:
+    return field.metadata["help"]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """In Markdown; a `|` in a cell does not end it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
