@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launching import BIN, ROOT, free_port
+from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension, free_port, metrics_in, tiny_job_script
 
 TOLD_JOB = str(ROOT / "tests" / "jobs" / "told_job.py")
 ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -244,3 +246,39 @@ def test_a_mistake_in_the_script_is_told_once(
     assert lines[-1] == "[grpo] not started again: this would fail again"
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["can_heal"]) == ("failed", False)
+
+
+@pytest.mark.timeout(1200)
+def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Path) -> None:
+    """Real ranks and an engine: the same line goes on where Ctrl-C, and then a SIGTERM, have stopped it."""
+    build_extension()
+    extensions = tmp_path / "torch_extensions"
+    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
+    run, own = tmp_path / "run", tmp_path / "own"
+    script = tiny_job_script(tiny_model, own, config={"max_steps": 100_000})
+    ends = {signal.SIGINT: START_AGAIN, signal.SIGTERM: START_AGAIN, None: DONE}
+    steps = 0
+    for attempt, (asked_by, code) in enumerate(ends.items()):
+        words = ["--ranks-per-node", "2", "--output-dir", str(run), "--resume", "auto", *script]
+        process = nodes.start(0, *words, env={"TORCH_EXTENSIONS_DIR": str(extensions)})
+        while (
+            not (run / "metrics.jsonl").exists() or metrics_in(run)[-1:] == [] or metrics_in(run)[-1]["step"] <= steps
+        ):
+            assert process.poll() is None, nodes.said(0)
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        if asked_by is None:
+            (run / "stop").touch()
+        else:
+            process.send_signal(asked_by)
+        assert process.wait(END_S) == code, nodes.said(0)
+        assert not psutil.wait_procs(children, timeout=30)[1]
+        state = json.loads((run / "run_state.json").read_text())
+        found = (state["state"], state["requeue"], state["attempt"])
+        assert found == ("stopped", code == START_AGAIN, attempt), nodes.said(0)
+        assert state["step"] > steps
+        steps = state["step"]
+        assert f"output_dir is {run} (GRPO_OUTPUT_DIR), not {own}" in nodes.said(0)
+        assert f"stopped after step {steps}" in nodes.said(0).splitlines()[-1]
+    assert [line["step"] for line in metrics_in(run)] == list(range(1, steps + 1))
+    assert not list(run.glob("crashes*"))
