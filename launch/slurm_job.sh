@@ -29,6 +29,9 @@ run_job() {
     options=(--ntasks-per-node=1 --cpus-per-task="$cpus" --mem=0)
     ((gpus == 0)) || options+=(--gpus="$gpus")
 
+    # Slurm counts restarts from the first one on, and the output folder may be another job's: without these names
+    # nobody would look for this stop file, and a crash would be counted under two.
+    export GRPO_JOB=$SLURM_JOB_ID GRPO_ATTEMPT=$attempt
     # The trainer warns when a generation batch and a checkpoint take longer than the signal leaves.
     export GRPO_STOP_LEAD_S=$stop_s
     say "attempt $attempt of job $SLURM_JOB_ID: $SLURM_NNODES nodes, logs in $output_dir/logs"
