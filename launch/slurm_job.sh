@@ -49,6 +49,10 @@ run_job() {
     wait "$step" || status=$?
     rm -f -- "$stop_file"
     say "srun has ended with $status"
+    if ((status == 2)); then # on every node, for srun returns the highest code
+        say "grpo launch did not understand what it was told, or is not installed: $output_dir/logs says more"
+        exit 2
+    fi
 
     status=0
     python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" \
