@@ -27,7 +27,7 @@ from pathlib import Path
 
 from grpo.launch import attempt, command, next_attempt
 from grpo.launch.agent import Ending
-from grpo.run.folder import RunFolder
+from grpo.run.folder import RunFolder, note_run
 
 SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NODELIST")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -134,9 +134,11 @@ class Stub:
             self.launcher = attempt.Attempt(
                 output_dir=self.output_dir, notes=Path(notes), started=started, is_head=self.node == 0, env=os.environ
             )
+            env = {**os.environ, **self.launcher.variables()}
+            note_run(self.output_dir, env)
             run = None
             if self.node == 0:
-                run = RunFolder(self.output_dir, {**os.environ, **self.launcher.variables()})
+                run = RunFolder(self.output_dir, env)
                 run.drop_old_requests()
                 run.update(state="running")
             word = json.loads((self.output_dir / "behaviour.json").read_text())[self.number]
