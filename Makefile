@@ -38,7 +38,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
-	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh launch/k8s/node.sh .ci/run
+	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh .ci/run
 
 docs: install
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -29,6 +29,9 @@ run_job() {
     options=(--ntasks-per-node=1 --cpus-per-task="$cpus" --mem=0)
     ((gpus == 0)) || options+=(--gpus="$gpus")
 
+    # Slurm counts restarts from the first one on, and the output folder may be another job's: without these names
+    # nobody would look for this stop file, and a crash would be counted under two.
+    export GRPO_JOB=$SLURM_JOB_ID GRPO_ATTEMPT=$attempt
     # The trainer warns when a generation batch and a checkpoint take longer than the signal leaves.
     export GRPO_STOP_LEAD_S=$stop_s
     say "attempt $attempt of job $SLURM_JOB_ID: $SLURM_NNODES nodes, logs in $output_dir/logs"
@@ -46,6 +49,10 @@ run_job() {
     wait "$step" || status=$?
     rm -f -- "$stop_file"
     say "srun has ended with $status"
+    if ((status == 2)); then # on every node, for srun returns the highest code
+        say "grpo launch did not understand what it was told, or is not installed: $output_dir/logs says more"
+        exit 2
+    fi
 
     status=0
     python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" \

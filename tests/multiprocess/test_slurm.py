@@ -15,7 +15,7 @@ from grpo.job.topology import plan_node
 from tests import slurm
 from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
 
-STUB_PROGRAMS = ("accelerate", "torchrun", "grpo")
+STUB = f'#!/bin/sh\nexec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,8 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
     """Slurm's own signal before the time limit, and an exclusive job that has not asked for its GPUs by number."""
     programs, output_dir = tmp_path / "bin", tmp_path / "out"
     programs.mkdir()
-    for name in STUB_PROGRAMS:
-        program = programs / name
-        stub = f'exec {sys.executable} {ROOT}/tests/jobs/stub_launcher.py {name} "$@"'
-        program.write_text("#!/bin/sh\n" + ("exit 0" if name == "grpo" else stub) + "\n")
-        program.chmod(0o755)
+    (programs / "grpo").write_text(STUB)
+    (programs / "grpo").chmod(0o755)
     output_dir.mkdir()
     (output_dir / "behaviour.json").write_text(json.dumps(["wait", "finish"]))
     # Slurm looks at time limits twice a minute, so 30 s before the end of a minute is the next time it looks.
@@ -117,23 +114,18 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
         for attempt in (0, 1)
         for node in (0, 1)
     }
-    for (attempt, _), record in launched.items():
+    for (attempt, node), record in launched.items():
         assert (record["environment"]["GRPO_JOB"], record["environment"]["GRPO_ATTEMPT"]) == (job, str(attempt))
-        assert "two words" in record["arguments"]
-        assert record["usr1"] == "ignored"
-    # Six ranks on each node: as many as the smaller one holds beside an engine. Each sees all GPUs of its node.
-    visible = [launched[0, node]["environment"]["CUDA_VISIBLE_DEVICES"] for node in (0, 1)]
-    assert plan(visible[0], ranks=6, node=0) == (tuple("0123456"), ("6",))
-    assert plan(visible[1], ranks=6, node=1) == (tuple("01234567"), ("6", "7"))
-    arguments = launched[0, 1]["arguments"]
-    assert arguments[arguments.index("--nproc_per_node") + 1] == "6"
+        assert record["arguments"][-3:] == ["train.py", "--run_name", "two words"]
+        # Each sees all GPUs of its node.
+        assert record["environment"]["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3,4,5,6", "0,1,2,3,4,5,6,7")[node]
 
 
 @pytest.mark.timeout(1200)
 def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
-    """The demo on two nodes with an engine each: stopped after three of its six steps, it goes on with the fourth."""
+    """A script that reads no arguments, on two nodes with an engine each: stopped after three of its six steps, it goes
+    on with the fourth, in the folder that the template says."""
     output_dir, extensions = tmp_path / "out", tmp_path / "torch_extensions"
-    shutil.copytree(demo_model, output_dir / "model")
     build_extension()
     shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     job = submit(
@@ -141,10 +133,11 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         "train.sbatch",
         output_dir,
         [BIN],
-        *("--max_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "100"),
-        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),  # an engine that is ready soon
+        "tests/jobs/no_arguments_job.py",
         options=["--partition=cpu", "--nodes=2", "--time=30"],
+        MODEL=str(demo_model),
         GRPO_CONFIG_FILE="configs/cpu.yaml",
+        GRPO_RANKS_PER_NODE="1",
         TORCH_EXTENSIONS_DIR=str(extensions),
         CUDA_VISIBLE_DEVICES="",
     )
@@ -166,6 +159,8 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
     state = json.loads((output_dir / "run_state.json").read_text())
     assert (state["state"], state["step"], state["attempt"], state["job"]) == ("finished", 6, 1, job), said
     assert logged_steps() == [1, 2, 3, 4, 5, 6], said
+    assert list(output_dir.glob("*.safetensors")), "the model at the end"
+    assert not (ROOT / "runs" / "hard-coded").exists(), "what the script says"
     logs = output_dir / "logs"
     for attempt in (0, 1):
         for node in (0, 1):

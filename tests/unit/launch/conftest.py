@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
 from tests.unit.launch.machine import PROGRAMS, Machine
 
 
@@ -33,21 +32,3 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(tmp_path, env)
     yield machine
     machine.end()
-
-
-# A torch that is built for GPUs and sees none.
-BUILT_FOR_GPUS = """
-import sys
-if "grpo.job.devices" in sys.orig_argv:
-    import torch
-    torch.version.cuda = "12.9"
-"""
-
-
-@pytest.fixture
-def built_for_gpus(machine: Machine) -> Machine:
-    site = machine.folder / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(BUILT_FOR_GPUS)
-    machine.env |= {"REAL_TORCH": "yes", "PYTHONPATH": f"{site}:{ROOT}"}
-    return machine

@@ -1,4 +1,4 @@
-"""A machine for the scripts in launch/: a stub in the launcher's place, and a few lines of shell in Slurm's."""
+"""A machine for the scripts in launch/: a stub in the place of `grpo`, and a few lines of shell in Slurm's."""
 
 import contextlib
 import json
@@ -15,19 +15,19 @@ from tests.launching import ROOT
 LAUNCH = ROOT / "launch"
 DONE, FAILED, START_AGAIN = 0, 1, 85
 
-STUB = f'exec {sys.executable} {ROOT}/tests/jobs/stub_launcher.py "$(basename "$0")" "$@"\n'
+STUB = f'exec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 
-# As srun: one copy of the command per node, side by side. It hands out GPUs only to steps that ask for them, and ends
-# the others when one fails if it is told to.
+# As srun: one copy of the command per node, side by side; the highest exit code of all. It hands out GPUs only to steps
+# that ask for them, and some time after the first has ended it ends the others: seconds here for the script's minutes.
 SRUN = r"""
 set -m # process groups
-output=/dev/stdout gpus= ends=
+gpus=
 while [[ $1 == --* ]]; do
     echo "$1" >>"$FAKE/srun_options"
     case $1 in
     --output=*) output=${1#*=} ;;
     --gpus=*) gpus=${1#*=} ;;
-    --kill-on-bad-exit=1) ends=yes ;;
+    --wait=*) patience_s=$((${1#*=} / 60)) ;;
     esac
     shift
 done
@@ -36,24 +36,25 @@ pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do
     unset CUDA_VISIBLE_DEVICES
     [[ -z $gpus ]] || export CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((per_node[node] - 1)))
-    if [[ $output == /dev/stdout ]]; then
-        SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" &
-    else
-        SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" >"${output//%n/$node}" 2>&1 &
-    fi
+    SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" >"${output//%n/$node}" 2>&1 &
     pids+=($!)
 done
-status=0
+status=0 killer=
 for pid in "${pids[@]}"; do
-    wait -n || { status=$?; [[ -z $ends ]] || kill -KILL -- "${pids[@]/#/-}" 2>/dev/null; }
+    code=0
+    wait -n "${pids[@]}" || code=$?
+    ((code <= status)) || status=$code
+    if [[ -z $killer ]]; then
+        { /bin/sleep "$patience_s"; kill -KILL -- "${pids[@]/#/-}"; } 2>/dev/null &
+        killer=$!
+    fi
 done
+kill -- "-$killer"
 exit $status
 """
 
 SCONTROL = r"""
 case "$1 $2 $3" in
-"show hostnames "*) for ((node = 0; node < SLURM_NNODES; node++)); do echo "n$node"; done ;;
-"show node n0") echo "NodeName=n0 Arch=x86_64"; echo "   NodeAddr=192.0.2.7 NodeHostName=n0 Version=1" ;;
 "show job --details")
     total=0; for count in $FAKE_GPUS; do ((total += count)) || true; done
     echo "JobId=$4 JobName=grpo"; ((total == 0)) || echo "   JOB_GRES=gpu:h100:$total,shard:3" ;;
@@ -63,38 +64,20 @@ case "$1 $2 $3" in
 esac
 """
 
-# What torch says is made up, because it takes seconds to load, unless a test wants the real one.
-PYTHON = f"""
-if [[ "$*" == "-m grpo.job.devices"* && -z ${{REAL_TORCH:-}} ]]; then
-    if [[ ${{FAKE_TORCH:-}} == waits ]]; then
-        touch "$FAKE/out/asking_torch"
-        until [[ -e $FAKE/torch_answers ]]; do /bin/sleep 0.02; done
-    fi
-    echo "${{FAKE_TORCH:-0}}"
-else
-    exec {sys.executable} "$@"
-fi
+# The GPUs that a driver shows: none, or it hangs until the test lets it go on.
+NVIDIA_SMI = """
+[[ -n ${FAKE_SMI_WAITS:-} ]] || exit 9
+mkdir -p "$FAKE/out"
+touch "$FAKE/out/asking_for_gpus"
+until [[ -e $FAKE/answer ]]; do /bin/sleep 0.02; done
 """
 
 PROGRAMS = {
     "srun": SRUN,
     "scontrol": SCONTROL,
-    "grpo": """
-echo "$*" >>"$FAKE/doctor"
-if [[ ${FAKE_DOCTOR:-0} == waits ]]; then
-    trap 'exit 143' TERM
-    touch "$FAKE/out/examining"
-    while :; do /bin/sleep 0.05; done
-fi
-exit "${FAKE_DOCTOR:-0}"
-""",
-    "accelerate": STUB,
-    "torchrun": STUB,
-    "python": PYTHON,
-    "sleep": "exec /bin/sleep 0.1",
-    "nvidia-smi": 'exit "${FAKE_SMI:-9}"',
-    # Names of nodes do not resolve, those of pods do.
-    "getent": '[[ $2 == *.* ]] && echo "$2" >>"$FAKE/resolved"',
+    "grpo": STUB,
+    "python": f'exec {sys.executable} "$@"\n',
+    "nvidia-smi": NVIDIA_SMI,
 }
 
 
@@ -133,12 +116,12 @@ class Machine:
         output, _ = process.communicate(timeout=300)
         return process.returncode, output
 
-    def wait_for(self, name: str) -> Path:
-        deadline = time.monotonic() + 30
-        while not (path := self.output_dir / name).exists():
-            assert time.monotonic() < deadline, f"no {name}"
+    def wait_for(self, name: str, text: str = "") -> None:
+        """Until the output folder has this file, with this text in it."""
+        path, deadline = self.output_dir / name, time.monotonic() + 60
+        while not path.exists() or text not in path.read_text():
+            assert time.monotonic() < deadline, f"no {name} with {text!r}"
             time.sleep(0.02)
-        return path
 
     def end(self) -> None:
         """Kill what a failed test has left running."""

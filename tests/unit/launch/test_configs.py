@@ -1,6 +1,8 @@
 """Every file in configs/ is read by the code that users run it with."""
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from grpo import GRPOConfig
 from grpo.job.launch import Launch
 from grpo.job.topology import plan_node
+from grpo.launch import line
+from grpo.launch.line import Rendezvous
+from grpo.plan.job import read_launcher
 from grpo.recipes.arguments import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
 from tests.launching import free_port
 
@@ -46,7 +51,7 @@ def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     monkeypatch.setattr(
         launch, "deepspeed_launcher", lambda args: environments.append(prepare_deepspeed_cmd_env(args)[1])
     )
-    options = ["--config_file", str(file), "--main_process_ip", "127.0.0.1"]
+    options = ["--config_file", str(file), "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     options += ["--main_process_port", str(free_port()), "train.py"]  # its default may be another job's
     launch.launch_command(launch.launch_command_parser().parse_args(options))
     return environments[0]
@@ -99,6 +104,45 @@ def test_the_layout_is_one_that_a_node_accepts(name: str):
     )
     assert topology.reserved_devices == tuple(str(i) for i in range(gpus - reserved, gpus))
     assert topology.num_engines == 1
+
+
+MULTI_NODE = [name for name, layout in LAYOUTS.items() if layout[0] > 1]
+WHAT_TO_DO = "use grpo launch, or give --machine_rank K --main_process_ip HEAD"
+
+
+def accelerate_launch(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("name", MULTI_NODE)
+def test_a_launcher_that_is_not_told_which_node_it_is_on_says_what_to_do(name: str):
+    done = accelerate_launch("--config_file", f"configs/{name}", "train.py")
+    assert done.returncode != 0
+    assert WHAT_TO_DO in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_flags_win_over_what_the_file_says_to_do(tmp_path: Path):
+    script = tmp_path / "show.py"
+    script.write_text("import os; print(*(os.environ[n] for n in ('RANK', 'MASTER_ADDR', 'WORLD_SIZE')), flush=True)")
+    flags = ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    alone = ["--num_machines", "1", "--num_processes", "1"]
+    done = accelerate_launch("--config_file", "configs/4node.yaml", *flags, *alone, str(script))
+    assert (done.returncode, done.stdout.split()[-3:]) == (0, ["0", "127.0.0.1", "1"]), done.stderr
+
+
+@pytest.mark.parametrize("name", MULTI_NODE)
+def test_what_the_file_says_to_do_is_no_value_to_be_replaced(name: str):
+    machines, gpus, reserved, *_ = LAYOUTS[name]
+    at = Rendezvous(num_nodes=machines, node_rank=1, head_address="n1", port=29500, ranks_per_node=gpus - reserved)
+    assert line.replaced(yaml.safe_load((CONFIGS / name).read_text()), at) == []
+
+
+@pytest.mark.parametrize("name", MULTI_NODE)
+def test_grpo_plan_reads_it(name: str):
+    machines, *_, processes = LAYOUTS[name]
+    planned = read_launcher(str(CONFIGS / name), None, None)
+    assert (planned.num_machines, planned.num_processes) == (machines, processes)
 
 
 @pytest.mark.usefixtures("no_deepspeed_left")

@@ -7,12 +7,12 @@ import pytest
 
 from tests.unit.launch.machine import LAUNCH
 
-SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "slurm_job.sh", "local_2node.sh", "k8s/node.sh")
+SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "slurm_job.sh", "local_2node.sh")
 
 
 def test_every_script_is_tested() -> None:
     files = {str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert files == {*SCRIPTS, "next_attempt.py", "k8s/job.yaml"}
+    assert files == {*SCRIPTS, "k8s/job.yaml"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -1,4 +1,4 @@
-"""The Slurm templates, and what follows an attempt, which all scripts leave to next_attempt.py."""
+"""The Slurm templates: what `grpo launch` is given on each node, and what follows its end."""
 
 import re
 import signal
@@ -30,103 +30,73 @@ def test_slurm_reads_the_header(template: str) -> None:
 def test_the_templates_differ_in_the_launcher_alone() -> None:
     def rest(template: str) -> str:
         text = (LAUNCH / template).read_text()
-        text = text[: text.index("train_on_each_node")] + text[text.index("finish_attempt") :]
         text = text.replace(template, "TEMPLATE").replace("`accelerate launch`", "`torchrun`")
-        return re.sub(r" +", " ", re.sub(r"^config_file=.*\n", "", text, flags=re.MULTILINE))
+        return re.sub(r" +", " ", re.sub(r"^(config_file|launcher)=.*\n", "", text, flags=re.MULTILINE))
 
     assert rest("train.sbatch") == rest("train_torchrun.sbatch")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_the_ranks_are_given(template: str, machine: Machine) -> None:
+def test_what_every_node_is_given(template: str, machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run(template, "--run_name", "two words", "--max_steps=5", FAKE_GPUS="8 7")
     assert code == DONE, output
-    # 7 GPUs on the smaller node, of which one is reserved: 6 ranks on both.
     for node in (0, 1):
         launched = machine.launched(node)
         arguments = launched["arguments"]
-        assert launched["name"] == LAUNCHER[template]
+        script = arguments.index("train.py")
+        assert arguments[script:] == ["train.py", "--run_name", "two words", "--max_steps=5"]
+        own = arguments[:script]
+        assert "--doctor" in own
+        flags = ("launcher", "output-dir", "resume", "max-crashes", "stop-s")
+        given = [LAUNCHER[template], str(machine.output_dir), "auto", "3", "600"]
+        assert [option(own, f"--{flag}") for flag in flags] == given
+        assert "--ranks-per-node" not in own, "grpo launch counts the GPUs"
         if template == "train.sbatch":
-            assert arguments[0] == "launch"
-            flags = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
-            assert [option(arguments, f"--{flag}") for flag in flags] == ["2", "12", str(node), "192.0.2.7", "13456"]
-            assert option(arguments, "--deepspeed_multinode_launcher") == "standard"
-            assert (ROOT / option(arguments, "--config_file")).exists()
+            assert "--config_file" not in own, "without one grpo launch takes ZeRO-3"
         else:
-            flags = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
-            assert [option(arguments, f"--{flag}") for flag in flags] == ["2", "6", str(node), "192.0.2.7", "13456"]
-            assert (ROOT / option(arguments, "--deepspeed")).exists()
-        script = arguments[arguments.index("train.py") :]
-        assert option(script, "--resume") == "auto"
-        assert option(script, "--output_dir") == str(machine.output_dir)
-        assert [word for word in script if "two words" in word or "max_steps" in word] == ["two words", "--max_steps=5"]
-        assert launched["usr1"] == "ignored"
+            assert (ROOT / option(own, "--config_file")).exists()
         environment = launched["environment"]
         assert (environment["GRPO_JOB"], environment["GRPO_ATTEMPT"]) == ("123456", "0")
-        assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"
-        assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(8 - node)))
+        assert environment["GRPO_STOP_LEAD_S"] == "600"
+        assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(8 - node))), "all of the node's"
         log = machine.output_dir / "logs" / f"train-node{node}.job-123456.attempt-0.log"
-        assert log.read_text() == f"{LAUNCHER[template]} on node {node}, attempt 0\n"
-    config_file = "configs/4node.yaml" if template == "train.sbatch" else "configs/zero3.json"
-    assert (
-        machine.lines("doctor")
-        == [
-            f"doctor --head 192.0.2.7 --port 13456 --output-dir {machine.output_dir} --config_file {config_file} "
-            "-- --run_name two words --max_steps=5"
-        ]
-        * 2
-    )
-    options = set(machine.lines("srun_options"))
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus=15"} <= options
+        assert log.read_text().startswith(f"stub on node {node}, attempt 0: finish\n[grpo] ")
+    options = {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--mem=0", "--gpus=15"}
+    assert options <= set(machine.lines("srun_options"))
+    assert "--kill-on-bad-exit=0" in machine.lines("srun_options"), "rank 0 may still be writing"
 
 
-@pytest.mark.parametrize(("ranks", "processes"), [("1", "2"), ("3", "6")])
-def test_ranks_of_nodes_without_gpus(ranks: str, processes: str, machine: Machine) -> None:
+def test_a_script_of_ones_own(machine: Machine) -> None:
     machine.behave("finish")
-    code, output = machine.run("train.sbatch", FAKE_GPUS="", GRPO_RANKS_PER_CPU_NODE=ranks)
+    code, output = machine.run("train.sbatch", "examples/gsm8k.py", "--config", "x.yaml")
     assert code == DONE, output
-    assert option(machine.launched(1)["arguments"], "--num_processes") == processes
-    assert not [line for line in machine.lines("srun_options") if line.startswith("--gpus")]
+    assert machine.launched(1)["arguments"][-3:] == ["examples/gsm8k.py", "--config", "x.yaml"]
 
 
-def test_a_slurm_that_gives_gpus_only_to_those_who_ask(built_for_gpus: Machine) -> None:
-    machine = built_for_gpus
+def test_what_the_block_of_settings_says(machine: Machine) -> None:
     machine.behave("finish")
-    code, output = machine.run("train.sbatch", FAKE_GPUS="")
-    assert code == FAILED
-    assert output.count("torch is built for CUDA 12.9, but sees no GPU (CUDA_VISIBLE_DEVICES is unset)") == 2, output
-    assert "--gres=gpu:8" in output.splitlines()[-1]
-    assert not machine.lines("doctor")
-    assert not list(machine.output_dir.glob("launched*"))
-    code, output = machine.run("train.sbatch", "--use_cpu", FAKE_GPUS="")
+    settings = {
+        "GRPO_CONFIG_FILE": "configs/1node.yaml",
+        "GRPO_RANKS_PER_NODE": "3",
+        "GRPO_STOP_S": "90",
+        "GRPO_MAX_CRASHES": "5",
+    }
+    code, output = machine.run("train.sbatch", FAKE_GPUS="", **settings)
     assert code == DONE, output
-    assert option(machine.launched(1)["arguments"], "--num_processes") == "2"
+    flags = ("config_file", "ranks-per-node", "stop-s", "max-crashes")
+    arguments = machine.launched(1)["arguments"]
+    assert [option(arguments, f"--{flag}") for flag in flags] == list(settings.values())
+    assert machine.launched(0)["environment"]["GRPO_STOP_LEAD_S"] == "90"
+    assert not [line for line in machine.lines("srun_options") if line.startswith("--gpus")], "there are none"
 
 
-def test_gpus_without_their_driver_s_program_are_counted_by_torch(machine: Machine) -> None:
+def test_a_command_line_that_cannot_be_read_is_not_tried_again(machine: Machine) -> None:
     machine.behave("finish")
-    code, output = machine.run("train.sbatch", FAKE_GPUS="", FAKE_TORCH="8")
-    assert code == DONE, output
-    assert option(machine.launched(1)["arguments"], "--num_processes") == "14"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "arguments", "behaviour", "env", "said"),
-    [
-        pytest.param("8 1", [], "finish", {}, "n1 sees 1 GPUs (n0 sees 8): too few", id="too-few-gpus"),
-        pytest.param("8 8", [], "finish", {"GRPO_RESERVED_GPUS": "8"}, "beside 8 reserved ones", id="all-reserved"),
-        pytest.param("8 8", ["--output_dir=x"], "finish", {}, "GRPO_OUTPUT_DIR instead", id="output-dir-elsewhere"),
-        pytest.param("8 8", [], "finish", {"FAKE_DOCTOR": "1"}, "grpo doctor found nodes", id="doctor-says-no"),
-    ],
-)
-def test_what_keeps_a_job_from_starting(
-    gpus: str, arguments: list[str], behaviour: str, env: dict[str, str], said: str, machine: Machine
-) -> None:
-    machine.behave(behaviour)
-    code, output = machine.run("train.sbatch", *arguments, FAKE_GPUS=gpus, **env)
-    assert (code, said in output) == (FAILED, True), output
-    assert not list(machine.output_dir.glob("launched*"))
+    code, output = machine.run("train.sbatch", "no_such_script.py")
+    log = machine.output_dir / "logs" / "train-node0.job-123456.attempt-0.log"
+    assert "no_such_script.py" in log.read_text()
+    assert (code, str(log.parent) in output) == (2, True), output
     assert not machine.lines("requeued")
 
 
@@ -163,11 +133,21 @@ def test_the_signal_before_the_time_is_up(machine: Machine) -> None:
     job = machine.start("train.sbatch")
     machine.wait_for("launched.0.1.json")
     job.send_signal(signal.SIGUSR1)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == DONE, output
     assert "stopped after step 3 to go on later" in output
     assert machine.lines("requeued") == ["requeue"]
     assert not list(machine.output_dir.glob("stop*")), "answered"
+
+
+def test_the_signal_to_a_job_that_goes_on_in_the_folder_of_another(machine: Machine) -> None:
+    machine.behave("finish", "wait")
+    assert machine.run("train.sbatch", SLURM_JOB_ID="123455")[0] == DONE
+    job = machine.start("train.sbatch")
+    machine.wait_for("launched.1.1.json")
+    job.send_signal(signal.SIGUSR1)
+    output, _ = job.communicate(timeout=60)
+    assert (job.returncode, "stopped after step 3 to go on later" in output) == (DONE, True), output
 
 
 def test_a_person_stops_the_job(machine: Machine) -> None:
@@ -175,9 +155,10 @@ def test_a_person_stops_the_job(machine: Machine) -> None:
     job = machine.start("train.sbatch")
     machine.wait_for("launched.0.1.json")
     (machine.output_dir / "stop").touch()
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert (job.returncode, machine.lines("requeued")) == (DONE, []), output
     # ... or while it waits in the queue.
+    (machine.output_dir / "stop").touch()
     code, output = machine.run("train.sbatch", SLURM_RESTART_COUNT="1")
     assert (code, "not training" in output) == (DONE, True), output
     assert not (machine.output_dir / "launched.1.0.json").exists()
