@@ -81,7 +81,9 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ending", "code", "recorded"), [("2", 2, True), ("0", 0, False), ("", 0, False)])
 def test_a_program_that_ends_itself(ending: str, code: int, recorded: bool, tmp_path: Path) -> None:
     body = f"with telling_mistakes(sys.path[0] + '/out'):\n    sys.exit({ending})\n"
-    assert run(tmp_path, body) == (code, "", {})
+    found_code, errors, record = run(tmp_path, body)
+    assert (found_code, errors) == (code, ""), "argparse has said why"
+    assert bool(record) == recorded, "a launcher leaves its own noise out"
     assert (read_run_state(tmp_path / "out") is not None) == recorded
 
 
