@@ -41,7 +41,7 @@ lint: install
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh .ci/run
 
 docs: install
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
 
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.

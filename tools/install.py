@@ -91,7 +91,7 @@ def choose_installer(python: str, wanted: str) -> Command:
     program = None if wanted == "pip" else find_uv(python)
     if program is None and wanted == "uv":
         raise ValueError("uv cannot be had: pip does not find it, and none is on the PATH; INSTALLER=pip does without")
-    # Compiled at once, on all cores, or the first job's ranks do it while they wait for each other.
+    # Compiled at once, on all cores: each process of the first job would do it else, which doubles its imports.
     return pip(python) if program is None else uv(python, program, "install", "--compile-bytecode")
 
 

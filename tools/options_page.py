@@ -27,6 +27,9 @@ REFUSED: dict[str, Any] = {
     "ds3_gather_for_generation": False,
 }
 
+# What has to fit a machine without a GPU, and would be warned of.
+_QUIET: dict[str, Any] = {"report_to": "none", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+
 HEAD = """# Options
 
 Every field of `GRPOConfig` is a keyword of it, a flag of `train.py` (`--generation_lookahead 1`) and a key of a YAML
@@ -73,7 +76,7 @@ def refusal(name: str, value: Any) -> str:
         ValueError: it takes it.
     """
     try:
-        GRPOConfig(output_dir="runs/options", report_to="none", bf16=False, use_cpu=True, **{name: value})
+        GRPOConfig(output_dir="runs/options", **_QUIET, **{name: value})
     except ValueError as error:
         return str(error)
     raise ValueError(f"{name}={value!r} is not refused any more: take it out of REFUSED in tools/options_page.py")
