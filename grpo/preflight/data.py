@@ -69,32 +69,33 @@ def first_row(dataset: Any, setting: str) -> dict[str, Any]:
     return row
 
 
-def check_prompt(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> None:
-    """That the first prompt becomes tokens, of which there are not too many.
+def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list[int]:
+    """The first prompt as tokens, of which there are not too many.
 
     Raises:
         ValueError: no chat template for a conversation, or a prompt that leaves no room for a completion.
     """
     prompt, limit = row["prompt"], args.vllm_max_model_length
-    if is_conversational({"prompt": prompt}):
-        kwargs = args.chat_template_kwargs or {}
-        if not (tokenizer.chat_template or kwargs.get("chat_template")):
-            raise ValueError(
-                f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template: "
-                "take an instruct model, make the prompts plain text (without --system_prompt), or give a tokenizer "
-                "with a template as processing_class"
-            )
-        try:
+    is_chat, kwargs = is_conversational({"prompt": prompt}), args.chat_template_kwargs or {}
+    if is_chat and not (tokenizer.chat_template or kwargs.get("chat_template")):
+        raise ValueError(
+            f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template: take "
+            "an instruct model, make the prompts plain text (without --system_prompt), or give a tokenizer with a "
+            "template as processing_class"
+        )
+    try:
+        if is_chat:
             ids = tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
             )
-        except Exception as error:
-            raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} does not take the first prompt, {_shown(prompt)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    else:
-        ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+    except Exception as error:
+        what = "the chat template" if is_chat else "the tokenizer"
+        raise ValueError(
+            f"{what} of {tokenizer.name_or_path} does not take the first prompt, {_shown(prompt)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not ids:
         raise ValueError(
             f"the first prompt, {_shown(prompt)}, becomes no tokens: is {tokenizer.name_or_path} the right tokenizer?"
@@ -105,6 +106,7 @@ def check_prompt(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> No
             f"{limit}: set vllm_max_model_length to {len(ids) + args.max_completion_length} or more (the longest "
             "prompt + max_completion_length)"
         )
+    return ids
 
 
 def _is_conversation(prompt: Any) -> bool:

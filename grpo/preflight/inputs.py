@@ -9,7 +9,7 @@ from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
 from grpo.job.mistakes import is_mistake
-from grpo.preflight.data import check_columns, check_enough_rows, check_prompt, first_row
+from grpo.preflight.data import check_columns, check_enough_rows, first_row, prompt_ids
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
 from grpo.preflight.rewards import check_reward_list, try_rewards
 
@@ -26,6 +26,11 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
     check_reward_list(inputs["reward_funcs"], args)
     if inputs["train_dataset"] is None:
         raise ValueError("train_dataset is None: give the trainer a data set with a column 'prompt'")
+    if isinstance(inputs["train_dataset"], Mapping):
+        splits = ", ".join(map(repr, inputs["train_dataset"]))
+        raise ValueError(
+            f"train_dataset has the splits {splits}: give the trainer one of them, such as dataset['train']"
+        )
     check_columns(inputs["train_dataset"], "train_dataset")
     check_enough_rows(inputs["train_dataset"], args)
     if inputs["eval_dataset"] is not None:
@@ -51,8 +56,8 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
         check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)
     row = first_row(inputs["train_dataset"], "train_dataset")
     tokenizer = inputs["processing_class"] or _tokenizer(inputs["model"], args, revision)
-    check_prompt(row, tokenizer, args)
-    return try_rewards(inputs["reward_funcs"], row, tokenizer, args) if args.check_rewards else None
+    ids = prompt_ids(row, tokenizer, args)
+    return try_rewards(inputs["reward_funcs"], row, ids, args) if args.check_rewards else None
 
 
 def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:

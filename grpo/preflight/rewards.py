@@ -6,8 +6,9 @@ import functools
 import inspect
 import signal
 import threading
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -52,12 +53,15 @@ def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
 
 
 def try_rewards(
-    reward_funcs: Any, row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig
+    reward_funcs: Any, row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfig
 ) -> asyncio.AbstractEventLoop | None:
     """Call every function on a group of `num_generations` made-up completions of `row`; reward models are left out.
 
     In the main thread, where functions may set alarms; each has `DEADLINE_S`, after which a warning says that it was
     not checked to its end.
+
+    Args:
+        token_ids: any that the model knows; the made-up completions have some of them, and a text beside.
 
     Returns:
         The event loop, still running, in which functions that are `async` ran: what they keep belongs to it; or None.
@@ -66,7 +70,7 @@ def try_rewards(
         ValueError: a function takes other arguments, raises, or returns what are no rewards; names the user's line.
     """
     count, loop = args.num_generations, None
-    call = _arguments(row, tokenizer, args)
+    call = _arguments(row, token_ids, args)
     for func in _listed(reward_funcs):
         if isinstance(func, (str, nn.Module)):
             continue
@@ -93,7 +97,7 @@ def _listed(reward_funcs: Any) -> list[Any]:
     )
 
 
-def _arguments(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> dict[str, Any]:
+def _arguments(row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfig) -> dict[str, Any]:
     """As TRL 1.16 passes them (`_calculate_rewards`)."""
     count = args.num_generations
     texts = [_TEXTS[index % len(_TEXTS)] for index in range(count)]
@@ -102,7 +106,7 @@ def _arguments(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> dict
     return {
         "prompts": [row["prompt"]] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
-        "completion_ids": [tokenizer(text)["input_ids"] or [0] for text in texts],
+        "completion_ids": [list(token_ids[: min(1 + index, args.max_completion_length)]) for index in range(count)],
         **{
             name: [value] * count
             for name, value in columns.items()
@@ -132,8 +136,8 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     except Exception as error:
         raise ValueError(
             f"reward function {_name(func)} raised {type(error).__name__}: {reason_of(error)}\n"
-            f"  in {users_frame(error) or _name(func)}\n"
-            f"  tried before training on completions such as {call['completions'][0]!r}; {_OUTSIDE}"
+            f"  in {users_frame(error) or _innermost(error)}\n"
+            f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error
 
 
@@ -196,6 +200,11 @@ def _interrupted_after(timeout_s: float) -> Iterator[None]:
             timer.join()  # a signal that is under way arrives before the handler goes
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def _innermost(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import CONFIG_MAPPING
 
 from grpo import GRPOTrainer
+from grpo.recipes.demo import RECIPE, build_demo_tokenizer
 from grpo.recipes.script import main
 from grpo.run.folder import read_run_state
 from grpo.run.telling import MAX_LINES
+from tests.launching import BIN, ROOT, free_port
 from tests.tiny_models import save_tiny_model
 
 DEADLINE_S = 240  # on a busy machine; most of it is imports
@@ -132,6 +136,7 @@ MISTAKES = {
     "no rewards returned": Mistake(**reward("pass"), says=("returned None", "a list of 4 numbers")),
     "words for rewards": Mistake(**reward("return ['good' for _ in completions]"), says=("'good' (str)", "numbers")),
     "an asynchronous reward that raises": Mistake(**reward("raise OSError('no judge')", "async def score(completions, **kwargs):"), says=("OSError: no judge", "mine.py:2")),
+    "a reward for conversations": Mistake(settings={"reward_funcs": ["accuracy_reward"]}, flags=("--dataset_columns", '{"answer": "solution"}'), says=("accuracy_reward", "TypeError", "'The answer is 42.' (as the prompts are)")),
     "more weights than rewards": Mistake(settings={"reward_weights": [0.5, 0.5]}, says=("reward_weights has 2", "1 reward functions")),
     # numbers
     "groups that do not divide": Mistake(settings={"per_device_train_batch_size": 3}, says=("generation_batch_size (3)", "per_device_train_batch_size to 4, or num_generations to 3")),
@@ -213,3 +218,100 @@ def test_a_mistake_is_told_in_a_few_lines(
     errors = capfd.readouterr().err
     assert "an engine was started" not in str(caught.value)
     expect_told(mistake, errors, tmp_path)
+
+
+def processes(command: list[str], folder: Path, mistake: Mistake) -> tuple[int, str]:
+    """Exit code and output of a start as users start it."""
+    started = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **mistake.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    return started.returncode, started.stdout
+
+
+@pytest.mark.parametrize("case", ["no such file", "a misspelt flag", "a hub model offline", "a reward that raises"])
+def test_a_process_ends_with_the_message_alone(case: str, right_task: Path, tmp_path: Path) -> None:
+    mistake = MISTAKES[case]
+    argv = write(mistake, right_task, tmp_path)
+    code, output = processes([sys.executable, str(ROOT / "train.py"), *argv], tmp_path, mistake)
+    assert code == 1, output
+    assert "Traceback" not in output
+    assert output.count("[grpo] ") == 1, output
+    expect_told(mistake, output, tmp_path)
+    assert not (tmp_path / "out" / "logs").exists(), "no engine was started"
+
+
+@pytest.mark.parametrize("case", ["an abbreviated flag", "a reward that raises"])
+def test_of_two_ranks_one_tells(case: str, right_task: Path, tmp_path: Path) -> None:
+    """Before there is a group every rank finds it; after that rank 0 alone does, and the other one raises the same."""
+    mistake = MISTAKES[case]
+    argv = write(mistake, right_task, tmp_path)
+    launch = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
+    code, output = processes([*launch, str(ROOT / "train.py"), *argv], tmp_path, mistake)
+    assert code == 1, output
+    assert output.count("[grpo] ") == 1, output
+    ranks, _, summary = output.partition("ChildFailedError")
+    told = ranks[ranks.index("[grpo] ") :].partition("torch/distributed")[0]
+    assert "<N/A>" not in summary, "torchrun shows what the ranks have said"
+    for part in mistake.says:
+        assert part in told
+        assert part in summary
+    state = read_run_state(tmp_path / "out")
+    assert state is not None
+    assert (state.state, state.can_heal) == ("failed", False)
+    assert not (tmp_path / "out" / "logs").exists(), "no engine was started"
+
+
+# What is right, with all that the checks look at: it ends only where an engine would start.
+RIGHT = {
+    "the task": Mistake(says=()),
+    "the demo": Mistake(settings=dict.fromkeys(SETTINGS) | {"output_dir": "out", "use_cpu": True}, says=()),
+    "TRL's rewards": Mistake(settings={"model_name_or_path": "chat", "reward_funcs": ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]}, flags=("--dataset_columns", '{"answer": "solution"}', "--system_prompt", "Think."), says=()),
+    "no reward for some": Mistake(**reward("return [None, 1, True, 0.5]"), says=()),
+    "a tensor of rewards": Mistake(**reward("import torch; return torch.zeros(len(completions))"), says=()),
+    "an array of rewards": Mistake(**reward("import numpy; return numpy.zeros(len(completions))"), says=()),
+    "an asynchronous reward": Mistake(**reward("return [0.0] * len(completions)", "async def score(completions, **kwargs):"), says=()),
+    "a reward that logs": Mistake(**reward("log_extra('a', ['b'] * 4); log_metric('c', 1.0); return [trainer_state.global_step] * 4", "def score(prompts, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):"), says=()),
+    "a reward with an alarm": Mistake(**reward("import signal; signal.alarm(100); signal.alarm(0); return [0.0] * 4"), says=()),
+    "a reward that is not tried": Mistake(**reward("return [trainer.state.global_step]"), flags=("--check_rewards", "False"), says=()),
+    "a reward for a form": Mistake(**reward("return [1 / 0]"), flags=("--vllm_structured_outputs_regex", "[0-9]+"), says=()),
+    "a stream": Mistake(flags=("--dataset_streaming", "True"), says=()),
+    "conversations": Mistake(settings={"model_name_or_path": "chat"}, files=data(*[CHAT] * 9), says=()),
+    "an evaluation": Mistake(settings={"eval_strategy": "steps", "eval_steps": 1, "dataset_test_split": "train", "per_device_eval_batch_size": 4}, says=()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_gets_as_far_as_the_engines(
+    case: str, right_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EngineStartsError(Exception):
+        pass
+
+    def start_engine(*_: object, **__: object) -> None:
+        raise EngineStartsError
+
+    monkeypatch.setattr(GRPOTrainer, "start_engine", start_engine)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    argv = write(RIGHT[case], right_task, tmp_path)
+    if RIGHT[case].settings.get("model_name_or_path") == "chat":
+        save_tiny_model("qwen3-tied", tmp_path / "chat", chat=True)
+    monkeypatch.chdir(tmp_path)
+
+    def demo_model(folder: Path, *, is_local_main: bool) -> Path:
+        folder.mkdir(parents=True)
+        CONFIG_MAPPING["qwen3"](**RECIPE["model"]).save_pretrained(folder)
+        build_demo_tokenizer().save_pretrained(folder)
+        (folder / "model.safetensors").touch()
+        return folder
+
+    with pytest.raises(EngineStartsError):
+        main(argv, demo_model=demo_model)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)

@@ -1,0 +1,140 @@
+"""The trial of reward functions, beyond what `train.py` shows in `test_mistakes.py`: deadlines, loops, signatures."""
+
+import asyncio
+import functools
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from grpo import GRPOConfig
+from grpo.preflight import rewards
+from grpo.preflight.rewards import try_rewards
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+
+
+def tried(func: Any, tmp_path: Path, row: dict[str, Any] = ROW, **settings: Any) -> asyncio.AbstractEventLoop | None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    return try_rewards(func, row, [1, 2, 3], args)
+
+
+def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def score(**kwargs: Any) -> list[float]:
+        seen.update(kwargs)
+        kwargs["log_extra"]("column", ["a"] * 8)
+        kwargs["log_metric"]("name", 1.0)
+        return [0.0] * 8
+
+    tried(score, tmp_path, num_generations=8)
+    assert seen["prompts"] == ["1+1="] * 8
+    assert seen["answer"] == ["2"] * 8
+    assert len(seen["completions"]) == len(seen["completion_ids"]) == 8
+    assert seen["trainer_state"].global_step == 0
+    assert set(seen) == {
+        "prompts", "completions", "completion_ids", "answer", "trainer_state", "log_extra", "log_metric"
+    }  # fmt: skip
+
+
+def test_columns_that_are_removed_do_not_come(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it wants answer, and beside prompt the data set has the columns none"):
+        tried(lambda completions, answer, **kwargs: [0.0] * 8, tmp_path, remove_unused_columns=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_slow_function_is_left_with_a_warning(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "DEADLINE_S", 0.2)
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def slow(**kwargs: Any) -> list[float]:
+        while True:
+            try:
+                threading.Event().wait()
+            except Exception:  # noqa: BLE001  as a judge's client would
+                continue
+
+    async def slow_judge(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(3600)
+        return []
+
+    with pytest.warns(UserWarning, match=r"slow.* has not answered within 0 s for one group of 8 completions"):
+        tried(slow_judge if is_async else slow, tmp_path)
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_function_may_set_alarms_of_its_own(tmp_path: Path) -> None:
+    def score(**kwargs: Any) -> list[float]:
+        class OwnDeadlineError(Exception):
+            pass
+
+        def expire(*_: Any) -> None:
+            raise OwnDeadlineError
+
+        handler = signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(60)
+        except OwnDeadlineError:
+            return [0.0] * 8
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        return []
+
+    tried(score, tmp_path)
+
+
+def test_asynchronous_functions_share_a_loop_that_stays(tmp_path: Path) -> None:
+    loops = []
+
+    async def score(**kwargs: Any) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * 8
+
+    class Judge:
+        async def __call__(self, **kwargs: Any) -> list[float]:
+            loops.append(asyncio.get_running_loop())
+            return [0.0] * 8
+
+    loop = tried([score, Judge()], tmp_path)
+    assert loop is not None
+    assert loops == [loop, loop]
+    assert loop.is_running()
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_an_asynchronous_functions_own_timeout_is_its_error(tmp_path: Path) -> None:
+    async def score(**kwargs: Any) -> list[float]:
+        raise TimeoutError("the judge is away")
+
+    with pytest.raises(ValueError, match="raised TimeoutError: the judge is away"):
+        tried(score, tmp_path)
+
+
+def test_models_are_left_out_and_partials_named(tmp_path: Path) -> None:
+    tried([nn.Linear(1, 1), "some/judge"], tmp_path)
+
+    def score(scale: float) -> list[float]:
+        return [scale]
+
+    with pytest.raises(ValueError, match=r"reward function score \(.*test_rewards.py:\d+\) cannot be called"):
+        tried(functools.partial(score, 2.0), tmp_path)
+
+
+def test_a_callable_without_a_signature_is_called(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reward function dict returned 7 rewards for 8 completions"):
+        tried(dict, tmp_path)
+
+
+def test_chats_get_messages(tmp_path: Path) -> None:
+    def score(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    tried(score, tmp_path, {"prompt": [{"role": "user", "content": "1+1?"}]})
