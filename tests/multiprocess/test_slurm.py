@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,26 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         for node in (0, 1):
             assert (logs / f"train-node{node}.job-{job}.attempt-{attempt}.log").exists(), said
             assert list(logs.glob(f"engine-node{node}-0*attempt-{attempt}*")), said
+
+
+def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """`srun … grpo launch SCRIPT`, for two jobs that share both nodes."""
+    script = ROOT / "tests" / "jobs" / "told_job.py"
+    jobs = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        words = ["srun", "--ntasks-per-node=1", str(BIN / "grpo"), "launch", "--launcher", "torchrun", str(script)]
+        options = ["--partition=cpu", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", f"--job-name={name}"]
+        log = f"--output={tmp_path / name}/slurm.log"
+        wrapped = f"--wrap={shlex.join([*words, str(tmp_path / name)])}"
+        jobs[name] = cluster.submit(*options, log, wrapped, env={"CUDA_VISIBLE_DEVICES": ""})
+    for name, job in jobs.items():
+        ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 240)
+        said = (tmp_path / name / "slurm.log").read_text()
+        assert ended["JobState"] == "COMPLETED", said
+        told = [json.loads((tmp_path / name / f"{rank}.json").read_text())["told"] for rank in (0, 1)]
+        assert [(each["WORLD_SIZE"], each["GROUP_RANK"]) for each in told] == [("2", "0"), ("2", "1")]
+        assert "node 1 of 2: 1 rank per node (no GPU here), head n1 (" in said
 
 
 @pytest.mark.usefixtures("slurm_is_here")
