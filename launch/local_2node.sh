@@ -7,7 +7,7 @@
 #          GRPO_RANKS_PER_NODE=2 launch/local_2node.sh    two ranks per node (one where there is no GPU)
 # follow   tail -F runs/local_2node/logs/*.log
 # stop     Ctrl-C, or kill PID          checkpoint and end with 85: the same command goes on from there
-#          Ctrl-C once more             end now
+#          Ctrl-C once more             end now, with 130
 #          touch runs/local_2node/stop  checkpoint and end with 0
 set -euo pipefail
 set -m # launchers in process groups of their own: Ctrl-C reaches this shell alone

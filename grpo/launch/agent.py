@@ -29,6 +29,8 @@ class Ending:
     """What a rank of this node has told of the user's mistake; None for other failures."""
     rank: int | None = None
     """The one that failed first, of those on this node."""
+    is_interrupted: bool = False
+    """Whether a person has ended it, by SIGINT."""
 
 
 def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool]) -> Ending:
@@ -56,7 +58,7 @@ def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool]) -> Ending
             return Ending(has_succeeded=False, rank=first)
         except SignalException as error:
             print(f"[grpo] ended by {error.sigval.name}", file=sys.stderr, flush=True)
-            return Ending(has_succeeded=False)
+            return Ending(has_succeeded=False, is_interrupted=error.sigval == signal.SIGINT)
 
 
 def _launch(line: Sequence[str]) -> None:

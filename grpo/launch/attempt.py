@@ -53,6 +53,8 @@ class Attempt:
         """The exit code, and one line that says why. On the head it counts a crash."""
         if ending.mistake is not None:
             return next_attempt.FAILED, self._about(ending)
+        if ending.is_interrupted:
+            return next_attempt.INTERRUPTED, "interrupted: what came after the last checkpoint is lost"
         if self.folder is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended"
         folder = self.folder or self.output_dir

@@ -1,7 +1,7 @@
 """`grpo launch`: the same line on every node; the nodes meet, and each becomes its launcher.
 
 Ends with the codes of `grpo.launch.next_attempt`: 0 done, 85 start again, 1 another start would not help; 2 for a
-command line that cannot be read.
+command line that cannot be read, 130 for one that a person has interrupted.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return _meet_and_launch(args, place, script, file, asked, wishes, started)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
-        return 130
+        return next_attempt.INTERRUPTED
 
 
 def _meet_and_launch(

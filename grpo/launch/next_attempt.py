@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED, START_AGAIN = 0, 1, 85
+INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
 ENDED = ("finished", "stopped", "failed")
 

@@ -129,7 +129,7 @@ class Stub:
         for each in SIGNALS:
             signal.signal(each, self.on_signal)
         started = self.meet(arguments, dispositions)
-        has_succeeded = False
+        has_succeeded = is_interrupted = False
         with tempfile.TemporaryDirectory() as notes:
             self.launcher = attempt.Attempt(
                 output_dir=self.output_dir, notes=Path(notes), started=started, is_head=self.node == 0, env=os.environ
@@ -147,9 +147,11 @@ class Stub:
                 has_succeeded = self.behave(word, run, lambda state: state.get("started") == started)
             except Interrupted:
                 print("[grpo] ended by SIGINT", file=sys.stderr)
+                is_interrupted = True
             if run is not None:
                 run.release()
-            code, why = self.launcher.conclude(Ending(has_succeeded=has_succeeded), max_crashes=self.args.max_crashes)
+            ending = Ending(has_succeeded=has_succeeded, is_interrupted=is_interrupted)
+            code, why = self.launcher.conclude(ending, max_crashes=self.args.max_crashes)
         print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
         return code
 

@@ -13,7 +13,7 @@ import psutil
 from tests.launching import ROOT
 
 LAUNCH = ROOT / "launch"
-DONE, FAILED, START_AGAIN = 0, 1, 85
+DONE, FAILED, START_AGAIN, INTERRUPTED = 0, 1, 85, 130
 
 STUB = f'exec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 

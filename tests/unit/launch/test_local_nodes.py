@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.launch.machine import DONE, FAILED, START_AGAIN, Machine, option
+from tests.unit.launch.machine import DONE, FAILED, INTERRUPTED, START_AGAIN, Machine, option
 
 
 def test_local_nodes_share_the_gpus(machine: Machine) -> None:
@@ -89,6 +89,8 @@ def test_interrupting_local_nodes_twice_ends_them(machine: Machine) -> None:
     assert output.count("once more to end now") == 2, output
     for node in (0, 1):
         assert "ended by SIGINT" in (machine.output_dir / "logs" / f"train-node{node}.log").read_text()
+    assert job.returncode == INTERRUPTED, output
+    assert not list(machine.output_dir.glob("crashes*")), "a person's wish is no crash"
     assert time.monotonic() - began < 30, "not by the stub's own patience"
     assert machine.run("local_2node.sh", CUDA_VISIBLE_DEVICES="")[0] == DONE, "the same command goes on"
 
