@@ -1,42 +1,15 @@
 """Which host starts before its engine is known, and which engine takes it. No host runs here."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo.engine import early
 from grpo.engine.environment import engine_environment
+from tests.unit.conftest import MadeUpHost
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-
-
-class MadeUpHost:
-    """Stands where `HostProcess` does."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
-        self.runs = True
-
-    def is_running(self) -> bool:
-        return self.runs
-
-    def close(self) -> None:
-        self.runs = False
-
-
-@pytest.fixture(autouse=True)
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MadeUpHost]]:
-    started: list[MadeUpHost] = []
-
-    def start(environment: dict[str, str]) -> MadeUpHost:
-        started.append(MadeUpHost(environment))
-        return started[-1]
-
-    monkeypatch.setattr(early, "HostProcess", start)
-    yield started
-    early.drop_host()
 
 
 def needed(environment: dict[str, str], *, devices: tuple[str, ...] = (), engines: int = 1) -> dict[str, str]:
