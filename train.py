@@ -3,8 +3,11 @@
 With no model named it runs the demo task, the first thing to run on a new machine or cluster.
 """
 
-from examples.demo_model import ensure_demo_model
-from grpo.recipes.script import main
+from grpo.engine.early import start_host
 
 if __name__ == "__main__":
+    start_host()  # first: it imports vLLM while this process imports the trainer
+    from examples.demo_model import ensure_demo_model
+    from grpo.recipes.script import main
+
     main(demo_model=ensure_demo_model)

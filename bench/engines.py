@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from grpo import GRPOConfig
-from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.client import EngineClient
+from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.engine_settings import EngineModel, engine_args, sampling_settings
 from grpo.job.devices import visible_devices

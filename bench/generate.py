@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bench.engines import START_S, VOCAB_SIZE, config, engine_model, save_model, topology_of
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig
-from grpo.engine.client import engine_environment
+from grpo.engine.environment import engine_environment
 from grpo.engine.lifetime import end_session
 from grpo.engine.starting import StartingEngines
 from grpo.engine_settings import engine_args, engine_spec, sampling_settings

@@ -21,7 +21,8 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from bench.report import interleave
-from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.client import EngineClient
+from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.job.devices import device_tokens
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places

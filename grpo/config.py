@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import trl
 
+from grpo.engine.early import drop_host, start_host
 from grpo.job.devices import count_gpus
 from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
 from grpo.job.process_groups import make_world_group
@@ -203,7 +204,10 @@ class GRPOConfig(trl.GRPOConfig):
         own_fields = [f.name for f in fields(self) if f.name not in trl.GRPOConfig.__dataclass_fields__]
         if self.local_mode:
             self._check_local()
+            if read_launch(os.environ).launched:
+                start_host()  # unless one waits already
             return
+        drop_host()
         defaults = {f.name: f.default for f in fields(self)}
         changed = [name for name in own_fields if getattr(self, name) != defaults[name]]
         if changed:

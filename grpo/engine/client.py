@@ -1,99 +1,29 @@
-"""The local main's side of an engine: starts the host, talks to it, notices its death."""
+"""The local main's side of an engine: has a host start it, talks to it, notices its death."""
 
 import contextlib
-import getpass
 import itertools
 import os
 import re
-import signal
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from grpo.engine.lifetime import end_session
-from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled
-from grpo.engine.plugin import HOST_MARK
+from grpo.engine.early import take_host
+from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
+from grpo.engine.process import SEND_TIMEOUT_S, deaf_to_sigchld
 
 POLL_S = 0.5
-SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
-# What a launcher sets for its ranks. An engine that saw it would join the trainer's rendezvous:
-# TORCHELASTIC_USE_AGENT_STORE, for one, makes every rank a client of the agent's store, and vLLM's own group hangs.
-_LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
-_LAUNCHER_VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"}
-_LAUNCHER_PREFIXES = ("ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-
 
 class EngineError(RuntimeError):
     """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with its log."""
-
-
-def engine_environment(
-    inherited: Mapping[str, str], *, devices: Sequence[str], tensor_parallel_size: int, engines_per_node: int
-) -> dict[str, str]:
-    """The environment of an engine host: the inherited one without the launcher's variables, with its own devices.
-
-    Args:
-        devices: values for CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
-    """
-    env = {
-        name: value
-        for name, value in inherited.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
-    env["PYTHONUNBUFFERED"] = "1"
-    # vLLM's processes come out of the host by fork, with everything imported: 2 s instead of 13 s on two cores. vLLM
-    # itself turns to spawn where CUDA is already initialised.
-    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Compiled kernels outlive an engine; its folder for temporary files, where they would go, does not.
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    if "VLLM_PLUGINS" in env and "grpo" not in env["VLLM_PLUGINS"].split(","):
-        env["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], "grpo"]))
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    if devices:
-        # vLLM keeps what it compiles, inductor's kernels too, under this folder, in the home by default: one that all
-        # nodes share, and it writes parts of it in place (0.31, `compilation/backends.py`).
-        env.setdefault("VLLM_CACHE_ROOT", f"{tempfile.gettempdir()}/vllm_{getpass.getuser()}/{devices[0]}")
-        if tensor_parallel_size > 1:
-            _drop_expandable_segments(env)
-        return env
-    cores = sorted(os.sched_getaffinity(0))
-    if tensor_parallel_size > 1:
-        # Without a core list per worker vLLM stops with "Not enough allowed NUMA nodes" (0.31).
-        lists = [cores[rank::tensor_parallel_size] or cores[:1] for rank in range(tensor_parallel_size)]
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, part)) for part in lists))
-    else:
-        # The ranks wait while the engine generates: let it use their cores, bound to none.
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        env["OMP_NUM_THREADS"] = str(max(1, len(cores) // engines_per_node))
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores from the ranks that train
-    return env
-
-
-def _drop_expandable_segments(env: dict[str, str]) -> None:
-    """Take a setting of the trainer's allocator out of an engine's environment.
-
-    With it workers cannot give each other their CUDA graphs' buffers (`cudaIpcGetMemHandle` refuses such memory), and
-    end after graph capture without a word (vLLM 0.31, `custom_all_reduce.py`).
-    """
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if name in env:
-            kept = [part for part in env[name].split(",") if not part.strip().startswith("expandable_segments")]
-            env[name] = ",".join(kept)
 
 
 class EngineClient:
@@ -130,36 +60,22 @@ class EngineClient:
         self._closing = False
         self._started = time.monotonic()
 
-        # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
-        # there. Not under output_dir: the path of a socket has 107 bytes at most.
-        self._private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
-        private = {HOST_MARK: str(self._private_folder), "TMPDIR": str(self._private_folder)}
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log, theirs:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo.engine.host", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment, **private},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self._host = take_host(environment)
+        self._private_folder = self._host.private_folder
+        self._connection = self._host.connection
         self._send_lock = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name=f"grpo-{name}-receiver", daemon=True)
         self._receiver.start()
         self._exit = threading.Thread(target=self._await_exit, name=f"grpo-{name}-exit", daemon=True)
         self._exit.start()
-        self._send(spec)
+        self._send(Start(spec=spec, environment=self._host.private(environment), log_path=log_path.absolute()))
 
     @property
     def pid(self) -> int:
         """The host's pid; also the id of the session that holds all processes of this engine."""
-        return self._process.pid
+        return self._host.pid
 
     def log_tail(self) -> str:
         """The first error in what this engine wrote, if there is one, and the last lines.
@@ -167,9 +83,11 @@ class EngineClient:
         An error in one of vLLM's inner processes comes first in the log; what the outer ones make of it ("See root
         cause above") fills the end.
         """
-        with self.log_path.open("rb") as log:
+        written = b""
+        with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
             log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            written = log.read()
+        lines = (written + self._host.first_output()).decode(errors="replace").splitlines()
         first = next((index for index, line in enumerate(lines) if _ERROR_LINE.search(line)), len(lines))
         tail = lines[-LOG_TAIL_LINES:]
         return "\n".join(tail if first >= len(lines) - LOG_TAIL_LINES else [lines[first], "...", *tail])
@@ -236,8 +154,8 @@ class EngineClient:
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
-        with _deaf_to_sigchld():
-            end_session(self.pid, self._private_folder)
+        with deaf_to_sigchld():
+            self._host.end()
             self._exit.join()
         self._connection.close()
 
@@ -259,7 +177,7 @@ class EngineClient:
                 return
             except Exception as error:  # noqa: BLE001  whatever unpickling raises: without this thread nobody is answered
                 self._said = f"what it sent cannot be read: {type(error).__name__}: {error}"
-                end_session(self.pid, self._private_folder)
+                self._host.end()
                 return
             match message:
                 case Ready():
@@ -281,9 +199,11 @@ class EngineClient:
                     self._said = message.cause
 
     def _await_exit(self) -> None:
-        code = self._process.wait()
+        code = self._host.wait()
         closing = self._closing
-        end_session(self.pid, self._private_folder)
+        with self.log_path.open("ab") as log:
+            log.write(self._host.first_output())  # of one that has ended before it took up its log
+        self._host.end()
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         how = "was closed" if closing else how
@@ -299,20 +219,3 @@ class EngineClient:
         hear(death)
         if self._on_death is not None and not closing:
             self._on_death(death)
-
-
-@contextlib.contextmanager
-def _deaf_to_sigchld() -> Iterator[None]:
-    """Keep what handles SIGCHLD from interrupting us.
-
-    torch's handler raises in the main thread at the end of any child, ours too, once one of its data-loader workers was
-    killed (torch 2.13, `_set_SIGCHLD_handler`): an engine would be left half ended.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)

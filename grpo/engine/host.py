@@ -1,22 +1,26 @@
 """The engine host: `python -m grpo.engine.host FD PARENT_PID`, one vLLM engine behind one socket.
 
-Drives vLLM's asynchronous engine, so that requests carry ids, finish one by one and can be aborted. Started by
-`grpo.engine.client.EngineClient`; nobody else on the node can reach it.
+It imports vLLM, and waits to be told what to run. Then it drives vLLM's asynchronous engine, so that requests carry
+ids, finish one by one and can be aborted. Started by `grpo.engine.process.HostProcess`; nobody else on the node can
+reach it.
 """
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.engine.compiled_headers import bring_headers, keep_headers
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import (
     WEIGHT_CALLS,
@@ -29,13 +33,15 @@ from grpo.engine.messages import (
     Reply,
     Sample,
     Sampled,
+    Start,
 )
-from grpo.engine.plugin import HOST_MARK
+from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 HEALTH_POLL_S = 0.5
+WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other rooms stand above this one
 
 
 class Host:
@@ -215,7 +221,7 @@ def _sampled_logprobs(completion: Any) -> Any:
     return np.asarray(flat.logprobs, dtype=np.float32)
 
 
-async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
+async def run(connection: Connection, spec: EngineSpec, startup_s: Callable[[], float]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -234,27 +240,69 @@ async def run(connection: Connection, spec: EngineSpec, started: float) -> None:
         Ready(
             max_model_len=engine.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
-            startup_s=time.monotonic() - started,
+            startup_s=startup_s(),
         )
     )
+    keep_headers()
     await host.serve()
+
+
+def load() -> None:
+    """Import what an engine is made of; its processes come out of this one by fork. No device is touched."""
+    import vllm.engine.arg_utils
+    import vllm.usage.usage_lib
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    from vllm.platforms import current_platform
+
+    importlib.import_module(WORKER.rpartition(".")[0])
+    if not current_platform.is_cpu():
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[str, str]) -> None:
+    """Go on under this engine's environment and in its log.
+
+    Args:
+        inherited: this process's environment at its start; what vLLM has set since stays.
+    """
+    for name in inherited.keys() - environment.keys():
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in environment.items() if inherited.get(name) != value})
+    first_output = Path(os.environ[HOST_MARK]) / FIRST_OUTPUT
+    sys.stdout.flush()
+    with log_path.open("ab") as log:
+        log.write(first_output.read_bytes())
+        log.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    first_output.unlink()
 
 
 def main() -> None:
     started = time.monotonic()
+    inherited = dict(os.environ)
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     end_session_with(parent_pid, private_folder=Path(os.environ[HOST_MARK]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to the trainer, sent to all of its processes
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    spec = connection.recv()
     try:
+        load()
+        loaded = time.monotonic()
+        start: Start = connection.recv()
+        waited_s = time.monotonic() - loaded
+        take_up(start.environment, start.log_path, inherited)
+        bring_headers()
+
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        backend = spec.engine_args["weight_transfer_config"]
-        spec.engine_args["weight_transfer_config"] = WeightTransferConfig(backend=backend)
-        spec.engine_args["worker_extension_cls"] = "grpo.weights.worker.AskedWorker"
-        asyncio.run(run(connection, spec, started))
+        arguments = start.spec.engine_args
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=arguments["weight_transfer_config"])
+        arguments["worker_extension_cls"] = WORKER
+        asyncio.run(run(connection, start.spec, lambda: time.monotonic() - started - waited_s))
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()

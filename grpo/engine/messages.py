@@ -1,11 +1,12 @@
 """What crosses the socket between a local main and its engine host.
 
 Pickled by `multiprocessing.connection.Connection` over a socketpair that only the two processes hold. The local main
-sends `EngineSpec` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order. There is
+sends `Start` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order. There is
 no farewell: an engine holds nothing worth saving, and ends by SIGKILL (`grpo.engine.lifetime`).
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a waiting host is to run, and where."""
+
+    spec: EngineSpec
+    environment: dict[str, str]
+    """Of this engine; the host has been started with what was known before."""
+    log_path: Path
+    """Absolute; appended to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """The engine has started and waits for work."""
 
@@ -34,7 +46,7 @@ class Ready:
     max_num_seqs: int
     """Sequences that the engine runs at once."""
     startup_s: float
-    """From the process's first line to here."""
+    """From the process's first line to here, less its wait for `Start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from grpo.engine.lifetime import die_with_parent
 NCCL_BACKEND = "grpo_nccl"
 SHM_BACKEND = "grpo_shm"
 HOST_MARK = "GRPO_ENGINE_FOLDER"  # in the environment of an engine host and of all that it starts: its private folder
+FIRST_OUTPUT = "output.log"  # in that folder: what the host writes before it knows its log
 
 
 def register() -> None:

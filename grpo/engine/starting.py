@@ -5,7 +5,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo.engine.client import EngineClient, EngineError, engine_environment
+from grpo.engine.client import EngineClient, EngineError
+from grpo.engine.early import drop_host
+from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec, Ready
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
@@ -60,6 +62,7 @@ class StartingEngines:
             )
             for index, devices in enumerate(topology.engines if topology.is_local_main else ())
         ]
+        drop_host()  # one that no engine of this node has taken
         self._ender = weakref.finalize(self, _close_all, self.clients)
 
     def wait_ready(self) -> list[Ready]:

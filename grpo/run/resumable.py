@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from accelerate.utils import send_to_device
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -38,11 +37,12 @@ from grpo.run.checkpoints import (
 from grpo.run.folder import STATE_FILE, RunFolder, note_run, record_mistake
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
+from grpo.run.trl_trainer import TRLTrainer
 
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
 
 
-class ResumableTrainer(trl.GRPOTrainer):
+class ResumableTrainer(TRLTrainer):
     """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
 
     `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a

@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo.engine.client import EngineClient, EngineError, engine_environment
+from grpo.engine.client import EngineClient, EngineError
+from grpo.engine.environment import engine_environment
 from grpo.engine.lifetime import session_members
 from grpo.engine.messages import EngineSpec
 from grpo.rollout.packing import Request
@@ -127,7 +128,8 @@ def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) 
 LOCAL_MAIN = f"""
 import json, os, sys
 from pathlib import Path
-from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.client import EngineClient
+from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 spec, folder = EngineSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
 environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import cli
-from grpo.engine.client import EngineClient, engine_environment
+from grpo.engine.client import EngineClient
+from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.export.command import export
 from tests.launching import ROOT, start, torchrun_command

@@ -22,7 +22,7 @@ def test_importing_the_package_loads_nothing() -> None:
 
 
 def test_the_engine_host_loads_nothing_of_the_trainer() -> None:
-    modules = loaded("import grpo.engine.host, grpo.engine.client, grpo.engine.plugin")
+    modules = loaded("import grpo.engine.host, grpo.engine.client, grpo.engine.early, grpo.engine.plugin")
     assert not {"torch", "trl", "deepspeed", "vllm", "grpo.trainer"} & modules
     workers = loaded("import grpo.weights.worker")
     assert "vllm" in workers

@@ -6,7 +6,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 from grpo.engine import lifetime
-from grpo.engine.client import _deaf_to_sigchld, engine_environment
+from grpo.engine.environment import engine_environment
+from grpo.engine.process import deaf_to_sigchld
 
 LAUNCHED = {
     "PATH": "/bin",
@@ -94,7 +95,7 @@ def test_processes_that_have_ended_meanwhile() -> None:
 
 def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> None:
     def end() -> object:
-        with _deaf_to_sigchld():
+        with deaf_to_sigchld():
             return signal.getsignal(signal.SIGCHLD)
 
     before = signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -16,7 +16,7 @@ import torch
 from torch.cuda import _parse_visible_devices
 
 from grpo import GRPOConfig
-from grpo.engine.client import engine_environment
+from grpo.engine.environment import engine_environment
 from grpo.job import devices
 from grpo.job.agreement import check_nodes
 from grpo.job.devices import count_gpus, device_tokens, why_no_gpu

@@ -1,0 +1,91 @@
+"""An engine host that starts before it is known what it is to run: vLLM is imported beside the trainer's own imports.
+
+`start_host` comes first in a training script, before anything slow. The first engine that is built on this node takes
+the host, whoever builds it; one that nobody takes ends with this process, or with `drop_host`.
+"""
+
+import atexit
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo.engine.environment import engine_environment
+from grpo.engine.process import HostProcess
+from grpo.job.launch import read_launch
+
+# What an engine reads only when it is built; or what no engine reads. All else has to be as it was when the host
+# started: vLLM, torch and what they load read it while they are imported.
+_READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
+_READ_BY_OTHERS = ("WANDB_", "TRACKIO_", "MLFLOW_", "COMET_", "DEEPSPEED_", "DS_")
+
+_waiting: HostProcess | None = None
+_starter = 0  # pid; a child that is forked off holds no host
+
+
+def start_host(environment: Mapping[str, str] = os.environ) -> None:
+    """Start a host, where this process is its node's local main and has none that waits.
+
+    From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
+    the devices or vLLM is told by whoever needs an engine.
+    """
+    global _waiting, _starter
+    if _holds_one() or (guess := _guess(environment)) is None:
+        return
+    _waiting, _starter = HostProcess(guess), os.getpid()
+    atexit.register(drop_host)
+
+
+def take_host(environment: Mapping[str, str]) -> HostProcess:
+    """The host that waits, if it has seen what an engine in `environment` has to see, or a new one."""
+    global _waiting
+    if not _holds_one() or _waiting is None:
+        return HostProcess(environment)
+    host, _waiting = _waiting, None
+    if host.is_running() and not (changed := _changed(host.environment, environment)):
+        return host
+    if host.is_running():
+        warnings.warn(
+            f"{', '.join(changed)} changed after vLLM was imported for the engine, which starts anew: set it before "
+            "the script starts to save some seconds",
+            stacklevel=2,
+        )
+    host.close()
+    return HostProcess(environment)
+
+
+def drop_host() -> None:
+    """End the host that waits, if there is one: nobody will need it."""
+    global _waiting
+    if _holds_one() and _waiting is not None:
+        host, _waiting = _waiting, None
+        host.close()
+
+
+def _holds_one() -> bool:
+    return _waiting is not None and os.getpid() == _starter
+
+
+def _changed(seen: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
+    """Variables that an engine in `needed` would have read otherwise."""
+    names = sorted(name for name in seen.keys() | needed.keys() if seen.get(name) != needed.get(name))
+    return [name for name in names if name not in _READ_LATE and not name.startswith(_READ_BY_OTHERS)]
+
+
+def _guess(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """The environment of this node's last engine if it has one device; None where this process will start none.
+
+    Without torch, which takes seconds to import. A wrong guess costs the host, and no more: another one is started.
+    """
+    try:
+        launch = read_launch(environment)
+    except ValueError:
+        return None
+    names = environment.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        gpus = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    else:
+        gpus = [name.strip() for name in names.split(",") if name.strip()]
+    if launch.local_rank != 0 or (gpus and len(gpus) <= launch.local_world_size):
+        return None
+    return engine_environment(environment, devices=gpus[-1:], tensor_parallel_size=1, engines_per_node=1)

@@ -1,0 +1,106 @@
+"""A host that imports vLLM before it is told what to run: it serves then, and nothing of it stays where nobody asks."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo.engine import early
+from grpo.engine.client import EngineClient, EngineError
+from grpo.engine.environment import engine_environment
+from grpo.engine.lifetime import session_members
+from tests.contract import CONTRACT_S
+from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
+from tests.launching import ROOT
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is a local main without GPUs."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+    early.drop_host()
+
+
+def engine(model: Path, folder: Path, **variables: str) -> EngineClient:
+    environment = engine_environment(
+        {**os.environ, **variables}, devices=(), tensor_parallel_size=1, engines_per_node=1
+    )
+    return EngineClient(engine_spec(model), name="the engine", environment=environment, log_path=folder / "engine.log")
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_host_is_told_later_what_to_run_and_where(tiny_model: Path, tmp_path: Path) -> None:
+    early.start_host()
+    host = early._waiting
+    assert host is not None
+    until(lambda: has_loaded_torch(host.pid), START_S, "it does not import before it is asked")
+    client = engine(tiny_model, tmp_path, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    try:
+        assert client.pid == host.pid
+        ready = client.wait_ready(START_S)
+        assert client.call("weight_version", CONTRACT_S) is not None
+    finally:
+        client.close()
+    assert 0 < ready.startup_s < START_S
+    assert (tmp_path / "cache").exists()  # its environment has come, too
+    assert "Triton" in (tmp_path / "engine.log").read_text()  # what was written before there was a log
+    assert not session_members(host.pid)
+    assert not host.private_folder.exists()
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_host_that_cannot_import_says_why(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('no such kernel')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    early.start_host()
+    assert early._waiting is not None
+    until(lambda: not early._waiting.is_running(), START_S, "it goes on without vLLM")  # and nobody hears of it
+    client = engine(tiny_model, tmp_path)
+    try:
+        with pytest.raises(EngineError, match="no such kernel"):
+            client.wait_ready(START_S)
+    finally:
+        client.close()
+
+
+WAITING = """
+import os, sys
+from grpo.engine import early
+from grpo.engine.early import start_host
+start_host()
+host = early._waiting
+print(host.pid, host.private_folder, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("end", ["killed", "done"])
+def test_a_process_that_needs_no_engine_leaves_no_host(end: str) -> None:
+    main = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert main.stdout is not None
+        pid, private_folder = main.stdout.readline().split()
+        until(lambda: has_loaded_torch(int(pid)), START_S, "it does not import")
+        if end == "killed":
+            main.kill()
+        _, said = main.communicate("\n", timeout=START_S)
+    finally:
+        main.kill()
+        main.wait()
+    assert not said
+    until(lambda: not session_members(int(pid)), CONTRACT_S, "the host is left")
+    until(lambda: not Path(private_folder).exists(), CONTRACT_S, "its folder is left")
