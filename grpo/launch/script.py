@@ -13,8 +13,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo.engine.early import start_host
 from grpo.job.launch import read_launch
-from grpo.run.telling import telling_mistakes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,6 +23,9 @@ def main(argv: Sequence[str]) -> None:
     name, *arguments = words[is_module:]
     if read_launch(os.environ).rank != 0:
         _mute_argparse()
+    start_host()  # before what takes seconds to import; a script that needs no engine ends it with itself
+    from grpo.run.telling import telling_mistakes
+
     with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
         run_module(name, arguments) if is_module else run_script(Path(name), arguments)
 
