@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo import __version__
+from grpo.job.mistakes import did_you_mean
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
@@ -26,9 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
     parser.add_argument("--version", action="version", version=f"grpo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = parser
     for name, (module, help_line) in COMMANDS.items():
         command = commands.add_parser(name, help=help_line, description=help_line, allow_abbrev=False)
         if argv[:1] == [name]:
             importlib.import_module(module).add_arguments(command)
-    args = parser.parse_args(argv)
+            chosen = command
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [option for action in chosen._actions for option in action.option_strings]
+        words = [word + did_you_mean(word.split("=")[0], known) for word in unknown]
+        chosen.error(f"unrecognized arguments: {' '.join(words)}")
     return importlib.import_module(COMMANDS[args.command][0]).run(args)

@@ -4,7 +4,6 @@ For the scripts in launch/ and for the doctor, which load neither TRL nor transf
 """
 
 import argparse
-import difflib
 import itertools
 import json
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+
+from grpo.job.mistakes import did_you_mean
 
 _COUNTS = ("vllm_reserved_gpus", "vllm_tensor_parallel_size")
 FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -124,9 +125,8 @@ def read_settings(file: str, option: str = "") -> dict[str, Any]:
         text = path.read_text()
     except FileNotFoundError:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, names, n=1)
-        fix = f": did you mean {path.parent / close[0]}?" if close else ""
-        raise ValueError(f"{what} cannot be read: there is no such file in {path.absolute().parent}{fix}") from None
+        where = f"{path.absolute().parent}{did_you_mean(path.name, names)}"
+        raise ValueError(f"{what} cannot be read: there is no such file in {where}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return _parse(text, what)
@@ -152,12 +152,12 @@ def _parse(text: str, what: str) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
         fix = ": YAML is indented with spaces, not with tabs" if "'\\t'" in problem else ""
-        raise ValueError(f"{what}{place}: {problem.splitlines()[0]}{fix}") from None
+        raise ValueError(f"{what} cannot be read{place}: {problem.splitlines()[0]}{fix}") from None
     if not isinstance(found, dict):
         shown = "nothing" if found is None else json.dumps(found, default=str)[:40]
-        raise ValueError(f"{what} holds no settings (lines like `max_steps: 100`), but {shown}")
+        raise ValueError(f"{what} holds no settings, but {shown}: write lines like `max_steps: 100`")
     keys: dict[str, int] = {}
     for key, _ in node.value:
         if key.value in keys:

@@ -3,11 +3,13 @@
 Imports nothing heavy: a mistake is told before torch is there.
 """
 
+import difflib
 import errno
 import re
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from grpo.job.failure import GenerationDropped, JobFailed
@@ -94,6 +96,12 @@ def _tells_of_the_machine(text: str) -> bool:
     if _DEVICES.search(head) or _EVENTS.search(head):
         return True
     return any(_DEVICES.search(line) for line in log.splitlines() if _ERROR_LINE.search(line))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)', for the one of the known names that is most like it; '' without one."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def users_frame(error: BaseException) -> str | None:

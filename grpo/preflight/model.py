@@ -1,13 +1,12 @@
 """Is there a model by that name: a folder that holds one, or a hub id that can be reached."""
 
-import difflib
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
 from transformers import AutoConfig
 
-from grpo.job.mistakes import is_mistake
+from grpo.job.mistakes import did_you_mean, is_mistake
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
@@ -109,5 +108,4 @@ def close_name(path: Path) -> str:
         names = [entry.name for entry in path.absolute().parent.iterdir()]
     except OSError:
         return ""
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f" (did you mean {path.parent / close[0]}?)" if close else ""
+    return did_you_mean(path.name, names)

@@ -2,13 +2,14 @@
 
 import argparse
 import copy
-import difflib
 import re
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from trl import TrlParser
+
+from grpo.job.mistakes import did_you_mean
 
 MOST_USED = (
     "model_name_or_path",
@@ -117,10 +118,7 @@ class _Help(argparse.Action):
 
 def unknown_arguments(names: Sequence[str], known: Sequence[str]) -> str:
     """What to say of options that do not exist, with those that were probably meant."""
-    parts = []
-    for name in names:
-        close = difflib.get_close_matches(name.split("=")[0], known, n=1)
-        parts.append(name + (f" (did you mean {close[0]}?)" if close else ""))
+    parts = [name + did_you_mean(name.split("=")[0], known) for name in names]
     return (
         f"unknown arguments: {', '.join(parts)}. Fields of GRPOConfig, TRL's ModelConfig, DatasetMixtureConfig and "
         "GRPOScriptArguments can be given as flags or as keys of the --config file; --help-all lists them"

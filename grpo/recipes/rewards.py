@@ -1,11 +1,12 @@
 """Reward functions by name: TRL's, ours, and any that a dotted path imports."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from grpo.job.mistakes import did_you_mean
 
 RewardFunc = Callable[..., Any]
 
@@ -46,9 +47,7 @@ def _load(name: str) -> RewardFunc:
         return getattr(trl.rewards, name)
     if "." in name:
         return _import(name)
-    close = difflib.get_close_matches(name, REWARD_NAMES, n=1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    raise ValueError(f"there is no reward function {name!r}{meant}: {_choices()}")
+    raise ValueError(f"there is no reward function {name!r}{did_you_mean(name, REWARD_NAMES)}: {_choices()}")
 
 
 def _import(path: str) -> RewardFunc:

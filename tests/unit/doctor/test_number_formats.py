@@ -143,7 +143,7 @@ def test_a_machine_where_gloo_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match=r"train.yaml holds no settings .*, but \[1\]"):
+    with pytest.raises(ValueError, match=r"train.yaml holds no settings, but \[1\]"):
         read_wishes(["--config", str(tmp_path / "train.yaml")])
 
 

@@ -165,3 +165,13 @@ def test_the_command_line_is_light() -> None:
 def test_many_equal_engines_are_shown_once() -> None:
     assert _runs((1,) * 64) == "1 x 64"
     assert _runs((2, 2, 1, 2)) == "2, 2, 1, 2"
+
+
+@pytest.mark.parametrize("word", ["--gpu-memry=40GiB", "--gpu-mem"])
+def test_an_option_that_does_not_exist_is_not_guessed(
+    word: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cluster.plan("--num_processes", "7", word)
+    assert caught.value.code == 2
+    assert f"unrecognized arguments: {word} (did you mean --gpu-memory?)" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_tab_is_told_with_its_line(option: str, cluster: Cluster, tmp_path: Pa
     file.write_text("num_processes: 7\nnum_machines:\n\t1\n")
     words = ["--num_processes", "7"] if option == "--config" else []
     (error,) = cluster.read(*words, option, file)["errors"]
-    assert error.startswith(f"{option} {file}, line 3, column 1: ")
+    assert error.startswith(f"{option} {file} cannot be read: line 3, column 1: ")
     assert "with spaces" in error
 
 

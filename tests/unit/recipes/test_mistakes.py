@@ -82,7 +82,7 @@ MISTAKES = {
     "no such file": Mistake(flags=("--config", "confg.yaml"), says=("confg.yaml", "did you mean config.yaml?")),
     "no file at all": Mistake(flags=("--config",), says=("--config", "write --config FILE")),
     "a tab": Mistake(text="accelerator_config:\n\tsplit_batches: true\n", says=("line 16, column 1", "with spaces")),
-    "broken YAML": Mistake(text="generation_kwargs: {a: 1\n", says=("config.yaml, line", "expected ',' or '}'")),
+    "broken YAML": Mistake(text="generation_kwargs: {a: 1\n", says=("config.yaml cannot be read: line", "expected ',' or '}'")),
     "a setting that stands twice": Mistake(text="max_steps: 3\n", says=("line 15: max_steps stands in line 13", "remove one")),
     "a file that is a list": Mistake(files={"list.yaml": "- max_steps\n"}, flags=("--config", "list.yaml"), says=("list.yaml holds no settings", '["max_steps"]')),
     "an empty file": Mistake(files={"empty.yaml": ""}, flags=("--config", "empty.yaml"), says=("empty.yaml holds no settings", "nothing")),
