@@ -180,7 +180,7 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
     [
         (["no_such.py"], "there is no script no_such.py in"),
         (["--config_file", "none.yaml", TOLD_JOB], "none.yaml cannot be read"),
-        (["--config_file", "tab.yaml", TOLD_JOB], "--config_file tab.yaml, line 2, column 1: "),
+        (["--config_file", "tab.yaml", TOLD_JOB], "--config_file tab.yaml cannot be read: line 2, column 1: "),
         (["--config_file", "list.yaml", TOLD_JOB], "list.yaml holds no settings"),
         (["--config_file", "zero3.json", TOLD_JOB], "zero3.json has no distributed_type"),
         (["--launcher", "torchrun", "--config_file", "cpu.yaml", TOLD_JOB], "cpu.yaml is a file of accelerate's"),
