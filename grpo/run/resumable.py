@@ -7,6 +7,7 @@ and a way to ask for one.
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.job.failure import GenerationDropped
@@ -34,9 +36,10 @@ from grpo.run.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.run.folder import STATE_FILE, RunFolder, note_run, record_mistake
+from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_run, record_mistake
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
+from grpo.run.screen import what_came_of_it
 from grpo.run.trl_trainer import TRLTrainer
 
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
@@ -101,7 +104,8 @@ class ResumableTrainer(TRLTrainer):
     def _say(self, *lines: str) -> None:
         if self._run is not None:  # rank 0
             for line in lines:
-                print(f"[grpo] {line}", flush=True)
+                tqdm.write(f"[grpo] {line}")  # beside a progress bar, not into it
+            sys.stdout.flush()
 
     def record_failure(self, cause: str, *, can_heal: bool) -> None:
         """Write `failed` into the run's state; without effect on other ranks than 0. From any thread."""
@@ -275,7 +279,10 @@ class ResumableTrainer(TRLTrainer):
                 checkpoint=None if newest is None else str(newest),
             )
             self._run.answer_requests()
-            if stop is not None:
+            if stop is None:
+                folder = self._run.path
+                self._say(*what_came_of_it(self.state.log_history, folder, metrics_file=METRICS_FILE))
+            else:
                 self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
         self._signals.request = None
         if stop is not None:
