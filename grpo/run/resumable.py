@@ -7,7 +7,6 @@ and a way to ask for one.
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.job.failure import GenerationDropped
@@ -39,7 +37,7 @@ from grpo.run.checkpoints import (
 from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_run, record_mistake
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
-from grpo.run.screen import what_came_of_it
+from grpo.run.screen import say, what_came_of_it
 from grpo.run.trl_trainer import TRLTrainer
 
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
@@ -103,9 +101,7 @@ class ResumableTrainer(TRLTrainer):
 
     def _say(self, *lines: str) -> None:
         if self._run is not None:  # rank 0
-            for line in lines:
-                tqdm.write(f"[grpo] {line}")  # beside a progress bar, not into it
-            sys.stdout.flush()
+            say(*lines)
 
     def record_failure(self, cause: str, *, can_heal: bool) -> None:
         """Write `failed` into the run's state; without effect on other ranks than 0. From any thread."""

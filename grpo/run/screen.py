@@ -1,10 +1,20 @@
 """What a run says of itself on rank 0's screen: what runs where when it begins, what came of it when it ends."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
 from grpo.job.topology import NodeTopology
+
+
+def say(*lines: str) -> None:
+    """Beside a progress bar, not into it."""
+    for line in lines:
+        tqdm.write(f"[grpo] {line}")
+    sys.stdout.flush()
 
 
 def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
