@@ -30,7 +30,8 @@ constraints: install
 	$(BIN)/python -m tools.constraints $(if $(UPGRADE),--upgrade)
 
 demo: install
-	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py
+	@echo "starting 2 training processes and an engine (about 20 s) ..."
+	@OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/accelerate launch --config_file configs/cpu.yaml train.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,18 +1,17 @@
 """Launch to first step: engines and trainer side by side, one after the other, and TRL without an engine.
 
-`python -m bench.startup` starts three jobs in turn, each as a user starts it: `accelerate launch` with a tiny model
+`python -m bench.startup` starts four jobs in turn, each as a user starts it: `accelerate launch` with a tiny model
 and one optimizer step on two ranks (on GPUs: on all but one).
 
-- side by side: `train.py`.
-- one after the other: the same, but the ranks go on when the engines are ready (`bench/serial_start.py`).
+- side by side: `train.py`. The engine's host imports vLLM while the ranks import the trainer.
+- late host: the same, but the host starts with its engine, when the trainer is made (`bench/late_host.py`).
+- one after the other: that, and the ranks go on when the engines are ready (`bench/serial_start.py`).
 - TRL, transformers generation: TRL's own script with `use_vllm: false`, which a user would pick who will not wait for
   an engine. What it costs later is the subject of `bench.generate`.
 
 Seconds count from the start of the launcher until the first step's line stands in its output. A start of `train.py`
 that does not count goes before, so that no variant is the one that fills caches (files, compiled kernels, DeepSpeed's
-extension). No start ends before the CPU time of all its processes is worked off by all cores: that is the bound. What
-side by side can win is the shorter of the engine's start and of what the trainer does after it has started the engine:
-it loads the model, and little else. With a tiny model most of the trainer's start, its imports, lies before that.
+extension). No start ends before the CPU time of all its processes is worked off by all cores: that is the bound.
 """
 
 import argparse
@@ -41,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 600.0  # of one job; the first one may have to build DeepSpeed's extension
 FIRST_STEP = "{'loss': "  # how transformers' PrinterCallback begins the line of a step
 SIDE_BY_SIDE = "side by side"
+LATE_HOST = "late host"
 ONE_AFTER_THE_OTHER = "one after the other"
 TRL = "TRL, transformers generation"
 ENGINE_START = "startup/engine_s"
@@ -92,6 +92,7 @@ def commands(model: str, data: Path, *, device: str, short: bool) -> dict[str, l
     without_engine = [*flags, *_flags({"use_vllm": False, "use_cpu": device == "cpu"})]
     return {
         SIDE_BY_SIDE: [*launcher, str(ROOT / "train.py"), *own],
+        LATE_HOST: [*launcher, str(ROOT / "bench" / "late_host.py"), *own],
         ONE_AFTER_THE_OTHER: [*launcher, str(ROOT / "bench" / "serial_start.py"), *own],
         TRL: [*launcher, "-m", "trl.scripts.grpo", *without_engine],
     }
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Report:
     model = args.model or str(ensure_demo_model(folder / "model", max_steps=1))
     jobs = commands(model, data, device=args.device, short=args.short)
     if args.short:
-        del jobs[TRL]  # two jobs take most of a minute
+        del jobs[TRL], jobs[LATE_HOST]  # two jobs take most of a minute
     else:
         launch(jobs[SIDE_BY_SIDE], folder / "warm-up")
     launches: dict[str, list[Launch]] = {name: [] for name in jobs}

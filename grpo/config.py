@@ -12,8 +12,10 @@ import trl
 
 from grpo.engine.early import drop_host, start_host
 from grpo.job.devices import count_gpus
+from grpo.job.files import is_on
 from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
-from grpo.job.process_groups import make_world_group
+from grpo.job.process_groups import leave_out_deepspeeds_op, make_world_group
+from grpo.job.quiet import quiet
 from grpo.job.topology import plan_node
 
 # TRL's defaults of the fields that say where a server is; in local mode there is none.
@@ -173,6 +175,7 @@ class GRPOConfig(trl.GRPOConfig):
         return self.vllm_engine_kwargs or {}
 
     def __post_init__(self) -> None:
+        quiet()
         self._take_launchers_word()
         if self.vllm_mode not in ("local", "server", "colocate"):
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
@@ -230,6 +233,8 @@ class GRPOConfig(trl.GRPOConfig):
     @cached_property
     def _setup_devices(self) -> torch.device:
         """Where transformers makes the process group; beside `--deepspeed FILE` it forgets the backend."""
+        if self.use_cpu and (self.deepspeed or is_on(os.environ.get("ACCELERATE_USE_DEEPSPEED"))):
+            leave_out_deepspeeds_op()
         if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
             make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
         return super()._setup_devices

@@ -20,7 +20,7 @@ from grpo.rollout.packing import pack_rows, to_lists
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.report import generation_metrics
 from grpo.weights.proof import Prover, is_due, probe_prompts
-from grpo.weights.push import Pusher
+from grpo.weights.push import Pusher, load_transport
 from grpo.weights.report import PushReport, slowest
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
@@ -91,6 +91,7 @@ class LocalVLLM:
         self.last_batch: GenerationBatch | None = None
         self.last_push: PushReport | None = None
         """Over the whole job."""
+        self._backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(engines.topology.devices))
         self._trained = trained
         self._groups = groups
         self._watch = watch
@@ -114,17 +115,19 @@ class LocalVLLM:
         pool, facts, failure = None, None, None
         with self._watch.during("engine start"), self.startup.waiting():
             try:
+                self._say("the model is loaded; waiting for the engines to start")
                 if clients:
                     pool, facts = self._meet_engines(source)
             except (EngineError, RuntimeError) as error:
                 failure = self._watch.make_record(error)
             of_nodes = [each for each in self._groups.exchange(self._watch, failure, facts) if each is not None]
         self.startup.engine_s = max(each.startup_s for each in of_nodes)
+        self._say("all engines take work; the first push brings them the weights")
         source.adopt(agreed([each.wire_format for each in of_nodes]))
         pusher = Pusher(
             source,
             clients,
-            backend=choose_backend(args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices)),
+            backend=self._backend,
             tensor_parallel_size=self.engines.topology.tensor_parallel_size,
             timeout_s=args.vllm_sync_timeout,
             tell=self._watch.fail,
@@ -151,6 +154,7 @@ class LocalVLLM:
 
     def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, _EngineFacts]:
         clients = self.engines.clients
+        load_transport(self._backend)
         ready = self.engines.wait_ready()
         pool = EnginePool(
             clients, max_num_seqs=[each.max_num_seqs for each in ready], max_tokens=self.args.max_completion_length

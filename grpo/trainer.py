@@ -33,6 +33,7 @@ from grpo.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.run.metrics import MetricsFile, clipped_share
 from grpo.run.prompt_order import prompts_of_batch
 from grpo.run.resumable import ResumableTrainer
+from grpo.run.screen import what_runs_where
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
 
@@ -113,6 +114,9 @@ class GRPOTrainer(ResumableTrainer):
         with self._watch.guard(), self._watch.during("start"):
             self.open_run(args, self._watch.signals, self._watch)
             self._record_what_the_watch_learns()
+            name = inherited["model"]
+            name = name if isinstance(name, str) else name.config._name_or_path or type(name).__name__
+            self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
             self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
             groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)

@@ -125,6 +125,17 @@ def _gloo_threads() -> dict[str, str]:
     return found
 
 
+def leave_out_deepspeeds_op() -> None:
+    """Keep DeepSpeed from building an operation of its own when it makes a group on CPUs. Before any group.
+
+    Only tensor-parallel inference uses it (0.19, `inference_all_reduce`, which does without). Compiling it takes a
+    minute of processor time on a new machine, and no one is told what is being waited for.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def join_deepspeed(config: object) -> None:
     """Let DeepSpeed know of the process group, where it is used and transformers has made one without it.
 

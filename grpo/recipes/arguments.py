@@ -21,7 +21,7 @@ from grpo.recipes.parser import StrictParser, TaskParser
 DEMO_DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/demo",
     "reward_funcs": ["exact_match"],
-    "max_steps": 200,
+    "max_steps": 150,
     "num_generations": 8,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 1,
@@ -33,6 +33,7 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "max_completion_length": 4,
     "vllm_max_model_length": 32,
+    "vllm_engine_kwargs": {"enforce_eager": True},
     "bf16": False,
     "gradient_checkpointing": False,
     "logging_steps": 5,

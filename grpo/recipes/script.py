@@ -6,12 +6,13 @@ said of the command line without TRL is said before it is imported.
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.job.files import flag_of, settings_of
+from grpo.job.launch import read_launch
+from grpo.job.quiet import quiet
 from grpo.run.telling import telling_mistakes
 
 if TYPE_CHECKING:
@@ -24,13 +25,17 @@ def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = 
     Args:
         demo_model: puts the demo's model where it is told to; None: a model has to be named.
     """
-    # DeepSpeed calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    quiet()
     argv = sys.argv[1:] if argv is None else argv
     with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
         settings = settings_of(argv)
         if teller.output_dir is None and "output_dir" in settings:
             teller.output_dir = Path(str(settings["output_dir"]))
+
+        launch = read_launch(os.environ)
+        if launch.rank == 0:
+            ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
+            print(f"[grpo] {ranks} import torch, transformers, TRL and DeepSpeed, engines vLLM: seconds", flush=True)
 
         from grpo.recipes.arguments import parse_arguments
         from grpo.recipes.checks import check_arguments

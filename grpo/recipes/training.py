@@ -13,6 +13,7 @@ from grpo.recipes.arguments import Arguments
 from grpo.recipes.checks import rewards_of
 from grpo.recipes.data import load_data, split_of
 from grpo.recipes.demo import demo_dataset
+from grpo.run.screen import say
 
 if TYPE_CHECKING:
     from grpo.trainer import GRPOTrainer
@@ -49,7 +50,13 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     training = arguments.training
     if demo_model is None:
         raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
-    folder = demo_model(Path(training.output_dir) / "model", is_local_main=read_launch(os.environ).local_rank == 0)
+    launch, folder = read_launch(os.environ), Path(training.output_dir) / "model"
+    if launch.rank == 0:
+        say(
+            "no model is named: the demo, two-digit addition. A model of 0.6 M parameters is warmed up until 4 of 10 "
+            f"sums are right (once, in {folder}); {training.max_steps} steps of GRPO have the rest to do"
+        )
+    folder = demo_model(folder, is_local_main=launch.local_rank == 0)
     trainer = build_trainer(
         arguments,
         model=str(folder),
@@ -62,6 +69,11 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     if not training.disable_tqdm:
         trainer.add_callback(RewardProgress)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if launch.rank == 0:
+        say(
+            "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ "
+            "(README, 'On GPUs')"
+        )
     trainer.accelerator.print(demo_summary(trainer.state.log_history))
     return trainer
 

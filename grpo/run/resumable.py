@@ -34,9 +34,10 @@ from grpo.run.checkpoints import (
     set_aside,
     write_complete,
 )
-from grpo.run.folder import STATE_FILE, RunFolder, note_run, record_mistake
+from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_run, record_mistake
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
+from grpo.run.screen import say, what_came_of_it
 from grpo.run.trl_trainer import TRLTrainer
 
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
@@ -100,8 +101,7 @@ class ResumableTrainer(TRLTrainer):
 
     def _say(self, *lines: str) -> None:
         if self._run is not None:  # rank 0
-            for line in lines:
-                print(f"[grpo] {line}", flush=True)
+            say(*lines)
 
     def record_failure(self, cause: str, *, can_heal: bool) -> None:
         """Write `failed` into the run's state; without effect on other ranks than 0. From any thread."""
@@ -275,7 +275,10 @@ class ResumableTrainer(TRLTrainer):
                 checkpoint=None if newest is None else str(newest),
             )
             self._run.answer_requests()
-            if stop is not None:
+            if stop is None:
+                folder = self._run.path
+                self._say(*what_came_of_it(self.state.log_history, folder, metrics_file=METRICS_FILE))
+            else:
                 self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
         self._signals.request = None
         if stop is not None:

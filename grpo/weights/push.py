@@ -1,5 +1,6 @@
 """One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from grpo.weights.source import GatheredSource  # needs transformers; a push takes any that is like it
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
+
+
+def load_transport(backend: str) -> None:
+    """Import what this backend takes of vLLM, seconds that cost nothing while the engines start."""
+    if backend == "nccl":
+        importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
 
 
 class NodeEngines:

@@ -3,7 +3,6 @@
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,12 +40,11 @@ class ShmTransport:
 
     def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
         """Let the engines map the file, through this process's /proc entry."""
-        from grpo.weights.worker import ShmInitInfo
-
         del on_refusal  # a refusal is raised at once
         try:
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-            engines.init_weight_transfer_engine(asdict(ShmInitInfo(path=path, num_bytes=self._num_bytes)))
+            # The fields of `worker.ShmInitInfo`, whose module would bring vLLM into this process: seconds.
+            engines.init_weight_transfer_engine({"path": path, "num_bytes": self._num_bytes})
         finally:
             os.close(self._descriptor)
 

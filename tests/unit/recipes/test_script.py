@@ -241,16 +241,20 @@ def test_nothing_to_score_with():
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_the_demo_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     arguments = parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"])
     trainer = run_demo(arguments, lambda folder, *, is_local_main: folder)
     assert trainer.model == str(tmp_path / "model")
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (7588, 512)
     assert ("train", None) in trainer.calls
     assert "save_model" not in dict(trainer.calls), "the demo saves nothing"
-    assert capsys.readouterr().out.splitlines() == [
-        "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s, 5 tokens/s"
-    ]
+    what, following, came_of_it = capsys.readouterr().out.splitlines()
+    assert "no model is named: the demo" in what
+    assert "configs/train" in following
+    assert (
+        came_of_it
+        == "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s, 5 tokens/s"
+    )
 
 
 def test_a_data_set_without_a_model_is_a_mistake():

@@ -1,6 +1,8 @@
 """The push group of a node: its protocol, and all of the NCCL path up to the collective, against vLLM's own classes."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -246,3 +248,10 @@ def test_the_workers_own_code_takes_what_the_transport_sends(
         dtype = torch.float32 if name in routers else torch.bfloat16
         assert torch.equal(tensor, sent[name].to(dtype)), name
         assert tensor.dtype == dtype, name
+
+
+@pytest.mark.parametrize(("backend", "loads"), [("nccl", True), ("shm", False)])
+def test_vllms_part_of_a_transport_is_imported_ahead(backend: str, loads: bool) -> None:
+    script = f"import sys; from grpo.weights.push import load_transport; load_transport({backend!r}); "
+    script += f"sys.exit(('vllm.distributed.weight_transfer.nccl_common' in sys.modules) != {loads})"
+    subprocess.run([sys.executable, "-c", script], check=True)

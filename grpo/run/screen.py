@@ -1,0 +1,59 @@
+"""What a run says of itself on rank 0's screen: what runs where when it begins, what came of it when it ends."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from grpo.job.topology import NodeTopology
+
+
+def say(*lines: str) -> None:
+    """Beside a progress bar, not into it."""
+    for line in lines:
+        tqdm.write(f"[grpo] {line}")
+    sys.stdout.flush()
+
+
+def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
+    """Of this node by name, of the others by number: where the ranks train, where the engines generate."""
+    nodes, engines = _count(topology.num_nodes, "node"), _count(topology.num_engines, "engine")
+    first = topology.node * topology.local_world_size
+    ranks = _span("rank", [str(rank) for rank in range(first, first + topology.local_world_size)])
+    if topology.devices:
+        trained_on = _span("GPU", topology.devices[: topology.local_world_size])
+        served_on = _span("GPU", topology.reserved_devices)
+        where = f"{ranks} on {trained_on}, {engines} on {served_on}"
+    else:
+        where = f"{ranks} and {engines} on its CPUs"
+    others = f", and so on the others; {_count(topology.world_size, 'rank')} in all" if topology.num_nodes > 1 else ""
+    return [
+        f"{nodes}; on {topology.host}: {where}{others}",
+        f"model: {model}; the run's folder: {output_dir} (the engines' logs: {output_dir / 'logs'})",
+    ]
+
+
+def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, metrics_file: str) -> list[str]:
+    """Steps, seconds, the reward at both ends; and where everything is."""
+    totals = next((log for log in reversed(log_history) if "train_runtime" in log), None)
+    rewards = [log["reward"] for log in log_history if "reward" in log]
+    lines = []
+    if totals is not None:
+        reward = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
+        lines.append(f"done: {_count(totals['step'], 'step')} in {totals['train_runtime']:.0f} s{reward}")
+    lines.append(f"every step's metrics are in {output_dir / metrics_file}, the engines' logs in {output_dir / 'logs'}")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _span(what: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{what} {names[0]}"
+    if names[0].isdigit() and list(names) == [str(int(names[0]) + index) for index in range(len(names))]:
+        return f"{what}s {names[0]}-{names[-1]}"
+    return f"{what}s {', '.join(names)}"

@@ -1,0 +1,50 @@
+"""What a run says of itself."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from grpo.job.launch import Launch
+from grpo.job.topology import plan_node
+from grpo.run.screen import what_came_of_it, what_runs_where
+
+RUN = Path("runs/it")
+LONE_NODE = Launch(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1)
+
+
+def lines(launch: Launch, devices: tuple[str, ...], *, size: int = 1) -> list[str]:
+    topology = plan_node(
+        launch, devices, reserved_gpus=None, tensor_parallel_size=size, engines_per_node=None, host="here"
+    )
+    return what_runs_where(topology, RUN, model="a/model")
+
+
+def test_a_node_without_gpus() -> None:
+    assert lines(LONE_NODE, ()) == [
+        "1 node; on here: ranks 0-1 and 1 engine on its CPUs",
+        "model: a/model; the run's folder: runs/it (the engines' logs: runs/it/logs)",
+    ]
+
+
+def test_gpus_are_called_what_they_are_called() -> None:
+    assert lines(LONE_NODE, ("0", "1", "2", "3"))[0] == "1 node; on here: ranks 0-1 on GPUs 0-1, 2 engines on GPUs 2-3"
+    named = lines(LONE_NODE, ("0", "2", "GPU-a", "GPU-b"), size=2)[0]
+    assert named == "1 node; on here: ranks 0-1 on GPUs 0, 2, 1 engine on GPUs GPU-a, GPU-b"
+
+
+def test_one_of_several_nodes() -> None:
+    launch = replace(LONE_NODE, world_size=3, local_world_size=1, num_nodes=3)
+    assert lines(launch, ("0", "1"))[0] == (
+        "3 nodes; on here: rank 0 on GPU 0, 1 engine on GPU 1, and so on the others; 3 ranks in all"
+    )
+
+
+def test_what_came_of_it() -> None:
+    totals = {"step": 20, "train_runtime": 61.4}
+    logs = [{"step": 10, "reward": 0.25}, {"step": 20, "reward": 0.5}, totals]
+    where = "every step's metrics are in runs/it/metrics.jsonl, the engines' logs in runs/it/logs"
+    assert what_came_of_it(logs, RUN, metrics_file="metrics.jsonl") == [
+        "done: 20 steps in 61 s, reward 0.250 at first, 0.500 at last",
+        where,
+    ]
+    assert what_came_of_it([totals], RUN, metrics_file="metrics.jsonl") == ["done: 20 steps in 61 s", where]
+    assert what_came_of_it([], RUN, metrics_file="metrics.jsonl") == [where]
