@@ -7,8 +7,8 @@ from grpo.doctor.number_formats import Broken, judge_formats
 from grpo.doctor.number_formats import merge as merge_broken
 from grpo.doctor.pairs import PairSpeed, below_reference, find_slow
 from grpo.doctor.records import Finding, Verdict, merge
+from grpo.job.wire import Wire
 from grpo.meeting.trouble import list_nodes
-from grpo.meeting.wire import Wire
 
 GB = 1e9
 

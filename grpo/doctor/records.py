@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from grpo.job.wire import Wire
 from grpo.meeting.agreement import Software
 from grpo.meeting.trouble import Trouble
-from grpo.meeting.wire import Wire
 
 
 class Status(StrEnum):

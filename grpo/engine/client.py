@@ -78,15 +78,19 @@ class EngineClient:
         return self._host.pid
 
     def log_tail(self) -> str:
-        """The first error in what this engine wrote, if there is one, and the last lines.
+        """The first error in what this engine wrote, if there is one, and the last lines; or why it cannot be read.
 
         An error in one of vLLM's inner processes comes first in the log; what the outer ones make of it ("See root
         cause above") fills the end.
         """
-        written = b""
-        with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
-            written = log.read()
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                written = log.read()
+        except FileNotFoundError:  # not written yet, or removed
+            written = b""
+        except OSError as error:
+            written = f"it cannot be read: {error}\n".encode()
         lines = (written + self._host.first_output()).decode(errors="replace").splitlines()
         first = next((index for index, line in enumerate(lines) if _ERROR_LINE.search(line)), len(lines))
         tail = lines[-LOG_TAIL_LINES:]
@@ -201,7 +205,8 @@ class EngineClient:
     def _await_exit(self) -> None:
         code = self._host.wait()
         closing = self._closing
-        with self.log_path.open("ab") as log:
+        # A full disk, or a folder that is gone, keeps nobody from being told.
+        with contextlib.suppress(OSError), self.log_path.open("ab") as log:
             log.write(self._host.first_output())  # of one that has ended before it took up its log
         self._host.end()
         self._receiver.join(2.0)  # its last words may still be in the socket

@@ -17,7 +17,7 @@ from grpo.job.launch import read_launch
 # What an engine reads only when it is built; or what no engine reads. All else has to be as it was when the host
 # started: vLLM, torch and what they load read it while they are imported.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
-_READ_BY_OTHERS = ("WANDB_", "TRACKIO_", "MLFLOW_", "COMET_", "DEEPSPEED_", "DS_")
+_READ_BY_OTHERS = ("DEEPSPEED_", "DS_")
 
 _waiting: HostProcess | None = None
 _starter = 0  # pid; a child that is forked off holds no host

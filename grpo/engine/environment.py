@@ -1,29 +1,48 @@
 """The environment of an engine host: what it inherits, and what it must not see."""
 
+import contextlib
 import getpass
 import os
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # What a launcher sets for its ranks. An engine that saw it would join the trainer's rendezvous:
 # TORCHELASTIC_USE_AGENT_STORE, for one, makes every rank a client of the agent's store, and vLLM's own group hangs.
 _LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 _LAUNCHER_VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"}
-_LAUNCHER_PREFIXES = ("ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+
+# All that an engine inherits besides: keys of trackers, clouds and services are the trainer's alone.
+_PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "LANG", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV"}
+_PASSED |= {"CC", "CXX", "LOGLEVEL", "NO_COLOR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"}
+_PASSED_PREFIXES = (
+    *("LC_", "LD_", "PYTHON", "CONDA_", "XDG_", "MALLOC_", "SSL_", "COVERAGE_", "GRPO_"),
+    *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_", "HUGGINGFACE_"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "DS_", "DEEPSPEED_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
+    *("CUDA", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_"),
+    *("HIP_", "HSA_", "ROCM_", "ROCR_", "MIOPEN_", "RCCL_", "AMD_"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+)
+MORE_VARIABLE = "GRPO_ENGINE_ENV"  # names that an engine is to see as well, separated by commas; `NAME*` for a prefix
 
 
 def engine_environment(
     inherited: Mapping[str, str], *, devices: Sequence[str], tensor_parallel_size: int, engines_per_node: int
 ) -> dict[str, str]:
-    """The environment of an engine host: the inherited one without the launcher's variables, with its own devices.
+    """The environment of an engine host: of the inherited one what engines need, and its own devices.
 
     Args:
         devices: values for CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
     """
+    more = [name.strip() for name in inherited.get(MORE_VARIABLE, "").split(",") if name.strip()]
+    names = _PASSED | {name for name in more if not name.endswith("*")}
+    prefixes = (*_PASSED_PREFIXES, *(name[:-1] for name in more if name.endswith("*")))
     env = {
         name: value
         for name, value in inherited.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+        if (name in names or name.startswith(prefixes)) and name not in _LAUNCHER_VARIABLES
     }
     env["PYTHONUNBUFFERED"] = "1"
     # vLLM's processes come out of the host by fork, with everything imported: 2 s instead of 13 s on two cores. vLLM
@@ -32,14 +51,14 @@ def engine_environment(
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as TRL sets it in whoever imports TRL
     # Compiled kernels outlive an engine; its folder for temporary files, where they would go, does not.
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_folder("torchinductor")))
     if "VLLM_PLUGINS" in env and "grpo" not in env["VLLM_PLUGINS"].split(","):
         env["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], "grpo"]))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if devices:
         # vLLM keeps what it compiles, inductor's kernels too, under this folder, in the home by default: one that all
         # nodes share, and it writes parts of it in place (0.31, `compilation/backends.py`).
-        env.setdefault("VLLM_CACHE_ROOT", f"{tempfile.gettempdir()}/vllm_{getpass.getuser()}/{devices[0]}")
+        env.setdefault("VLLM_CACHE_ROOT", f"{own_folder('vllm')}/{devices[0]}")
         if tensor_parallel_size > 1:
             _drop_expandable_segments(env)
         return env
@@ -58,6 +77,17 @@ def engine_environment(
     env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores from the ranks that train
     return env
+
+
+def own_folder(name: str) -> Path:
+    """A lasting folder of this user's on this node: /tmp/NAME_USER, or where another user has made that first, one in
+    the home: what lies in it is run."""
+    folder = Path(tempfile.gettempdir()) / f"{name}_{getpass.getuser()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if is_ours else Path.home() / ".cache" / "grpo" / folder.name
 
 
 def _drop_expandable_segments(env: dict[str, str]) -> None:

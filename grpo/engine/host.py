@@ -145,8 +145,9 @@ class Host:
             value = await self._run_call(call.method, call.kwargs)
             self.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            traceback.print_exc()
             self.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
+            with contextlib.suppress(OSError):  # a full disk
+                traceback.print_exc()
 
     async def _run_call(self, method: str, kwargs: dict[str, Any]) -> Any:
         engine = self._engine

@@ -2,9 +2,9 @@
 
 import itertools
 import os
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,31 @@ import torch.distributed as dist
 
 from grpo.job.same_everywhere import check_same
 from grpo.job.topology import NodeTopology
+from grpo.job.wire import Wire
 
 _agreements = itertools.count()
+
+
+# Records and not pickles: whoever reaches the job's store, which asks nobody for a password, can write into it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word(Wire):
+    """One rank's."""
+
+    topology: NodeTopology | None
+    problem: str | None
+    """Why this rank has no topology."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict(Wire):
+    """Rank 0's, about all words."""
+
+    problem: str | None = None
+    """None when all is well."""
+    is_late: bool = False
+    """Whether the problem is who did not come."""
+    pids: tuple[int, ...] = ()
 
 
 def agree_on_topology(
@@ -44,39 +67,38 @@ def agree_on_topology(
             raise ValueError(problem)
         return topology, [os.getpid()]
     store = dist.PrefixStore(f"grpo/topology/{next(_agreements)}", dist.distributed_c10d._get_default_store())
-    store.set(f"rank{rank}", pickle.dumps((topology, problem, os.getpid())))
+    store.set(f"rank{rank}", _Word(topology=topology, problem=problem, pid=os.getpid()).dumps())
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        verdict, pids = _judge(store, world_size, timeout)
-        store.set("verdict", pickle.dumps((verdict, pids)))
+        verdict = _judge(store, world_size, timeout)
+        store.set("verdict", verdict.dumps())
     else:
         try:
             store.wait(["verdict"], timeout + timedelta(seconds=10))
         except dist.DistStoreError as error:
             raise TimeoutError(f"rank 0 did not say within {timeout_s:.0f} s whether the placement fits") from error
-        verdict, pids = pickle.loads(store.get("verdict"))
-    if isinstance(verdict, Exception):
-        raise verdict
+        verdict = _Verdict.loads(store.get("verdict"))
+    if verdict.problem is not None:
+        raise (TimeoutError if verdict.is_late else ValueError)(verdict.problem)
     assert topology is not None
-    return topology, pids
+    return topology, list(verdict.pids)
 
 
-def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[Exception | None, list[int]]:
+def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
     keys = [f"rank{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return TimeoutError(f"ranks {missing} did not come within {timeout.total_seconds():.0f} s"), []
-    topologies, problems, pids = zip(*(pickle.loads(store.get(key)) for key in keys), strict=True)
-    for problem in problems:
-        if problem is not None:
-            return ValueError(problem), list(pids)
-    try:
-        check_nodes(topologies)
-    except ValueError as error:
-        return error, list(pids)
-    return None, list(pids)
+        return _Verdict(problem=f"ranks {missing} did not come within {timeout.total_seconds():.0f} s", is_late=True)
+    words = [_Word.loads(store.get(key)) for key in keys]
+    problem = next((word.problem for word in words if word.problem is not None), None)
+    if problem is None:
+        try:
+            check_nodes([word.topology for word in words if word.topology is not None])
+        except ValueError as error:
+            problem = str(error)
+    return _Verdict(problem=problem, pids=tuple(word.pid for word in words))
 
 
 def check_nodes(topologies: Sequence[NodeTopology]) -> None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo.job.devices import DeviceMistake, count_gpus
+from grpo.job.wire import Wire
 from grpo.launch.ranks import Asked, ranks_per_node
 from grpo.meeting.agreement import Software, compare_software, differences, read_software
 from grpo.meeting.expected import Place
 from grpo.meeting.meeting import Attendance, MeetingFailed, attend, preside
 from grpo.meeting.trouble import Trouble
-from grpo.meeting.wire import Wire
 
 # Below the range from which the kernel takes ports for outgoing connections.
 _PORTS = range(10000, 30000)

@@ -66,7 +66,8 @@ class RunFolder:
     def __init__(self, path: Path, env: Mapping[str, str]) -> None:
         self.path = path
         check_writable(path)
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.mkdir(parents=True, mode=0o700)  # prompts, completions, and arguments with tokens in them
         self._started = float(env.get("GRPO_STARTED") or time.time())
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"

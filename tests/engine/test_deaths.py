@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -115,6 +116,18 @@ def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path
         kill(client.pid)
         with pytest.raises(EngineError, match="the engine was killed by signal 9"):
             client.wait_ready(CONTRACT_S)
+
+
+def test_a_host_whose_log_is_gone_is_missed_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    deaths: list[EngineError] = []
+    (tmp_path / "logs").mkdir()
+    with started(engine_spec(tiny_model), tmp_path / "logs", on_death=deaths.append) as client:
+        until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
+        shutil.rmtree(tmp_path / "logs")
+        kill(client.pid)
+        with pytest.raises(EngineError, match="the engine was killed by signal 9"):
+            client.wait_ready(CONTRACT_S)
+        until(lambda: len(deaths) == 1, CONTRACT_S, "nobody was told")
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """What an engine host inherits, and what it must not see."""
 
+import os
 import signal
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 from grpo.engine import lifetime
-from grpo.engine.environment import engine_environment
+from grpo.engine.environment import engine_environment, own_folder
 from grpo.engine.process import deaf_to_sigchld
 
 LAUNCHED = {
@@ -44,6 +49,36 @@ def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
     assert env["NCCL_SOCKET_IFNAME"] == "eth0"  # trainer and engine must agree on NCCL's settings
     assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+def test_an_engine_sees_no_key_but_the_hubs() -> None:
+    keys = {name: "secret" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "KUBE_TOKEN")}
+    needed = {"HF_TOKEN": "hub", "LD_LIBRARY_PATH": "/cuda", "https_proxy": "proxy", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    env = environment({**keys, **needed})
+    assert not keys.keys() & env.keys()
+    assert needed.items() <= env.items()
+    more = environment({**keys, "GRPO_ENGINE_ENV": "OPENAI_API_KEY, AWS_*, RANK"})
+    assert keys.keys() & more.keys() == {"OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"}
+    assert "RANK" not in more, "an engine that saw it would join the trainer's rendezvous"
+
+
+def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    ours = own_folder("kernels")
+    assert (ours.parent, stat.S_IMODE(ours.stat().st_mode)) == (tmp_path, 0o700)
+    assert own_folder("kernels") == ours
+    in_the_home = tmp_path / "home" / ".cache" / "grpo" / ours.name
+    ours.chmod(0o777)
+    assert own_folder("kernels") == in_the_home, "anyone may write into it"
+    ours.rmdir()
+    ours.symlink_to(tmp_path)
+    assert own_folder("kernels") == in_the_home
+    ours.unlink()
+    own_folder("kernels")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert own_folder("kernels") == in_the_home, "another's"
 
 
 def test_our_plugin_is_among_the_allowed_ones() -> None:

@@ -1,6 +1,7 @@
 """The engine host's answers to the local main: what it refuses, and what it passes on. Its engine is made up."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,15 @@ def test_calls_are_answered_under_their_id() -> None:
         Reply(call_id=1, value="7", error=None),
         Reply(call_id=2, value=None, error="ValueError: engine host has no call 'fly'"),
     ]
+
+
+def test_a_call_that_fails_is_answered_though_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, sent = host_of(MadeUpEngine())
+    full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)  # type: ignore[arg-type]
+    monkeypatch.setattr("sys.stderr", full)
+    asyncio.run(host._call(Call(call_id=4, method="no such method", kwargs={})))
+    (reply,) = sent
+    assert (reply.call_id, "has no call 'no such method'" in reply.error) == (4, True)
 
 
 def test_an_aborted_request_is_cancelled_and_not_answered() -> None:

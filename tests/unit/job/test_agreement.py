@@ -3,11 +3,12 @@
 import pickle
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from grpo.job.agreement import _judge, agree_on_topology, check_nodes
+from grpo.job.agreement import _judge, _Verdict, _Word, agree_on_topology, check_nodes
 from grpo.job.launch import read_launch
 from grpo.job.topology import NodeTopology
 from tests.unit.job.made_up_jobs import job, launch, plan, torchrun_env
@@ -88,13 +89,23 @@ def test_a_lone_process_raises_what_does_not_fit() -> None:
 def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> None:
     topologies = job((8, 8), ranks=1)
     store = dist.HashStore()
-    store.set("rank0", pickle.dumps((topologies[0], None, 11)))
-    error, _ = _judge(store, 2, timedelta(seconds=0.1))
-    assert isinstance(error, TimeoutError)
-    assert str(error) == "ranks [1] did not come within 0 s"
-    store.set("rank1", pickle.dumps((topologies[0], None, 12)))
-    error, pids = _judge(store, 2, timedelta(seconds=1))
-    assert isinstance(error, ValueError)
-    assert pids == [11, 12]
-    store.set("rank1", pickle.dumps((topologies[1], None, 12)))
-    assert _judge(store, 2, timedelta(seconds=1)) == (None, [11, 12])
+
+    def say(rank: int, topology: NodeTopology) -> None:
+        store.set(f"rank{rank}", _Word(topology=topology, problem=None, pid=11 + rank).dumps())
+
+    say(0, topologies[0])
+    late = _judge(store, 2, timedelta(seconds=0.1))
+    assert (late.problem, late.is_late) == ("ranks [1] did not come within 0 s", True)
+    say(1, topologies[0])
+    wrong = _judge(store, 2, timedelta(seconds=1))
+    assert (wrong.problem is not None, wrong.is_late, wrong.pids) == (True, False, (11, 12))
+    say(1, topologies[1])
+    assert _judge(store, 2, timedelta(seconds=1)) == _Verdict(pids=(11, 12))
+
+
+def test_a_stranger_s_word_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    """Whoever reaches the job's store can write into it."""
+    store = dist.HashStore()
+    store.set("rank0", pickle.dumps(Path(tmp_path / "made").touch))
+    with pytest.raises(ValueError, match="no _Word of this version"):
+        _judge(store, 1, timedelta(seconds=1))
