@@ -114,10 +114,10 @@ class GRPOTrainer(ResumableTrainer):
         with self._watch.guard(), self._watch.during("start"):
             self.open_run(args, self._watch.signals, self._watch)
             self._record_what_the_watch_learns()
+            self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             name = inherited["model"]
             name = name if isinstance(name, str) else name.config._name_or_path or type(name).__name__
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
-            self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
             groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object

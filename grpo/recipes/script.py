@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.job.files import flag_of, settings_of
-from grpo.job.launch import read_launch
 from grpo.job.quiet import quiet
 from grpo.run.telling import telling_mistakes
 
@@ -31,11 +30,6 @@ def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = 
         settings = settings_of(argv)
         if teller.output_dir is None and "output_dir" in settings:
             teller.output_dir = Path(str(settings["output_dir"]))
-
-        launch = read_launch(os.environ)
-        if launch.rank == 0:
-            ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
-            print(f"[grpo] {ranks} import torch, transformers, TRL and DeepSpeed, engines vLLM: seconds", flush=True)
 
         from grpo.recipes.arguments import parse_arguments
         from grpo.recipes.checks import check_arguments

@@ -71,8 +71,8 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if launch.rank == 0:
         say(
-            "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ "
-            "(README, 'On GPUs')"
+            "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of "
+            "configs/ (README, 'On GPUs')"
         )
     trainer.accelerator.print(demo_summary(trainer.state.log_history))
     return trainer
