@@ -27,6 +27,18 @@ REFUSED: dict[str, Any] = {
     "ds3_gather_for_generation": False,
 }
 
+# TRL's vllm_* fields that local mode takes as they are.
+USED = {
+    "vllm_tensor_parallel_size": "GPUs of one engine; `vllm_reserved_gpus` is a multiple of it",
+    "vllm_max_model_length": "prompt and completion together, in tokens; what the engine takes at most",
+    "vllm_model_impl": "passed to the engines",
+    "vllm_structured_outputs_regex": "passed to the engines with every request",
+    "vllm_importance_sampling_correction": "by TRL's loss; cannot be turned off with `generation_lookahead`",
+    "vllm_importance_sampling_cap": "TRL's older name of `vllm_importance_sampling_clip_max`",
+    "vllm_importance_sampling_clip_min": "by TRL's loss",
+    "vllm_importance_sampling_clip_max": "by TRL's loss",
+}
+
 # What has to fit a machine without a GPU, and would be warned of.
 _QUIET: dict[str, Any] = {"report_to": "none", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
 
@@ -48,6 +60,7 @@ def page() -> str:
     changed = [
         [f"`{name}`", shown(OURS[name].default), shown(THEIRS[name].default), text(OURS[name])] for name in overridden()
     ]
+    used = [[f"`{name}`", shown(OURS[name].default), meaning] for name, meaning in USED.items()]
     refused = [[f"`{name}`", f"`{value!r}`", refusal(name, value)] for name, value in REFUSED.items()]
     keys = [[f"`{key}`", instead] for key, instead in OWN_ENGINE_KEYS.items()]
     parts = [
@@ -56,6 +69,8 @@ def page() -> str:
         table(["field", "default", "meaning"], ours),
         "## TRL's fields that behave otherwise",
         table(["field", "default", "in TRL", "meaning"], changed),
+        "## TRL's fields of vLLM that stay as they are",
+        table(["field", "default", "meaning"], used),
         '## TRL\'s fields that `vllm_mode="local"` refuses',
         table(["field", "for example", "what it says"], refused),
         "## Keys that `vllm_engine_kwargs` refuses",

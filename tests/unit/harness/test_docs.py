@@ -30,6 +30,7 @@ def test_every_field_of_ours_is_there_with_its_default(options: dict[str, list[s
     assert options["generation_lookahead"][0] == "`0`"
     assert options["vllm_start_timeout"][0] == "`600`"
     assert options["vllm_sync_backend"][0] == "`'auto'`"
+    assert options["vllm_max_logprob_gap"][0] == "`None`"
     assert all(len(cells[-1]) > 10 for name, cells in options.items() if name in ours)
 
 
@@ -42,6 +43,11 @@ def test_fields_that_are_declared_again_are_shown_beside_trls(options: dict[str,
         if GRPOConfig.__dataclass_fields__[name].default != field.default
     }
     assert changed <= options.keys()
+
+
+def test_every_vllm_field_of_trl_is_there(options: dict[str, list[str]]) -> None:
+    assert {name for name in trl.GRPOConfig.__dataclass_fields__ if name.startswith("vllm_")} <= options.keys()
+    assert options["vllm_tensor_parallel_size"][0] == "`1`"
 
 
 def test_what_is_refused_says_so_in_the_errors_own_words(options: dict[str, list[str]]) -> None:
