@@ -1,6 +1,7 @@
 """The ways to start: torchrun with DeepSpeed's JSON, ZeRO-2, DDP, one process; and the script of the README."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from tests.tiny_models import save_tiny_model
 
 
 def test_the_demo_by_torchrun_with_deepspeeds_json(demo_model: Path, tmp_path: Path) -> None:
-    """The second command of the README, cut to a few steps, with the model that its warm-up has made."""
+    """The demo of the README, cut to a few steps, with the model that its warm-up has made."""
     shutil.copytree(demo_model, tmp_path / "out" / "model")
     flags = ["--deepspeed", str(ROOT / "configs" / "zero3.json"), "--output_dir", str(tmp_path / "out")]
     flags += ["--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "steps", "--eval_steps", "4"]
@@ -43,10 +44,7 @@ def test_the_demo_by_torchrun_with_deepspeeds_json(demo_model: Path, tmp_path: P
 
 def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
     """A user's own script, reward and data mapping; conversations through a chat template; the model is saved."""
-    model = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True)
-    data = tmp_path / "data.jsonl"
-    rows = [{"question": f"{n} and {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, data = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")
     flags = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     zero2 = tmp_path / "zero2.json"
     zero2.write_text(
@@ -64,6 +62,34 @@ def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_listing_of_the_readme(tmp_path: Path) -> None:
+    """But for its model and data, which are the hub's."""
+    model, data = save_tiny_model("qwen3-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")
+    (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    local = {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(model)),
+        '"openai/gsm8k", "main"': f'"json", data_files={str(data)!r}',
+    }
+    for name, here in local.items():
+        assert listing.count(name) == 1
+        listing = listing.replace(name, here)
+    script, out = tmp_path / "listing.py", tmp_path / "out"
+    script.write_text(listing)
+    flags = ["--output_dir", str(out), "--max_steps", "1", "--bf16", "false", "--max_completion_length", "8"]
+    flags += ["--logging_steps", "1", "--report_to", "none"]
+    job = start(accelerate_command([str(script), *flags], port=free_port()), out)
+    (step,) = finish(job)
+    assert step["reward"] == step["rewards/reward/mean"]
+    assert (out / "model.safetensors").exists()
+
+
+def write_questions(path: Path) -> Path:
+    """Rows in the form of GSM8K."""
+    rows = [{"question": f"{n} and {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 ONE_AFTER_THE_OTHER = """

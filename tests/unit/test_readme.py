@@ -1,45 +1,223 @@
-"""The README's tables say what the code says."""
+"""README and docs/ say what the code says: commands that tests run, errors in their own words, every metric and file."""
 
+import ast
+import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import trl
+import pytest
 
-from grpo import GRPOConfig
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = sorted(ROOT.glob("grpo/**/*.py"))
+MAX_README_LINES = 150
+ELLIPSIS = "…"
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-README = (ROOT / "README.md").read_text()
+GSM8K = "--config configs/train/gsm8k_qwen2.5_7b.yaml"
+
+# What a test runs, as it stands or with smaller settings: below tests/.
+TESTED = {
+    "make demo": "multiprocess/test_layouts.py::test_the_demo_by_torchrun_with_deepspeeds_json",
+    "make test": "unit/test_readme.py::test_make_knows_what_is_asked_of_it",
+    "make coverage": "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count",
+    "make install": "unit/harness/test_install.py::test_the_lists_hold_what_pyproject_pins",
+    "make install PYTHON=python3.12": (
+        "unit/harness/test_install.py::test_an_environment_is_made_anew_for_another_python_or_backend"
+    ),
+    "grpo init my-run": "multiprocess/test_init.py::test_the_folder_trains_without_a_checkout",
+    "grpo launch --nodes a,b --doctor --output-dir runs/first --resume auto train.py": (
+        "multiprocess/test_launch.py::test_nodes_become_one_job"
+    ),
+    "grpo launch --nodes a,b train.py": "multiprocess/test_launch.py::test_nodes_become_one_job",
+    "grpo launch --hostfile hosts --launcher torchrun train.py": (
+        "multiprocess/test_launch.py::test_nodes_become_one_job"
+    ),
+    "grpo launch --output-dir runs/my-run --resume auto train.py": (
+        "multiprocess/test_launch.py::test_signals_and_the_stop_file"
+    ),
+    "touch runs/my-run/stop": "multiprocess/test_launch.py::test_signals_and_the_stop_file",
+    "python -m grpo.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0": (
+        "unit/launch/test_next_attempt.py::test_the_command_reads_what_the_trainer_has_written"
+    ),
+    "accelerate launch --config_file configs/cpu.yaml train.py --generation_lookahead 1": (
+        "multiprocess/test_two_nodes.py::test_two_nodes_sample_ahead_with_an_evaluation_in_between"
+    ),
+    "sbatch launch/train.sbatch": "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was",
+    f"sbatch --nodes=8 launch/train.sbatch {GSM8K}": (
+        "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was"
+    ),
+    f"sbatch --nodes=8 --time=12:00:00 launch/train.sbatch {GSM8K}": (
+        "unit/launch/test_slurm_templates.py::test_what_every_node_is_given"
+    ),
+    "sbatch launch/train.sbatch my_script.py --its arguments": (
+        "unit/launch/test_slurm_templates.py::test_a_script_of_ones_own"
+    ),
+    "launch/local_2node.sh --max_steps 20": "unit/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
+    "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
+    "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
+    "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300": (
+        "multiprocess/test_export.py::test_the_export_is_what_the_ranks_held"
+    ),
+    "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300 --max-shard-size 5GB --dtype bfloat16": (
+        "unit/export/test_command.py::test_shards_and_a_cast"
+    ),
+    "python -m tools.reward_curve runs/demo/metrics.jsonl docs/demo-reward.svg": (
+        "unit/harness/test_reward_curve.py::test_the_command_says_what_it_drew_or_what_it_lacks"
+    ),
+    "python -m tests.line_coverage run tests/unit": (
+        "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count"
+    ),
+    "python -m tests.line_coverage check": "unit/harness/test_line_coverage.py::test_what_agrees_is_not",
+    "python -m tests.line_coverage table": "unit/harness/test_line_coverage.py::test_the_table_is_read_and_written_alike",
+}
+
+# What is run below, and how it ends.
+RUN_HERE = {
+    "grpo launch --help": 0,
+    "grpo plan --help": 0,
+    "grpo doctor --help": 0,
+    "grpo export --help": 0,
+    f"grpo plan --config_file configs/4node.yaml {GSM8K}": 0,
+    "grpo plan --num_processes 28 --num_machines 4 --gpus-per-node 8,8,7,8": 1,
+}
+
+BLOCK = re.compile(r"(?:<!-- needs (?P<needs>GPUs|a cluster) -->\n)?```bash\n(?P<body>.*?)```", re.S)
 
 
-def test_the_table_of_our_fields_has_every_field_with_its_default() -> None:
-    ours = {
-        name: field.default
-        for name, field in GRPOConfig.__dataclass_fields__.items()
-        if name not in trl.GRPOConfig.__dataclass_fields__
-    }
-    ours["vllm_tensor_parallel_size"] = GRPOConfig.__dataclass_fields__["vllm_tensor_parallel_size"].default
-    section = README.partition("| field of `GRPOConfig` | default | meaning |")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE))
-    assert rows.keys() == ours.keys()
-    for name, default in ours.items():
-        assert rows[name].strip('"') == (f"{default:g}" if isinstance(default, float) else str(default)), name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    page: str
+    line: str
+    """Without its comment, and with what follows a backslash."""
+    is_marked: bool
+    """Whether the page says what it needs that the tests do not have."""
 
 
-def test_every_vllm_field_of_trl_is_in_the_table_of_theirs() -> None:
-    theirs = {name for name in trl.GRPOConfig.__dataclass_fields__ if name.startswith("vllm_")}
-    section = README.partition("| field | local mode |")[2].partition("\n\n")[0]
-    names = set()
-    for row in section.splitlines():
-        cell = row.split("|")[1] if row.count("|") > 2 else ""
-        full = ""
-        for name in re.findall(r"`(\w+)`", cell):
-            full = name if name.startswith("vllm_") else "vllm_importance_sampling" + name
-            names.add(full)
-    assert names == theirs
+def commands() -> Iterator[Command]:
+    for page in PAGES:
+        for block in BLOCK.finditer(page.read_text()):
+            for line in block["body"].replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield Command(page=page.name, line=" ".join(words), is_marked=block["needs"] is not None)
+
+
+def outputs() -> dict[str, str]:
+    """What the page shows below a command of `RUN_HERE`."""
+    shown = {}
+    for page in PAGES:
+        text = page.read_text()
+        for found in re.finditer(r"```bash\n([^`\n]*)\n```\n(?:(?!```)[^\n]*\n)*```console\n(.*?)```", text, re.S):
+            shown[" ".join(shlex.split(found[1], comments=True))] = found[2]
+    return shown
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_command_is_run_by_a_test_or_marked_with_what_it_needs() -> None:
+    unmarked = {command.line: command.page for command in commands() if not command.is_marked}
+    assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys(), "the tables here, and the ```bash blocks of README and docs/"
+    for line, test in TESTED.items():
+        file, _, name = test.partition("::")
+        functions = {each.name for each in ast.parse((ROOT / "tests" / file).read_text()).body if hasattr(each, "name")}
+        assert name in functions, f"{line}: there is no {test}"
+
+
+@pytest.mark.parametrize("line", RUN_HERE)
+def test_a_cheap_command_runs_and_says_what_the_page_shows(line: str) -> None:
+    name, *words = line.split()
+    assert name == "grpo"
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == RUN_HERE[line], done.stderr
+    if line in (shown := outputs()):
+        assert one_line(shown[line]) in one_line(done.stdout), done.stdout
+
+
+def test_what_pages_show_belongs_to_a_command_that_is_run() -> None:
+    assert outputs().keys() <= RUN_HERE.keys()
+    assert sum(page.read_text().count("```console") for page in PAGES) == len(outputs())
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_make_knows_what_is_asked_of_it() -> None:
+    for page in PAGES:
+        for words in re.findall(r"`(?:[A-Z_]+=\S+ )*make ([^`]*)`", page.read_text()):
+            named = [word for word in words.split() if "=" not in word]
+            assert set(named) <= targets(), f"{page.name}: make {words}"
+    for command in commands():
+        if command.line.startswith("make "):
+            assert command.line.split()[1] in targets(), command
+    makefile = (ROOT / "Makefile").read_text()
+    assert "accelerate launch --config_file configs/cpu.yaml train.py\n" in makefile.partition("\ndemo:")[2]
+
+
+def test_files_modules_and_links_in_the_text_are_there() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for words in re.findall(r"`pytest ([^`]*)`", text):
+            assert all((ROOT / word).exists() for word in words.split()), f"{page.name}: pytest {words}"
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
+        for file in re.findall(r"(?:configs|launch)/[\w./]+\.(?:yaml|json|sh|sbatch)", text):
+            assert (ROOT / file).exists(), f"{page.name}: {file}"
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+# -- what the code says ------------------------------------------------------------------------------------------------
+
+
+def texts() -> Iterator[str]:
+    """Every text in the package and in configs/, with `…` where a value is filled in."""
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else ELLIPSIS for part in node.values]
+                yield one_line("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield one_line(node.value)
+    for path in ROOT.glob("configs/*.yaml"):
+        yield one_line(path.read_text())
+
+
+def test_every_error_in_troubleshooting_is_one_of_the_codes() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = [line for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(quotes) > 20
+    known = "\n".join(texts())
+    missing = [quote for quote in quotes if quote.strip(f"{ELLIPSIS} ") not in known]
+    assert not missing
+
+
+def test_the_table_of_metrics_has_every_metric() -> None:
+    areas = "rollout|engine|push|startup|run|sampling"
+    ours = re.compile(rf"(?:{areas})/[a-z_/]+")
+    logged = {text for text in texts() if ours.fullmatch(text)}
+    section = (ROOT / "docs" / "metrics.md").read_text().partition("| metric |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in ours.findall(row)} == logged
+    assert len(logged) > 20
 
 
 def test_the_map_names_every_file_of_the_package() -> None:
     section = (ROOT / "docs" / "architecture.md").read_text().partition("## Every file")[2]
-    for file in sorted(ROOT.glob("grpo/**/*.py")):
+    for file in PACKAGE:
         if file.name != "__init__.py":
             assert file.name in section, f"{file.relative_to(ROOT)} is not on the map"
