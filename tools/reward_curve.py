@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"reward_curve: {error}", file=sys.stderr)
         return 1
     draw(rewards, args.picture)
-    print(f"{args.picture}: reward {rewards[0][1]:.2f} at step {rewards[0][0]}, {rewards[-1][1]:.2f} at {rewards[-1][0]}")
+    (first, before), (last, after) = rewards[0], rewards[-1]
+    print(f"{args.picture}: reward {before:.2f} at step {first}, {after:.2f} at {last}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""README and docs/ say what the code says: commands that tests run, errors in their own words, every metric and file."""
+"""README and docs/ say what the code says: commands that tests run, errors in its words, every metric and file."""
 
 import ast
 import importlib.util
@@ -74,7 +74,9 @@ TESTED = {
         "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count"
     ),
     "python -m tests.line_coverage check": "unit/harness/test_line_coverage.py::test_what_agrees_is_not",
-    "python -m tests.line_coverage table": "unit/harness/test_line_coverage.py::test_the_table_is_read_and_written_alike",
+    "python -m tests.line_coverage table": (
+        "unit/harness/test_line_coverage.py::test_the_table_is_read_and_written_alike"
+    ),
 }
 
 # What is run below, and how it ends.
@@ -123,7 +125,9 @@ def one_line(text: str) -> str:
 
 def test_every_command_is_run_by_a_test_or_marked_with_what_it_needs() -> None:
     unmarked = {command.line: command.page for command in commands() if not command.is_marked}
-    assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys(), "the tables here, and the ```bash blocks of README and docs/"
+    assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys(), (
+        "the tables here, and the ```bash blocks of README and docs/"
+    )
     for line, test in TESTED.items():
         file, _, name = test.partition("::")
         functions = {each.name for each in ast.parse((ROOT / "tests" / file).read_text()).body if hasattr(each, "name")}
