@@ -58,12 +58,9 @@ TESTED = {
     "sbatch launch/train.sbatch my_script.py --its arguments": (
         "unit/launch/test_slurm_templates.py::test_a_script_of_ones_own"
     ),
-<<<<<<< HEAD
-=======
     "srun --ntasks-per-node=1 grpo launch my_script.py": (
         "multiprocess/test_slurm.py::test_srun_is_all_that_slurm_needs"
     ),
->>>>>>> docs
     "launch/local_2node.sh --max_steps 20": "unit/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
     "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
     "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
