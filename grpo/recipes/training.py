@@ -72,7 +72,7 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     if launch.rank == 0:
         say(
             "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of "
-            "configs/ (README, 'On GPUs')"
+            "configs/ (README, 'One node')"
         )
     trainer.accelerator.print(demo_summary(trainer.state.log_history))
     return trainer
