@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import trl
 
-from grpo.engine.early import drop_host, start_host
+from grpo.engine.early import drop_host, start_first_host
 from grpo.job.devices import count_gpus
 from grpo.job.files import is_on
 from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
@@ -208,7 +208,7 @@ class GRPOConfig(trl.GRPOConfig):
         if self.local_mode:
             self._check_local()
             if read_launch(os.environ).launched:
-                start_host()  # unless one waits already
+                start_first_host()  # unless one waits already
             return
         drop_host()
         defaults = {f.name: f.default for f in fields(self)}

@@ -5,6 +5,7 @@ the host, whoever builds it; one that nobody takes ends with this process, or wi
 """
 
 import atexit
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -17,34 +18,48 @@ from grpo.job.launch import read_launch
 # What an engine reads only when it is built; or what no engine reads. All else has to be as it was when the host
 # started: vLLM, torch and what they load read it while they are imported.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
+_READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 _READ_BY_OTHERS = ("DEEPSPEED_", "DS_")
 
 _waiting: HostProcess | None = None
+_inherited: dict[str, str] = {}  # this process's environment when the host was started
+_was_taken = False
 _starter = 0  # pid; a child that is forked off holds no host
 
 
-def start_host(environment: Mapping[str, str] = os.environ) -> None:
+def start_host(environment: Mapping[str, str] | None = None) -> None:
     """Start a host, where this process is its node's local main and has none that waits.
 
     From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
     the devices or vLLM is told by whoever needs an engine.
     """
-    global _waiting, _starter
-    if _holds_one() or (guess := _guess(environment)) is None:
+    global _waiting, _starter, _inherited
+    # Not as a default: `datasets` puts another object in the place of `os.environ` (5.2, `map` with processes).
+    _inherited = dict(os.environ if environment is None else environment)
+    if _holds_one() or (guess := _guess(_inherited)) is None:
         return
-    _waiting, _starter = HostProcess(guess), os.getpid()
-    atexit.register(drop_host)
+    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
+        _waiting, _starter = HostProcess(guess), os.getpid()
+        atexit.register(drop_host)
+
+
+def start_first_host() -> None:
+    """As `start_host`, for a process whose engines have not been started yet: later ones may never be needed."""
+    if not _was_taken:
+        start_host()
 
 
 def take_host(environment: Mapping[str, str]) -> HostProcess:
     """The host that waits, if it has seen what an engine in `environment` has to see, or a new one."""
-    global _waiting
+    global _waiting, _was_taken
+    _was_taken = True
     if not _holds_one() or _waiting is None:
         return HostProcess(environment)
     host, _waiting = _waiting, None
     if host.is_running() and not (changed := _changed(host.environment, environment)):
         return host
-    if host.is_running():
+    # Not of what follows from the number of engines, say, which nobody could have known.
+    if host.is_running() and (changed := [name for name in changed if _inherited.get(name) != os.environ.get(name)]):
         warnings.warn(
             f"{', '.join(changed)} changed after vLLM was imported for the engine, which starts anew: set it before "
             "the script starts to save some seconds",

@@ -1,7 +1,6 @@
 """The environment of an engine host: what it inherits, and what it must not see."""
 
 import contextlib
-import getpass
 import os
 import stat
 import tempfile
@@ -15,14 +14,17 @@ _LAUNCHER_VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE",
 
 # All that an engine inherits besides: keys of trackers, clouds and services are the trainer's alone.
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "LANG", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV"}
-_PASSED |= {"CC", "CXX", "LOGLEVEL", "NO_COLOR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"}
+_PASSED |= {"CC", "CXX", "LOGLEVEL", "NO_COLOR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "MAX_JOBS"}
+_PASSED |= {"HUGGING_FACE_HUB_TOKEN", "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "GCC_EXEC_PREFIX", "COMPILER_PATH"}
+_PASSED |= {"CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"}  # modules give gcc its headers by these
 _PASSED_PREFIXES = (
     *("LC_", "LD_", "PYTHON", "CONDA_", "XDG_", "MALLOC_", "SSL_", "COVERAGE_", "GRPO_"),
     *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_", "HUGGINGFACE_"),
     *("TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "DS_", "DEEPSPEED_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
-    *("CUDA", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_"),
-    *("HIP_", "HSA_", "ROCM_", "ROCR_", "MIOPEN_", "RCCL_", "AMD_"),
+    *("CUDA", "NVIDIA_", "NVCC_", "CUBLAS", "CUDNN", "CUTE_DSL_", "NVSHMEM_", "DG_JIT_", "TVM_", "TILELANG_"),
+    *("NCCL_", "OFI_NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "NIX_", "CRAY_", "PE_"),
+    *("HIP_", "HIPBLASLT_", "HSA_", "ROCM_", "ROCR_", "ROCBLAS_", "TENSILE_", "AITER_", "MIOPEN_", "RCCL_", "AMD_"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
 )
 MORE_VARIABLE = "GRPO_ENGINE_ENV"  # names that an engine is to see as well, separated by commas; `NAME*` for a prefix
@@ -45,6 +47,7 @@ def engine_environment(
         if (name in names or name.startswith(prefixes)) and name not in _LAUNCHER_VARIABLES
     }
     env["PYTHONUNBUFFERED"] = "1"
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # DeepSpeed sets it in a rank when it is imported, vLLM in any case
     # vLLM's processes come out of the host by fork, with everything imported: 2 s instead of 13 s on two cores. vLLM
     # itself turns to spawn where CUDA is already initialised.
     env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -80,9 +83,9 @@ def engine_environment(
 
 
 def own_folder(name: str) -> Path:
-    """A lasting folder of this user's on this node: /tmp/NAME_USER, or where another user has made that first, one in
-    the home: what lies in it is run."""
-    folder = Path(tempfile.gettempdir()) / f"{name}_{getpass.getuser()}"
+    """A lasting folder of this user's on this node: /tmp/grpo-NAME-UID, or where another user has made that first,
+    one in the home: what lies in it is run."""
+    folder = Path(tempfile.gettempdir()) / f"grpo-{name}-{os.getuid()}"  # a user need not have a name
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

@@ -33,6 +33,8 @@ class Wishes:
     """`vllm_reserved_gpus`."""
     tensor_parallel_size: int | None = None
     """`vllm_tensor_parallel_size`."""
+    has_engines: bool = True
+    """Whether the nodes host engines: not in TRL's own modes."""
 
 
 def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> Wishes:
@@ -46,10 +48,10 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         ValueError: a file cannot be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    valued = ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path", *_COUNTS)
+    valued = ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path", "vllm_mode", *_COUNTS)
     for name in valued:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    for name in ("use_cpu", "bf16", "fp16"):
+    for name in ("use_cpu", "use_vllm", "bf16", "fp16"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
     training = {**_read(flags.get("config")), **flags}
@@ -63,6 +65,7 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         dtypes=_dtypes(training, str(launcher.get("mixed_precision") or "no"), deepspeed),
         reserved_gpus=_count(training, "vllm_reserved_gpus"),
         tensor_parallel_size=_count(training, "vllm_tensor_parallel_size"),
+        has_engines=training.get("vllm_mode", "local") == "local" and is_on(training.get("use_vllm", True)),
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from grpo.run.telling import MISTAKE_MARK
 
 # torchrun takes the signals that it passes on to its ranks; SIGINT and SIGUSR1 are taken here.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
+# The nodes have just met. Until all launchers are there no signal is heard, for a store is waited for in C++ (2.13).
+RENDEZVOUS = "timeout=120"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +34,22 @@ class Ending:
     """The one that failed first, of those on this node."""
     is_interrupted: bool = False
     """Whether a person has ended it, by SIGINT."""
+    is_terminated: bool = False
+    """Whether a SIGTERM has."""
 
 
-def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool]) -> Ending:
+def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool], *, is_asked_already: bool = False) -> Ending:
     """Runs `line` (accelerate's or torchrun's) to its end. From the main thread.
 
     Args:
         ask_to_stop: on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False where nobody would hear it.
+        is_asked_already: whether a SIGUSR1 came before: it is passed on when somebody hears it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ[LINE_VARIABLE] = json.dumps({"pid": os.getpid(), "argv": list(line)})
-    with _signals(ask_to_stop), _held_back() as noise:
+    with _signals(ask_to_stop, is_asked_already), _held_back() as noise:
         try:
             _launch(line)
             return Ending(has_succeeded=True)
@@ -58,7 +64,12 @@ def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool]) -> Ending
             return Ending(has_succeeded=False, rank=first)
         except SignalException as error:
             print(f"[grpo] ended by {error.sigval.name}", file=sys.stderr, flush=True)
-            return Ending(has_succeeded=False, is_interrupted=error.sigval == signal.SIGINT)
+            interrupted = error.sigval == signal.SIGINT
+            return Ending(has_succeeded=False, is_interrupted=interrupted, is_terminated=not interrupted)
+        except Exception as error:  # noqa: BLE001  the edge of the launcher's code: a lost node, a port that is taken
+            why = (str(error).strip().splitlines() or [""])[0]
+            print(f"[grpo] the launcher failed: {type(error).__name__}: {why}", file=sys.stderr, flush=True)
+            return Ending(has_succeeded=False)
 
 
 def _launch(line: Sequence[str]) -> None:
@@ -68,12 +79,14 @@ def _launch(line: Sequence[str]) -> None:
 
         arguments = run.parse_args(words)
         arguments.signals_to_handle = PASSED_ON
+        arguments.rdzv_conf = RENDEZVOUS
         run.run(arguments)
         return
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     arguments = launch_command_parser().parse_args(words[1:])
-    arguments.signals_to_handle = PASSED_ON  # accelerate hands torchrun what has the name of one of its options (1.15)
+    # accelerate hands torchrun what has the name of one of its options (1.15).
+    arguments.signals_to_handle, arguments.rdzv_conf = PASSED_ON, RENDEZVOUS
     launch_command(arguments)
 
 
@@ -86,11 +99,21 @@ def _mistake(message: object) -> str | None:
 
 
 @contextmanager
-def _signals(ask_to_stop: Callable[[], bool]) -> Iterator[None]:
-    """The first SIGINT or SIGUSR1 asks the ranks to stop; a second SIGINT, or one that nobody hears, ends them."""
+def _signals(ask_to_stop: Callable[[], bool], is_asked_already: bool) -> Iterator[None]:
+    """The first SIGINT or SIGUSR1 asks the ranks to stop; a second SIGINT, or one that nobody hears, ends them.
+
+    A SIGUSR1 that nobody hears yet waits for a trainer: it may be the only notice that a scheduler gives.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    asked = False
+    asked, ended = False, threading.Event()
+
+    def ask_later() -> None:
+        while not ask_to_stop() and not ended.wait(1.0):
+            pass
+
+    def begin_asking() -> None:
+        threading.Thread(target=ask_later, name="grpo-launch-ask", daemon=True).start()
 
     def on_interrupt(signum: int, _: object) -> None:
         nonlocal asked
@@ -99,13 +122,19 @@ def _signals(ask_to_stop: Callable[[], bool]) -> Iterator[None]:
             print("[grpo] asked to stop: checkpointing at the end of this step", file=sys.stderr, flush=True)
             if signum == signal.SIGINT:
                 print("[grpo] once more to end now", file=sys.stderr, flush=True)
-        elif signum == signal.SIGINT:
+        elif signum == signal.SIGUSR1:
+            begin_asking()
+        else:
+            print("[grpo] ending now", file=sys.stderr, flush=True)
             raise SignalException("interrupted", sigval=signal.SIGINT)  # as torchrun's own handler does
 
     before = {signum: signal.signal(signum, on_interrupt) for signum in (signal.SIGINT, signal.SIGUSR1)}
+    if is_asked_already:
+        begin_asking()
     try:
         yield
     finally:
+        ended.set()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

@@ -6,7 +6,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo.job.devices import DeviceMistake, count_gpus
@@ -42,7 +42,6 @@ class Agreed(Wire):
     why: str
     """Where that number comes from."""
     on_gpus: bool
-    head_address: str
     port: int
     """Of the job's process group, on the head."""
     started: float
@@ -112,7 +111,6 @@ def decide(
                 ranks_per_node=ranks.per_node,
                 why=ranks.why,
                 on_gpus=all(one.gpus for one in reports.values()),
-                head_address=place.head_address,
                 port=port or place.told_port or free_port(),
                 started=time.time(),
             )
@@ -160,5 +158,6 @@ def meet(
     except ValueError as error:  # another version of this project on the other side
         fix = "install the same version on all nodes"
         return Verdict(agreed=None, troubles=(Trouble(nodes=(place.node,), message=str(error), fix=fix),))
-    verdict = verdicts[-1]
-    return Verdict(agreed=None, troubles=(*verdict.troubles, *late)) if late else verdict
+    # Who came twice has been told, and ends; the others have read the verdict and go on.
+    warnings = tuple(replace(one, is_fatal=False) for one in late)
+    return replace(verdicts[-1], troubles=(*verdicts[-1].troubles, *warnings))

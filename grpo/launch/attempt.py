@@ -58,9 +58,17 @@ class Attempt:
         if self.folder is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended"
         folder = self.folder or self.output_dir
+        if folder is None and ending.is_terminated:
+            return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
         if folder is None:
             return next_attempt.FAILED, "the script has failed, without a trainer"
         state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
+        if state is None and ending.has_succeeded:
+            return next_attempt.DONE, "the script has ended, and has not trained"
+        if state is None and ending.is_terminated:
+            return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
+        if state is not None and state["state"] == "finished" and not (ending.has_succeeded or ending.is_terminated):
+            return next_attempt.FAILED, f"training has finished, but the script failed after it; {folder}"
         job, attempt = _names(self.env, state, self.started)
         code, why = next_attempt.conclude(
             folder, state, job=job, attempt=attempt, max_crashes=max_crashes, follow=not self.is_head
@@ -98,6 +106,6 @@ def record_no_start(
 
 def _names(env: Mapping[str, str], state: next_attempt.State | None, started: float) -> tuple[str, str]:
     """What the job and this attempt are called where crashes are counted."""
-    job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or (state and state.get("job"))
+    job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or socket.gethostname()  # the same at every start
     attempt = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT") or (state and state.get("attempt"))
-    return str(job or socket.gethostname()), str(started if attempt in (None, "") else attempt)
+    return job, str(started if attempt in (None, "") else attempt)

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.job.files import Wishes, read_settings, read_wishes
+from grpo.job.files import Wishes, flag_of, read_settings, read_wishes
 from grpo.launch import line, next_attempt
 from grpo.launch.line import Rendezvous, Script
 from grpo.launch.ranks import Asked
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir",
         type=Path,
         metavar="DIR",
-        default=os.environ.get("GRPO_OUTPUT_DIR"),
+        default=os.environ.get("GRPO_OUTPUT_DIR") or None,
         help="of the trainer, whatever the script says (default: GRPO_OUTPUT_DIR, or what the script says)",
     )
     run.add_argument(
         "--resume",
         metavar="auto|CHECKPOINT",
-        default=os.environ.get("GRPO_RESUME"),
+        default=os.environ.get("GRPO_RESUME") or None,
         help="from where the trainer goes on (default: GRPO_RESUME, or what the script says)",
     )
     run.add_argument("--max-crashes", type=int, default=3, help="in a row without a newer checkpoint (default: 3)")
@@ -65,23 +65,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    started = time.monotonic()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: the store logs every wait that ends
     script = Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
     try:
         place = expected.find_place(args, os.environ, command="grpo launch")
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
-        asked, wishes = _asked(args, script, file)
+        asked, wishes, is_readable = _asked(args, script, file)
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)
         return 2
     # As process 1 of a container it would not hear a SIGTERM without a handler; torchrun brings its own later.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(next_attempt.START_AGAIN))
+    requests: list[int] = []  # to stop; heard by the trainer as soon as there is one
+    signal.signal(signal.SIGUSR1, lambda number, _: requests.append(number))
     try:
-        if args.doctor and _doctor(args, place, script):
-            return _not_started(args, place, is_mistake=False, why="grpo doctor found nodes that cannot train")
-        return _meet_and_launch(args, place, script, file, asked, wishes, started)
+        if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
+            why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
+            return _not_started(args, place, is_mistake=found == 2, why=why)
+        return _meet_and_launch(args, place, script, file, asked, wishes, requests)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
         return next_attempt.INTERRUPTED
@@ -94,7 +96,7 @@ def _meet_and_launch(
     file: Mapping[str, Any],
     asked: Asked,
     wishes: Wishes,
-    started: float,
+    requests: list[int],
 ) -> int:
     from grpo.launch.agreement import Verdict, meet, report
 
@@ -104,7 +106,7 @@ def _meet_and_launch(
         asked,
         port=args.main_process_port,
         join_timeout_s=args.join_timeout,
-        started=started,
+        started=time.monotonic(),
     )
     for trouble in verdict.troubles:
         if trouble.is_fatal or place.is_head:
@@ -115,7 +117,7 @@ def _meet_and_launch(
     at = Rendezvous(
         num_nodes=len(place.nodes),
         node_rank=place.nodes.index(place.node),
-        head_address=verdict.agreed.head_address if len(place.nodes) > 1 else "127.0.0.1",
+        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the meeting was
         port=verdict.agreed.port,
         ranks_per_node=verdict.agreed.ranks_per_node,
     )
@@ -127,10 +129,10 @@ def _meet_and_launch(
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
     _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
-    return _launch(args, place, words, verdict.agreed.started)
+    return _launch(args, place, words, verdict.agreed.started, requests)
 
 
-def _doctor(args: argparse.Namespace, place: Place, script: Script) -> int:
+def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> int:
     """Its exit code on this node, which is that of all."""
     words = ["--node-name", place.node, "--port", str(place.port), "--join-timeout", str(args.join_timeout)]
     words += ["--nodes", ",".join(place.nodes)]
@@ -140,9 +142,9 @@ def _doctor(args: argparse.Namespace, place: Place, script: Script) -> int:
         words += ["--output-dir", str(args.output_dir)]
     if args.config_file is not None:
         words += ["--config_file", args.config_file]
-    if script.arguments and script.arguments[0].startswith("-"):
-        words += ["--", *script.arguments]
-    doctor = subprocess.Popen([sys.executable, "-m", "grpo.cli", "doctor", *words])
+    if train_flags and train_flags[0].startswith("-"):
+        words += ["--", *train_flags]
+    doctor = subprocess.Popen([sys.executable, "-m", "grpo", "doctor", *words])
     try:
         return doctor.wait()
     finally:
@@ -166,11 +168,13 @@ def _check_script(script: Script) -> None:
         )
 
 
-def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, Wishes]:
+def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, Wishes, bool]:
+    """What the job asks for; and whether the script's own arguments could be read as those of train.py."""
+    is_readable = True
     try:
         wishes = read_wishes(script.arguments, config_file=args.config_file)
     except ValueError:  # another script's --config may be anything
-        wishes = read_wishes((), config_file=args.config_file)
+        is_readable, wishes = False, read_wishes((), config_file=args.config_file)
     asked = Asked(
         flag=args.ranks_per_node,
         scheduler=os.environ.get("PET_NPROC_PER_NODE"),
@@ -180,8 +184,9 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
         num_processes=file.get("num_processes"),
         num_machines=file.get("num_machines"),
         use_cpu=wishes.use_cpu,
+        has_engines=wishes.has_engines,
     )
-    return asked, wishes
+    return asked, wishes, is_readable
 
 
 def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
@@ -191,10 +196,11 @@ def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
     files = {} if script.is_module else {f"script {script.name}": Path(script.name)}
     if args.config_file:
         files[f"--config_file {args.config_file}"] = Path(args.config_file)
-    for flag, value in zip(script.arguments, script.arguments[1:], strict=False):
-        if flag in ("--config", "--deepspeed"):
-            files[f"{flag} {value}"] = Path(value)
+    for name in ("config", "deepspeed"):
+        if value := flag_of(script.arguments, name):
+            files[f"--{name} {value}"] = Path(value)
     texts = {"launcher": args.launcher, "arguments": shlex.join(script.arguments)}
+    texts |= {"--output-dir": str(args.output_dir or ""), "--resume": args.resume or ""}
     return texts | {name: digest(path) for name, path in files.items()}
 
 
@@ -206,7 +212,7 @@ def _line(
         line.check_file(file, args.config_file, launcher=args.launcher, processes=processes)
     if args.launcher == "torchrun":
         return line.torchrun_line(script, at)
-    return line.accelerate_line(script, at, config_file=args.config_file, on_gpus=on_gpus)
+    return line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
 
 
 def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
@@ -221,7 +227,7 @@ def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: li
 # -- the job ------------------------------------------------------------------------------------------------------
 
 
-def _launch(args: argparse.Namespace, place: Place, words: list[str], started: float) -> int:
+def _launch(args: argparse.Namespace, place: Place, words: list[str], started: float, requests: list[int]) -> int:
     """Becomes the launcher, and says what follows its end."""
     from grpo.launch.agent import run_launcher
     from grpo.launch.attempt import Attempt
@@ -231,7 +237,8 @@ def _launch(args: argparse.Namespace, place: Place, words: list[str], started: f
             output_dir=args.output_dir, notes=Path(notes), started=started, is_head=place.is_head, env=os.environ
         )
         _prepare_environment(args, attempt)
-        ending = run_launcher(words, attempt.ask_to_stop)
+        ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 WRAPPER = "grpo.launch.script"
-
-# What configs/1node.yaml says, for a job without a file.
-_ZERO3 = ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true", "--zero3_save_16bit_model", "true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +33,14 @@ class Rendezvous:
     ranks_per_node: int
 
 
-def accelerate_line(script: Script, at: Rendezvous, *, config_file: str | None, on_gpus: bool) -> list[str]:
+def own_file(*, on_gpus: bool) -> str:
+    """For a job that names none: ZeRO-3. Without a file accelerate would read the user's default one."""
+    return str(files("grpo") / "init" / "files" / "configs" / ("1node.yaml" if on_gpus else "cpu.yaml"))
+
+
+def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list[str]:
     """`accelerate launch …` for this node; what it fills in goes before what the file says."""
-    words = ["accelerate", "launch"]
-    if config_file is not None:
-        words += ["--config_file", config_file]
-    else:
-        words += [*_ZERO3, "--mixed_precision", "bf16" if on_gpus else "no", "--dynamo_backend", "no"]
+    words = ["accelerate", "launch", "--config_file", config_file]
     words += ["--num_machines", str(at.num_nodes), "--num_processes", str(at.num_nodes * at.ranks_per_node)]
     words += ["--machine_rank", str(at.node_rank), "--main_process_port", str(at.port)]
     if at.num_nodes > 1:
@@ -93,8 +92,10 @@ def check_file(file: Mapping[str, Any], name: str, *, launcher: str, processes: 
             f"{name} has no distributed_type: it is no file of accelerate's (configs/1node.yaml is one); DeepSpeed's "
             "goes with --launcher torchrun"
         )
-    if launcher == "accelerate" and str(file.get("distributed_type")).upper() == "NO" and processes > 1:
+    kind = str(file.get("distributed_type")).upper()
+    if launcher == "accelerate" and kind in ("NO", "FALSE", "MULTI_CPU"):  # NO without quotes is YAML's false
         raise ValueError(
-            f"{name} has distributed_type: 'NO', by which accelerate starts one process on each node, none of which "
-            f"knows the others; this job has {processes}: write DEEPSPEED (as configs/1node.yaml) or MULTI_GPU"
+            f"{name} has distributed_type: {file['distributed_type']}, by which accelerate starts one process that "
+            f"knows no others and hears no signals; this job has {processes}: write DEEPSPEED (as configs/1node.yaml "
+            "and configs/cpu.yaml do) or MULTI_GPU, or take --launcher torchrun"
         )

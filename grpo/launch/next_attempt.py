@@ -67,6 +67,7 @@ def count_crash(record: Path, newest: int, attempt: str) -> int:
     if before["attempt"] == attempt:
         return int(before["crashes"])
     crashes = 0 if newest > before["checkpoint"] else before["crashes"] + 1
+    record.parent.mkdir(parents=True, exist_ok=True)  # of an attempt that died before it had a folder
     written = record.with_suffix(".new")
     written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
     written.replace(record)

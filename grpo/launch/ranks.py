@@ -24,6 +24,8 @@ class Asked:
     """The file's."""
     use_cpu: bool = False
     """Whether the file was written for CPUs."""
+    has_engines: bool = True
+    """False for a script that leaves generating to TRL's own modes: no GPU is kept from the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,8 @@ def ranks_per_node(asked: Asked, gpus: Mapping[str, int]) -> Ranks:
         ValueError: the ranks leave no engine a GPU; says what to write.
     """
     smallest = min(gpus, key=lambda node: gpus[node])
-    engine = asked.reserved_gpus or asked.tensor_parallel_size or 1
+    engine = asked.reserved_gpus if asked.reserved_gpus is not None else asked.tensor_parallel_size or 1
+    engine = engine if asked.has_engines else 0
     ranks = _first_given(asked, gpus[smallest], engine)
     if ranks.per_node < 1:
         raise ValueError(f"{ranks.per_node} ranks per node ({ranks.why}): a node needs at least 1")

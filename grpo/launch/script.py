@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> None:
 def run_script(path: Path, arguments: Sequence[str]) -> None:
     """As `python PATH ARGUMENTS`: its folder comes first where modules are looked for, its globals stay to the end."""
     module = types.ModuleType("__main__")
-    module.__file__ = str(path)
+    module.__file__ = os.path.abspath(path)  # as the interpreter sets it: the script may change its folder
     module.__dict__["__builtins__"] = __builtins__
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.resolve().parent)
     sys.modules["__main__"] = module
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    exec(compile(path.read_bytes(), module.__file__, "exec"), module.__dict__)
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:

@@ -219,8 +219,14 @@ def attend(place: Place, bring: Callable[[Any], str], *, join_timeout_s: float, 
             _reach(place, until, join_timeout_s)
             store = _join(place)
             command, nodes, opening = json.loads(store.get("opening"))
-            if command == place.command or time.monotonic() > until:
+            if command == place.command:
                 break
+            if time.monotonic() > until:
+                raise MeetingFailed(
+                    place.head,
+                    f"at {place.head_address}:{place.port} nodes meet for {command}, not for {place.command}",
+                    "give all nodes another --port",
+                )
             del store  # another meeting of this head: of what ran before, which ends
             time.sleep(_POLL_S)
         take_part = partial(_take_part, store, place, nodes, bring, opening, limit_s=limit_s, started=started)

@@ -110,12 +110,10 @@ def _elastic(env: Mapping[str, str]) -> Told | None:
     number = _whole(env, name, rank)
     if number >= count:
         raise ValueError(f"{name} is {number}, but there are {count} nodes, counted from 0")
-    if count == 1:
-        return None
     return Told(
         nodes=tuple(f"node{k}" for k in range(count)),
         rank=number,
-        head_address=address,
+        head_address=address if count > 1 else "127.0.0.1",
         port=int(port) if port else None,
     )
 
@@ -132,7 +130,7 @@ def _indexed_job(env: Mapping[str, str], hostname: str) -> Told | None:
         )
     count, number = _whole(env, "NNODES", env["NNODES"]), _whole(env, "JOB_COMPLETION_INDEX", index)
     if count == 1:
-        return None
+        return Told(nodes=(hostname,), rank=0)
     if "." not in hostname:
         hostname = socket.getfqdn(hostname)
     pod, dot, domain = hostname.partition(".")

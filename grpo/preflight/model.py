@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from grpo.job.mistakes import did_you_mean, is_mistake
 
-_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt")
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 

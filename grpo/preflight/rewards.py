@@ -172,7 +172,8 @@ def _check_rewards(func: Callable[..., Any], rewards: Any, count: int) -> None:
     if len(numbers) != count:
         raise ValueError(f"{what} {len(numbers)} rewards for {count} completions: {wants}")
     try:
-        torch.tensor(numbers, dtype=torch.float32)
+        if torch.tensor(numbers, dtype=torch.float32).shape != (count,):
+            raise ValueError
     except (TypeError, ValueError, RuntimeError):
         wrong = next((reward for reward in numbers if not isinstance(reward, (int, float))), numbers[0])
         raise ValueError(f"{what} {wrong!r} ({type(wrong).__name__}) among its rewards: {wants}") from None

@@ -218,7 +218,15 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
     except (OSError, ValueError):  # no folder, or another job's
         return
     previous = read_run_state(path)
-    if previous is None or (previous.state, previous.job) != ("failed", folder.job):  # else the trainer has said more
+    # A scheduler's job keeps its name over its attempts; without one the name holds this process's pid.
+    named = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID")
+    own = (folder.job, folder.attempt), (folder.job, folder.state.started)
+    is_own = previous is not None and (
+        ((previous.job, previous.attempt) in own or (previous.job, previous.started) in own)
+        if named
+        else previous.job == folder.job
+    )
+    if previous is None or previous.state != "failed" or not is_own:  # else the trainer has said more
         folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
     folder.release()
 

@@ -282,3 +282,14 @@ def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Pat
         assert f"stopped after step {steps}" in nodes.said(0).splitlines()[-1]
     assert [line["step"] for line in metrics_in(run)] == list(range(1, steps + 1))
     assert not list(run.glob("crashes*"))
+
+
+def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tmp_path: Path) -> None:
+    words = ["--doctor", "--max-crashes", "2", "--output-dir", str(tmp_path / "run"), TOLD_JOB, str(nodes.folder)]
+    for code in (START_AGAIN, FAILED):  # a crash each
+        process = nodes.start(0, *words, env={"NCCL_SOCKET_IFNAME": "no-such-interface"})
+        assert process.wait(END_S) == code, nodes.said(0)
+        assert "NCCL_SOCKET_IFNAME=no-such-interface selects no interface" in " ".join(nodes.said(0).split())
+        assert not list(nodes.folder.glob("*.json"))
+    assert nodes.start(0, *words).wait(END_S) == DONE, nodes.said(0)
+    assert nodes.told(0)["told"]["RANK"] == "0"

@@ -1,6 +1,7 @@
 """Which host starts before its engine is known, and which engine takes it. No host runs here."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,19 +57,25 @@ def test_the_gpu_of_the_last_engine_is_what_a_host_sees_first(
     assert hosts[1].environment["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-def test_what_vllm_has_read_already_must_not_have_changed(hosts: list[MadeUpHost]) -> None:
+def test_what_vllm_has_read_already_must_not_have_changed(
+    hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": "/here"}
     for changed in ({"HF_HOME": "/there"}, {"VLLM_ENABLE_CUDA_COMPATIBILITY": "1"}):
         early.start_host(environment)
         waiting = hosts[-1]
+        monkeypatch.setattr(os, "environ", environment | changed)
         with pytest.warns(UserWarning, match=next(iter(changed))):
             taken = early.take_host(needed(environment | changed))
         assert taken is hosts[-1] is not waiting
         assert not waiting.runs
+    monkeypatch.setattr(os, "environ", environment)
     early.start_host(environment)
-    with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):
+    with warnings.catch_warnings():  # what follows from the number of engines, nobody could have set before
+        warnings.simplefilter("error")
         assert early.take_host(needed(environment, engines=os.cpu_count() or 2)) is hosts[-1]
     late = {"VLLM_CACHE_ROOT": "/fast", "WANDB_RUN_ID": "x", "ACCELERATE_USE_DEEPSPEED": "true"}
+    late |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
     early.start_host(environment)
     waiting = hosts[-1]
     assert early.take_host(needed(environment | late)) is waiting

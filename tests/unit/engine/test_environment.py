@@ -52,6 +52,7 @@ def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
 
 
 def test_an_engine_sees_no_key_but_the_hubs() -> None:
+    assert {"CPATH", "HUGGING_FACE_HUB_TOKEN"} <= environment({"CPATH": "/x", "HUGGING_FACE_HUB_TOKEN": "y"}).keys()
     keys = {name: "secret" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "KUBE_TOKEN")}
     needed = {"HF_TOKEN": "hub", "LD_LIBRARY_PATH": "/cuda", "https_proxy": "proxy", "VLLM_LOGGING_LEVEL": "DEBUG"}
     env = environment({**keys, **needed})
@@ -63,7 +64,6 @@ def test_an_engine_sees_no_key_but_the_hubs() -> None:
 
 
 def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOGNAME", "me")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     ours = own_folder("kernels")
@@ -77,8 +77,9 @@ def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: 
     assert own_folder("kernels") == in_the_home
     ours.unlink()
     own_folder("kernels")
+    ours.rename(tmp_path / "grpo-kernels-12345")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert own_folder("kernels") == in_the_home, "another's"
+    assert own_folder("kernels") == in_the_home.with_name("grpo-kernels-12345"), "another's"
 
 
 def test_our_plugin_is_among_the_allowed_ones() -> None:

@@ -113,3 +113,8 @@ def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-m", "grpo.launch.next_attempt", str(tmp_path), "--job", "17", "--attempt", "0"]
     done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (START_AGAIN, "")
+
+
+def test_an_attempt_that_died_before_it_had_a_folder(tmp_path: Path) -> None:
+    code, why = conclude(tmp_path / "not" / "there", None, job="17", attempt="0", max_crashes=2)
+    assert (code, "crash 1 of 2" in why) == (START_AGAIN, True)

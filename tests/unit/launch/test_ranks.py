@@ -20,6 +20,8 @@ FILE = {"file": "4node.yaml", "num_processes": 28, "num_machines": 4}
         (Asked(num_processes=7, file="1node.yaml"), EIGHT, 7, "num_processes 7 / num_machines 1 of 1node.yaml"),
         (Asked(tensor_parallel_size=2), EIGHT, 6, "8 GPUs less 2 for an engine"),
         (Asked(), {"a": 8, "b": 4}, 3, "4 GPUs less 1 for an engine"),
+        (Asked(flag=8, has_engines=False), EIGHT, 8, "--ranks-per-node"),  # TRL's own modes
+        (Asked(has_engines=False), EIGHT, 8, "8 GPUs less 0 for an engine"),
         # without GPUs
         (Asked(), {"a": 0}, 1, "no GPU here"),
         (

@@ -46,8 +46,11 @@ def test_a_process_of_a_launcher_is_no_node() -> None:
 
 
 def test_one_pod_is_alone() -> None:
-    assert read_scheduler({**PET, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, "n2") is None
-    assert read_scheduler({"JOB_COMPLETION_INDEX": "0", "NNODES": "1"}, "grpo-0") is None
+    pet = {**PET, "PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}  # Kubernetes sets it as well
+    told = read_scheduler(pet, "n2")
+    assert told is not None
+    assert (told.nodes, told.rank) == (("node0",), 0)
+    assert read_scheduler({"JOB_COMPLETION_INDEX": "0", "NNODES": "1"}, "grpo-0") == Told(nodes=("grpo-0",), rank=0)
 
 
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "NNODES": "4"}

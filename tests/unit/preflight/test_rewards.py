@@ -47,6 +47,11 @@ def test_columns_that_are_removed_do_not_come(tmp_path: Path) -> None:
         tried(lambda completions, answer, **kwargs: [0.0] * 8, tmp_path, remove_unused_columns=True)
 
 
+def test_rewards_of_another_shape(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"returned \[0\.0\] \(list\) among its rewards"):
+        tried(lambda **kwargs: [[0.0]] * 8, tmp_path)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_slow_function_is_left_with_a_warning(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

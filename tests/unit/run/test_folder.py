@@ -75,6 +75,20 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
 
 
+def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
+    """A scheduler's job keeps its name."""
+    first = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0", "GRPO_STARTED": "1.5"})
+    first.update(state="failed", why="the network")
+    first.release()
+    for env in ({"GRPO_ATTEMPT": "1"}, {"GRPO_STARTED": "9.5"}):
+        record_mistake(tmp_path, {"GRPO_JOB": "17", **env}, ValueError("a typo"))
+        state = read_run_state(tmp_path)
+        assert state is not None
+        assert (state.why, state.can_heal) == ("ValueError: a typo", False)
+        first.update(state="running")
+        first.update(state="failed", why="the network")
+
+
 def test_the_first_failure_stays(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
     folder.update(state="failed", why="the cause", can_heal=False)
