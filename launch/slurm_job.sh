@@ -54,7 +54,10 @@ run_job() {
         exit 2
     fi
 
-    ((status != 0)) || exit 0
+    if ((status == 0)); then
+        say "every node has ended well"
+        exit 0
+    fi
     status=0
     python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" \
         --max_crashes "$max_crashes" || status=$?

@@ -102,10 +102,10 @@ def test_a_command_line_that_cannot_be_read_is_not_tried_again(machine: Machine)
 
 # behaviour of each attempt -> exit code of the last one, how often the job was requeued, what it says
 ENDS = {
-    "finished": (["finish"], DONE, 0, "training has finished"),
+    "finished": (["finish"], DONE, 0, "every node has ended well"),
     "cannot-heal": (["hopeless"], FAILED, 0, "starting again would not help: 28 training processes were asked for"),
     "three-crashes": (["heal", "vanish", "lopsided"], FAILED, 2, "crash 3 of 3 in a row"),
-    "crashes-with-progress": (["progress", "progress", "progress", "vanish", "finish"], DONE, 4, "has finished"),
+    "crashes-with-progress": (["progress", "progress", "progress", "vanish", "finish"], DONE, 4, "every node has ended well"),
     "progress-starts-the-count-again": (
         ["vanish", "vanish", "progress", "vanish", "vanish", "vanish"],
         FAILED,
