@@ -104,7 +104,8 @@ config = GRPOConfig(
         "gradient_checkpointing": False,
         "disable_tqdm": True,
         "vllm_engine_kwargs": {"enforce_eager": True},
-        "check_rewards": False,  # it writes down what is sampled, and asks the trainer
+        # It writes down what is sampled, and asks the trainer.
+        **({"check_rewards": False} if settings["config"].get("use_vllm", True) else {}),
         **settings["config"],
     }
 )

@@ -161,7 +161,7 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
     for each in (nodes, other):
         each.start(0, TOLD_JOB, str(each.folder))
     assert nodes.wait() == [DONE, DONE], (nodes.said(0), other.said(0))
-    words = ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", "0", "--join-timeout", "60"]
+    words = ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", "0", "--join-timeout", "600"]
     first = nodes.start(0, *words, TOLD_JOB, str(nodes.folder))
     parent = psutil.Process(first.pid)
     while not [found for found in parent.net_connections() if found.status == psutil.CONN_LISTEN]:
