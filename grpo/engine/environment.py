@@ -83,9 +83,9 @@ def engine_environment(
 
 
 def own_folder(name: str) -> Path:
-    """A lasting folder of this user's on this node: /tmp/grpo-NAME-UID, or where another user has made that first,
+    """A lasting folder of this user's on this node: /tmp/NAME_UID, or where another user has made that first,
     one in the home: what lies in it is run."""
-    folder = Path(tempfile.gettempdir()) / f"grpo-{name}-{os.getuid()}"  # a user need not have a name
+    folder = Path(tempfile.gettempdir()) / f"{name}_{os.getuid()}"  # a user need not have a name
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

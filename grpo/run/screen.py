@@ -43,7 +43,9 @@ def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, 
     if totals is not None:
         reward = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
         lines.append(f"done: {_count(totals['step'], 'step')} in {totals['train_runtime']:.0f} s{reward}")
-    lines.append(f"every step's metrics are in {output_dir / metrics_file}, the engines' logs in {output_dir / 'logs'}")
+    logs = output_dir / "logs"
+    engines = f", the engines' logs in {logs}" if logs.exists() else ""
+    lines.append(f"every step's metrics are in {output_dir / metrics_file}{engines}")
     return lines
 
 

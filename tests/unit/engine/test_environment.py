@@ -77,9 +77,9 @@ def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: 
     assert own_folder("kernels") == in_the_home
     ours.unlink()
     own_folder("kernels")
-    ours.rename(tmp_path / "grpo-kernels-12345")
+    ours.rename(tmp_path / "kernels_12345")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert own_folder("kernels") == in_the_home.with_name("grpo-kernels-12345"), "another's"
+    assert own_folder("kernels") == in_the_home.with_name("kernels_12345"), "another's"
 
 
 def test_our_plugin_is_among_the_allowed_ones() -> None:

@@ -105,7 +105,12 @@ ENDS = {
     "finished": (["finish"], DONE, 0, "every node has ended well"),
     "cannot-heal": (["hopeless"], FAILED, 0, "starting again would not help: 28 training processes were asked for"),
     "three-crashes": (["heal", "vanish", "lopsided"], FAILED, 2, "crash 3 of 3 in a row"),
-    "crashes-with-progress": (["progress", "progress", "progress", "vanish", "finish"], DONE, 4, "every node has ended well"),
+    "crashes-with-progress": (
+        ["progress", "progress", "progress", "vanish", "finish"],
+        DONE,
+        4,
+        "every node has ended well",
+    ),
     "progress-starts-the-count-again": (
         ["vanish", "vanish", "progress", "vanish", "vanish", "vanish"],
         FAILED,

@@ -38,13 +38,16 @@ def test_one_of_several_nodes() -> None:
     )
 
 
-def test_what_came_of_it() -> None:
+def test_what_came_of_it(tmp_path: Path) -> None:
     totals = {"step": 20, "train_runtime": 61.4}
     logs = [{"step": 10, "reward": 0.25}, {"step": 20, "reward": 0.5}, totals]
-    where = "every step's metrics are in runs/it/metrics.jsonl, the engines' logs in runs/it/logs"
-    assert what_came_of_it(logs, RUN, metrics_file="metrics.jsonl") == [
+    (tmp_path / "logs").mkdir()
+    where = f"every step's metrics are in {tmp_path}/metrics.jsonl, the engines' logs in {tmp_path}/logs"
+    assert what_came_of_it(logs, tmp_path, metrics_file="metrics.jsonl") == [
         "done: 20 steps in 61 s, reward 0.250 at first, 0.500 at last",
         where,
     ]
-    assert what_came_of_it([totals], RUN, metrics_file="metrics.jsonl") == ["done: 20 steps in 61 s", where]
-    assert what_came_of_it([], RUN, metrics_file="metrics.jsonl") == [where]
+    assert what_came_of_it([totals], tmp_path, metrics_file="metrics.jsonl") == ["done: 20 steps in 61 s", where]
+    assert what_came_of_it([], tmp_path, metrics_file="metrics.jsonl") == [where]
+    (tmp_path / "logs").rmdir()
+    assert what_came_of_it([], tmp_path, metrics_file="m.jsonl") == [f"every step's metrics are in {tmp_path}/m.jsonl"]
