@@ -2,6 +2,7 @@
 # make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
+# make faults   every fault in every phase on real jobs, two to three hours; writes docs/faults.md   (CELLS='host-*/push/*')
 # make constraints  the lists of what is installed, renewed from pyproject.toml
 # make clean    remove the environment and the runs
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BACKEND ?= $(or $(HELD),cpu)
 # uv or pip: that one, and no other.
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-gpu coverage lint docs bench clean
+.PHONY: install constraints demo test test-bench test-gpu coverage faults lint docs bench clean
 
 install: $(VENV)/.installed
 
@@ -45,11 +46,18 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
 
-# GRPO_TEST_SLURM=install installs Debian's Slurm first, as root; otherwise no system package is touched.
+# GRPO_TEST_SLURM=install installs Debian's Slurm first, GRPO_TEST_CHROMIUM=install its Chromium, both as root; otherwise no
+# system package is touched.
 test: lint
 	@$(BIN)/python -m tests.slurm install
+	@$(BIN)/python -m tests.chromium install
 	$(BIN)/python -m pytest
 	@$(BIN)/python -m tests.slurm report
+	@$(BIN)/python -m tests.chromium report
+
+# The short forms of the benchmarks that start several whole stacks.
+test-bench: install
+	$(BIN)/python -m pytest -m long tests/multiprocess/test_bench.py
 
 # On the environment that is there, and it may be one with torch and pytest alone: a GPU machine has its own.
 #   make test-gpu PYTHON=python3.12     where there is no .venv, or another is meant
@@ -59,10 +67,14 @@ test-gpu:
 # Unit, multiprocess and engine tests with every process measured, then the table in docs/gpu.md held against it.
 coverage: install
 	@$(BIN)/python -m tests.slurm install
+	@$(BIN)/python -m tests.chromium install
 	$(BIN)/python -m tests.line_coverage run
 
+faults: install
+	$(BIN)/python -m tests.faults.run $(CELLS)
+
 # One that fails does not keep the others from running; the last one reads what the others have written.
-BENCHMARKS := push overlap dispatch balance generate startup scale
+BENCHMARKS := push overlap dispatch balance generate conversations lora startup save respawn timeline scale
 bench: install
 	@failed=; \
 	for name in $(BENCHMARKS); do \

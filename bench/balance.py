@@ -103,8 +103,6 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
                 groups,
                 watch,
                 pool,
-                max_model_len=PROMPT_TOKENS + options.tokens,
-                max_tokens=options.tokens,
                 timeout_s=MAX_WAIT_S,
                 balance_nodes=balance_nodes,
             )

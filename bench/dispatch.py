@@ -125,6 +125,7 @@ class TwoEngines:
         batches = [pool.submit(share) for pool, (_, share) in zip(pools, shares, strict=True)]
         for pool, batch in zip(pools, batches, strict=True):
             completions = pool.collect(batch, DEADLINE_S)
+            assert completions is not None
             assert len(completions.lengths) == len(batch.ids)
         seconds = time.perf_counter() - begun
         for pool in pools:

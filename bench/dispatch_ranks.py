@@ -30,10 +30,9 @@ from grpo.job.agreement import agree_on_topology
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import read_topology
 from grpo.job.watch import watch_for
-from grpo.local_vllm import SingleValues
+from grpo.rollout.batch import Batch
 from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import Completions, Request, pack_rows, to_lists
-from grpo.rollout.pool import Batch
+from grpo.rollout.packing import Completions, Request, SingleValues, pack_rows, to_lists
 
 NUM_GENERATIONS = 8
 PROMPT_TOKENS = 128
@@ -49,13 +48,20 @@ class ReadyPool:
     def submit(self, requests: Sequence[Request]) -> Batch:
         ids = range(sum(request.n for request in requests))
         now = time.monotonic()
-        return Batch(requests, ids, now - 1.0, dict(zip(ids, self._answers, strict=True)), now)
+        answers = dict(zip(ids, self._answers, strict=True))
+        everything = dict.fromkeys(ids, 0)
+        return Batch(requests, ids, now - 1.0, answers, policy_versions=everything, engines=everything, finished_at=now)
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None]) -> Completions:
         return batch.completions()
 
+    policy_version = 0
+
     def take_idle_s(self) -> float:
         return 0.0
+
+    def take_num_reissued(self) -> int:
+        return 0
 
 
 def trls_generation(rank: int, world_size: int, answers: list[Sampled]) -> VLLMGeneration:
@@ -113,8 +119,6 @@ def run_rank(rank: int, settings: dict[str, Any]) -> None:
             groups,
             watch,
             ReadyPool(answers),  # type: ignore[arg-type]
-            max_model_len=PROMPT_TOKENS + num_tokens,
-            max_tokens=num_tokens,
             timeout_s=MAX_WAIT_S,
         )
     prompts = [[5 + rank, row // NUM_GENERATIONS] * (PROMPT_TOKENS // 2) for row in range(num_rows)]

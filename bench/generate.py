@@ -31,13 +31,16 @@ from bench.report import Figure, Report, argument_parser, finish, interleave, ra
 from grpo import GRPOConfig
 from grpo.engine.environment import engine_environment
 from grpo.engine.lifetime import end_session
-from grpo.engine.starting import StartingEngines
-from grpo.engine_settings import engine_args, engine_spec, sampling_settings
+from grpo.engine.plugin import HOST_MARK
+from grpo.engine.supervisor import EngineSupervisor
+from grpo.engine_settings import AdapterSlot, engine_args, engine_spec, sampling_settings
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
-from grpo.local_vllm import LocalVLLM, TrainedModel
+from grpo.local_vllm import LocalVLLM
 from grpo.rollout.packing import collapse, pack_rows, seed_base
+from grpo.weights.adapters import Lora
+from grpo.weights.trained import TrainedModel
 
 PROMPT_TOKENS = 32
 NUM_GENERATIONS = 8
@@ -50,7 +53,7 @@ class BareVLLM:
     def __init__(self, settings: dict[str, Any], env: dict[str, str], folder: Path) -> None:
         file = folder / "bare.json"
         file.write_text(json.dumps(settings))
-        self._private_folder = folder / "bare"  # where vLLM's sockets are
+        self._private_folder = folder / f"bare-{os.getpid()}"  # where vLLM's sockets are
         self._private_folder.mkdir()
         self._log = folder / "bare.log"
         with self._log.open("w") as log:
@@ -60,7 +63,7 @@ class BareVLLM:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**env, "TMPDIR": str(self._private_folder)},
+                env={**env, "TMPDIR": str(self._private_folder), HOST_MARK: str(self._private_folder)},
                 start_new_session=True,
             )
 
@@ -85,20 +88,30 @@ class BareVLLM:
 
 
 @contextlib.contextmanager
-def local_vllm(args: GRPOConfig, model: Path, topology: NodeTopology, trained: torch.nn.Module) -> Iterator[LocalVLLM]:
-    watch = FailureWatch(None, node=0, rank=0, host="here", local_pids={})
-    engines = StartingEngines(
-        engine_spec(args, engine_model(model), topology),
+def local_vllm(
+    args: GRPOConfig,
+    model: Path,
+    topology: NodeTopology,
+    trained: torch.nn.Module,
+    *,
+    lora: Lora | None = None,
+    slot: AdapterSlot | None = None,
+) -> Iterator[LocalVLLM]:
+    watch = FailureWatch(None, node=0, rank=0, host="here")
+    engines = EngineSupervisor(
+        engine_spec(args, engine_model(model), topology, slot),
         topology,
         watch,
         log_folder=Path(args.output_dir) / "logs",
         attempt=0,
         timeout_s=START_S,
+        max_respawns=args.vllm_max_respawns,
+        standby=args.vllm_standby,
     )
     local = LocalVLLM(
         args,
         engines,
-        TrainedModel(model=trained, engine_model=engine_model(model)),
+        TrainedModel(model=trained, engine_model=engine_model(model), lora=lora),
         NodeGroups(topology, max_wait_s=START_S),
         watch,
         lambda: (STEP, "train"),

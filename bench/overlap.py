@@ -23,11 +23,12 @@ from typing import Any
 import psutil
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.recipes.demo import build_demo_tokenizer
+from grpo.run.progress import ProgressOnScreen
 
 WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape
         ),
         train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(10, 60) for b in range(10, 60)]}),
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressOnScreen)
     return trainer
 
 

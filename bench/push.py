@@ -23,7 +23,10 @@ one call for each of gate, up and down, and experts one by one, as checkpoints h
 for each layer, or three for each expert. An expert has 48 KiB, which are copied here in about the time that 9 MiB, a
 30B-A3B's expert, should take over NVLink, 0.05 to 0.1 ms: with larger ones a CPU's copies hide the calls.
 
-Memory is how much a rank grows in its first push at its highest, packed buffers included.
+Then LoRA of rank 16 on all linear layers of the dense model, on an engine of its own: adapters alone, as every push but
+the first; the base with them; and TRL's way, which gathers the whole model, merges, and sends one parameter at a time.
+
+Memory is how much a rank grows in its first push at its highest, packed buffers included; with LoRA in a later one.
 """
 
 import argparse
@@ -49,6 +52,7 @@ EXPERTS = {  # of a Qwen3-MoE
     "short": {"num_experts": 16, "num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32},
 }
 FASTER_THAN_TRL, OF_THE_BOUND, FASTER_THAN_ONE_BY_ONE = 1.5, 0.9, 2.0
+FASTER_THAN_THE_WHOLE, OF_THE_ADAPTER = 10.0, 0.95
 
 
 def run_ranks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -78,7 +82,7 @@ def run_ranks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     log = folder / "ranks.log"
     with log.open("wb") as sink:
         job = subprocess.Popen(
-            [*launcher, "-m", "bench.push_ranks", str(path)], stdout=sink, stderr=subprocess.STDOUT, env=environment
+            [*launcher, "-m", "bench.push_job", str(path)], stdout=sink, stderr=subprocess.STDOUT, env=environment
         )
         try:
             code = job.wait(JOB_S)
@@ -94,7 +98,7 @@ def run_ranks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def figures_of(ranks: list[dict[str, Any]]) -> dict[str, Figure]:
     """Seconds as the sending rank saw them; processor seconds summed over ranks and the engine's workers."""
-    seconds = ranks[0]["seconds"] | ranks[0]["experts"]["seconds"]
+    seconds = ranks[0]["seconds"] | ranks[0]["experts"]["seconds"] | ranks[0]["lora"]["seconds"]
     figures = {name: Figure(name=name, unit="s", values=tuple(s)) for name, s in seconds.items()}
     for name in ("exchange", "all-gather", "pack", "load"):
         summed = tuple(sum(turn) for turn in zip(*(rank["cpu_seconds"][name] for rank in ranks), strict=True))
@@ -123,6 +127,11 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
         unit="s",
         values=tuple(max(pair) for pair in zip(figures[own_gather].values, figures["load"].values, strict=True)),
     )
+    lora = ranks[0]["lora"]
+    size, pushed = (
+        Figure(name=name, unit="MiB", values=(num_bytes / 2**20,))
+        for name, num_bytes in (("an adapter", lora["adapter_bytes"]), ("pushed", lora["pushed_bytes"]))
+    )
     ratios: list[Ratio] = [
         ratio("one parameter at a time / own push", trl, own, FASTER_THAN_TRL),
         ratio(f"{bounds[0].name} / own push", bounds[0], own, OF_THE_BOUND),
@@ -134,11 +143,19 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
             figures["experts at once"],
             FASTER_THAN_ONE_BY_ONE,
         ),
+        ratio(
+            "base and adapters / adapters alone",
+            figures["base and adapters"],
+            figures["adapters alone"],
+            FASTER_THAN_THE_WHOLE,
+        ),
+        ratio("TRL merges and sends / adapters alone", figures["TRL merges and sends"], figures["adapters alone"]),
+        ratio("bytes of an adapter / pushed", size, pushed, OF_THE_ADAPTER),
     ]
     memory = tuple(
         Figure(name=f"memory of {name}, rank {rank}", unit="MiB", values=(grown / 2**20,))
         for rank, found in enumerate(ranks)
-        for name, grown in found["grown_bytes"].items()
+        for name, grown in (found["grown_bytes"] | found["lora"]["grown_bytes"]).items()
     )
     received = tuple(
         Figure(name=f"received by {way}, rank {rank}", unit="MiB", values=(num_bytes / 2**20,))
@@ -150,7 +167,7 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
         settings={name: ranks[0][name] for name in ("parameters", "wire_mb", "buckets", "bucket_mb", "backend")}
         | {"ranks": len(ranks)},
         ratios=tuple(ratios),
-        figures=(*figures.values(), *bounds, *memory, *received),
+        figures=(*figures.values(), *bounds, *memory, *received, size, pushed),
         notes=(
             "experts: {num_experts} in each of {num_hidden_layers} layers, of width {moe_intermediate_size} at "
             "{hidden_size}; ".format(**EXPERTS["short" if args.short else "full"])

@@ -1,13 +1,12 @@
-"""One rank of `bench.push`, started by torchrun: `python -m bench.push_ranks SETTINGS.json`; writes `<rank>.json`."""
+"""What one rank of `bench.push` measures: a dense model, and one with experts."""
 
+import contextlib
 import ctypes
 import functools
 import gc
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,12 @@ START_S, CALL_S = 200.0, 60.0
 WIRE_DTYPE = torch.bfloat16
 
 
-def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig) -> EngineClient:
+def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig, **more: Any) -> EngineClient:
+    """The engine of this rank, which builds `config`.
+
+    Args:
+        more: arguments of vLLM's engine.
+    """
     config.save_pretrained(model)
     arguments = {
         "model": str(model),
@@ -48,6 +52,7 @@ def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig
         "enforce_eager": True,
         "disable_log_stats": True,
         "kv_cache_memory_bytes": 2**28,
+        **more,
     }
     gpus = device_tokens(os.environ, settings["gpus"]) if settings["gpus"] else ()
     return EngineClient(
@@ -58,33 +63,48 @@ def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig
     )
 
 
+def dense_model(settings: dict[str, Any]) -> PretrainedConfig:
+    """What is pushed."""
+    return Qwen2Config(
+        **settings["shape"],
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def under_zero3() -> contextlib.AbstractContextManager[None]:
+    """Parameters that are made in here are partitioned over the ranks."""
+    return deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}})
+
+
 class Ranks:
     """What this rank measures; every method but the constructor is collective."""
 
+    held_by_trl: Sequence[str] = ()
+    """What TRL's way leaves out."""
+
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.settings = dist.get_rank(), settings
-        folder = Path(settings["folder"])
-        config = Qwen2Config(
-            **settings["shape"],
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            architectures=["Qwen2ForCausalLM"],
-        )
-        self.client = start_engine(settings, folder / "model", config) if self.rank == 0 else None
-        with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}}):
+        config = dense_model(settings)
+        self.client = start_engine(settings, Path(settings["folder"]) / "model", config) if self.rank == 0 else None
+        with under_zero3():
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._meet(GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20))
+
+    def _meet(self, source: GatheredSource) -> None:
         if self.client is not None:
             self.client.wait_ready(START_S)
         self.versions = 0
         self.cpu_seconds: dict[str, list[float]] = {}
         self.grown_bytes: dict[str, int] = {}
-        self.source = GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
+        self.source = source
         self.pusher = Pusher(
             self.source,
             [] if self.client is None else [self.client],
-            backend=settings["backend"],
+            backend=self.settings["backend"],
             tensor_parallel_size=1,
             timeout_s=CALL_S,
         )
@@ -114,7 +134,7 @@ class Ranks:
             bucket = Bucket(parameters=(), metas=(ParamMeta(name, WIRE_DTYPE, tuple(tensor.shape)),))
             transport.places(0, bucket)[0].copy_(tensor)
             transport.start_sending(0, bucket)
-            engines.update_weights(transport.update_info(0, bucket))
+            engines.update_weights(transport.update_info(0, bucket) | {"held": self.held_by_trl})
         self.pusher._finish(0)
         transport.end()
         return time.perf_counter() - begun
@@ -204,11 +224,11 @@ class Ranks:
 
     def load(self) -> float:
         """The engine loads what stands in the packed buffers, once for each bucket; the values are of other ones."""
-        transport, engines = self.pusher._transport, self.pusher._engines
 
         def run() -> None:
             if self.client is None:
                 return
+            transport, engines = self.pusher._transport, self.pusher._engines
             assert transport is not None
             engines.start_weight_update()
             for index, bucket in enumerate(self.plan.buckets):
@@ -320,7 +340,7 @@ class ExpertRanks:
         )
         folder = Path(settings["folder"])
         self.client = start_engine(settings, folder / "experts", config) if rank == 0 else None
-        with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}}):
+        with under_zero3():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self._source = GatheredSource(model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
         answer: list[WireFormat | None] = [None]
@@ -358,25 +378,3 @@ class ExpertRanks:
             self._source.adopt(wire_format)
             tensors[name] = len(self._source.plan().metas)
         return {"seconds": interleave(variants, self._settings["repetitions"]), "tensors": tensors}
-
-
-def measured(ranks: Ranks | ExpertRanks) -> dict[str, Any]:
-    try:
-        return ranks.measure()
-    finally:
-        ranks.pusher.close()
-        if ranks.client is not None:
-            ranks.client.close()
-
-
-def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
-    deepspeed.init_distributed(dist_backend="nccl" if settings["device"] == "cuda" else "gloo")
-    ranks = Ranks(settings)
-    found = measured(ranks)
-    found["experts"] = measured(ExpertRanks(settings))
-    (Path(settings["folder"]) / f"{ranks.rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

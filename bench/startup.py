@@ -38,7 +38,7 @@ from grpo.run.folder import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 600.0  # of one job; the first one may have to build DeepSpeed's extension
-FIRST_STEP = "{'loss': "  # how transformers' PrinterCallback begins the line of a step
+FIRST_STEPS = ("[grpo] step 1/", "{'loss': ")  # how the line of a step begins: ours, and transformers' under TRL
 SIDE_BY_SIDE = "side by side"
 LATE_HOST = "late host"
 ONE_AFTER_THE_OTHER = "one after the other"
@@ -117,10 +117,10 @@ def launch(command: list[str], folder: Path) -> Launch:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
         )
     with _ended(process):
-        while FIRST_STEP not in log.read_text(errors="replace"):
+        while not any(line in log.read_text(errors="replace") for line in FIRST_STEPS):
             if process.poll() is not None or time.monotonic() - began > DEADLINE_S:
                 raise RuntimeError(_what_happened("no first step", process, log))
             time.sleep(0.05)

@@ -10,7 +10,21 @@ from typing import Any
 
 from bench.report import RESULTS, Figure, Ratio, goal, is_plain, number, spread
 
-BENCHMARKS = ("push", "overlap", "dispatch", "balance", "generate", "startup", "scale", "learning")
+BENCHMARKS = (
+    "push",
+    "overlap",
+    "dispatch",
+    "balance",
+    "generate",
+    "conversations",
+    "lora",
+    "startup",
+    "save",
+    "respawn",
+    "timeline",
+    "scale",
+    "learning",
+)
 DOCUMENT = RESULTS.parent / "RESULTS.md"
 BEGIN, END = "<!-- tables: written by `python -m bench.tables` -->", "<!-- end of the tables -->"
 

@@ -64,7 +64,7 @@ trainer = GRPOTrainer(
         bf16=args.bf16,
         deepspeed=args.deepspeed,
         logging_steps=1,
-        report_to="none",
+        report_to="tensorboard",
     ),
     train_dataset=dataset.map(to_prompt, remove_columns=["question"]),
 )

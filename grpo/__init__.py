@@ -14,12 +14,16 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    from grpo.job.importing import importing
+
     if name == "GRPOConfig":
-        from grpo.config import GRPOConfig
+        with importing():
+            from grpo.config import GRPOConfig
 
         return GRPOConfig
     if name == "GRPOTrainer":
-        from grpo.trainer import GRPOTrainer
+        with importing():
+            from grpo.trainer import GRPOTrainer
 
         return GRPOTrainer
     raise AttributeError(f"module 'grpo' has no attribute {name!r}")

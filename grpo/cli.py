@@ -18,6 +18,9 @@ COMMANDS = {
     "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
     "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
     "export": ("grpo.export.command", "a checkpoint as a plain Hugging Face folder"),
+    "report": ("grpo.report.command", "a run, or several over each other, as one page that opens from disk"),
+    "trace": ("grpo.trace.command", "what happened when on every node, as a file for Perfetto"),
+    "reshape": ("grpo.reshape.command", "a checkpoint for another number of training processes"),
 }
 
 

@@ -15,6 +15,7 @@ from grpo.engine.messages import EngineSpec
 from grpo.job.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank may be (0.31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,11 @@ def describe_model(
     return EngineModel(path=path, tokenizer=tokenizer, revision=revision, dtype=dtype, special_ids=special_ids), folder
 
 
+def base_of(model: Any) -> "str | PreTrainedModel":
+    """What PEFT has wrapped, where it has."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
 def _architecture(model: PreTrainedModel) -> str:
     """The transformers class that a user's own class may be derived from: what vLLM knows."""
     return next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models."))
@@ -94,6 +100,11 @@ def compute_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dty
     # bf16 and fp16, or what the launcher's `mixed_precision` says where both are off
     if args.mixed_precision in ("bf16", "fp16"):
         return {"bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
+    return loaded_dtype(model, args)
+
+
+def loaded_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtype:
+    """The dtype in which TRL loads the model, or has it; in which it stays without DeepSpeed."""
     if not isinstance(model, str):
         return model.dtype
     asked = (args.model_init_kwargs or {}).get("dtype", "float32")  # TRL's default
@@ -136,13 +147,38 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
     return asked
 
 
-def engine_spec(args: GRPOConfig, model: EngineModel, topology: NodeTopology) -> EngineSpec:
+def engine_spec(
+    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: "AdapterSlot | None" = None
+) -> EngineSpec:
     """How to build each of the node's engines."""
     backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
-    return EngineSpec(engine_args=engine_args(args, model, topology, backend), sampling=sampling_settings(args))
+    return EngineSpec(
+        engine_args=engine_args(args, model, topology, backend, adapters), sampling=sampling_settings(args)
+    )
 
 
-def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSlot:
+    """Room for one LoRA adapter in an engine."""
+
+    rank: int
+    """Of the layer with the largest one."""
+    layers: tuple[str, ...]
+    """Last names of those that are adapted."""
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= self.rank),
+            "lora_target_modules": list(self.layers),  # others are left as they are, and cost nothing
+        }
+
+
+def engine_args(
+    args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str, adapters: AdapterSlot | None = None
+) -> dict[str, Any]:
     """Arguments of vLLM's `AsyncEngineArgs` for this job."""
     settings: dict[str, Any] = {
         "model": model.path,
@@ -169,6 +205,8 @@ def engine_args(args: GRPOConfig, model: EngineModel, topology: NodeTopology, ba
         # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
         # Generator does not use offset" (0.31, `_bookkeeping_sync`).
         settings["enable_chunked_prefill"] = False
+    if adapters is not None:
+        settings |= adapters.engine_args
     return settings | args.engine_kwargs
 
 

@@ -1,62 +1,33 @@
 """What the trainer calls to generate and to push: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import numpy as np
 
 from grpo.config import GRPOConfig
-from grpo.engine.client import EngineError
-from grpo.engine.starting import StartingEngines
-from grpo.engine_settings import EngineModel, choose_backend
-from grpo.job.node_groups import NodeGroups
-from grpo.job.startup import StartupClock
+from grpo.conversations.rollouts import Rollouts
+from grpo.conversations.sampler import Turn
+from grpo.conversations.serving import RankConversations
+from grpo.conversations.talk import Talk
+from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.job.failure import StepFailed
+from grpo.job.node_groups import MARGIN_S, NodeGroups
+from grpo.job.startup import StartupClock, process_age_s
 from grpo.job.watch import FailureWatch
-from grpo.rollout.ahead import GenerationBatch, GenerationBatches, Progress
-from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import pack_rows, to_lists
-from grpo.rollout.pool import EnginePool
-from grpo.rollout.report import generation_metrics
-from grpo.weights.proof import Prover, is_due, probe_prompts
-from grpo.weights.push import Pusher, load_transport
-from grpo.weights.report import PushReport, slowest
-from grpo.weights.source import GatheredSource
-from grpo.weights.wire_format import WireFormat, agreed, ask_engines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """What the engines are kept equal to."""
-
-    model: nn.Module
-    """The unwrapped transformers model."""
-    engine_model: EngineModel
-    """How the engines see it."""
-    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    """Makes the context in which the trainer runs its forwards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EngineFacts:
-    """What a local main has learnt of its engines when they take work."""
-
-    startup_s: float
-    """Of the slowest."""
-    max_model_len: int
-    wire_format: WireFormat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Serving:
-    """What there is on a rank once all engines of the job take work."""
-
-    batches: GenerationBatches
-    pusher: Pusher
-    prover: Prover
-    pool: EnginePool | None
-    """On the local main."""
+from grpo.rollout.ahead import GenerationBatch, Progress
+from grpo.rollout.facts import facts_of
+from grpo.rollout.packing import REFUSED, SingleValues, pack_rows, to_lists
+from grpo.rollout.report import GenerationReport, figures_of_nodes, generation_metrics
+from grpo.serving import Serving, ServingStart
+from grpo.timeline.recorder import Recorder
+from grpo.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
+from grpo.weights.proof import Prover
+from grpo.weights.report import PushReport
+from grpo.weights.trained import TrainedModel
 
 
 class LocalVLLM:
@@ -71,12 +42,15 @@ class LocalVLLM:
         next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
             rank, when there is none.
         say: prints a line for the user, on rank 0.
+        on_respawn: hears of every engine of the job that has come back, on every rank.
+        rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
+        timeline: where it is recorded what takes how long.
     """
 
     def __init__(
         self,
         args: GRPOConfig,
-        engines: StartingEngines,
+        engines: EngineSupervisor,
         trained: TrainedModel,
         groups: NodeGroups,
         watch: FailureWatch,
@@ -84,113 +58,50 @@ class LocalVLLM:
         *,
         next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
         say: Callable[[str], None] = lambda line: None,
+        on_respawn: Callable[[Respawn], None] = lambda respawn: None,
+        rollouts: Rollouts | None = None,
+        timeline: Recorder | None = None,
     ) -> None:
         self.args = args
         self.engines = engines
         self.startup = StartupClock()
         self.last_batch: GenerationBatch | None = None
+        self._last_prompt_tokens: list[int] = []
         self.last_push: PushReport | None = None
         """Over the whole job."""
-        self._backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(engines.topology.devices))
         self._trained = trained
         self._groups = groups
         self._watch = watch
         self._progress = progress
         self._next_prompts = next_prompts
         self._say = say
-        self._pushes = 0
+        self._on_respawn = on_respawn
+        self._rollouts = rollouts
+        self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
+        """Of the last batch, this rank's conversations and how often they called tools."""
+        self._timeline = timeline or Recorder()
+        self._pushes = self._num_refused = 0
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
-        self._serving: _Serving | None = None
+        self._serving: Serving | None = None
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> _Serving:
+    def _connect(self) -> Serving:
         """Wait for the engines of the job and meet them. Collective."""
-        args, clients = self.args, self.engines.clients
-        source = GatheredSource(
-            self._trained.model,
-            wire_dtype=self._trained.engine_model.dtype,
-            bucket_bytes=args.vllm_sync_bucket_mb * 2**20,
-        )
-        pool, facts, failure = None, None, None
-        with self._watch.during("engine start"), self.startup.waiting():
-            try:
-                self._say("the model is loaded; waiting for the engines to start")
-                if clients:
-                    pool, facts = self._meet_engines(source)
-            except (EngineError, RuntimeError) as error:
-                failure = self._watch.make_record(error)
-            of_nodes = [each for each in self._groups.exchange(self._watch, failure, facts) if each is not None]
-        self.startup.engine_s = max(each.startup_s for each in of_nodes)
-        self._say("all engines take work; the first push brings them the weights")
-        source.adopt(agreed([each.wire_format for each in of_nodes]))
-        pusher = Pusher(
-            source,
-            clients,
-            backend=self._backend,
-            tensor_parallel_size=self.engines.topology.tensor_parallel_size,
-            timeout_s=args.vllm_sync_timeout,
-            tell=self._watch.fail,
-        )
-        self._open_push_group(pusher)
-        sampler = NodeSampler(self._groups, self._watch)
-        if pool is not None and facts is not None:
-            sampler = LocalMainSampler(
-                self._groups,
-                self._watch,
-                pool,
-                max_model_len=facts.max_model_len,
-                max_tokens=args.max_completion_length,
-                timeout_s=args.vllm_generate_timeout,
-                balance_nodes=args.vllm_balance_nodes,
-            )
-        user_seed = (args.generation_kwargs or {}).get("seed")
-        return _Serving(
-            batches=GenerationBatches(sampler, seed=args.seed, user_seed=user_seed, progress=self._progress_now),
-            pusher=pusher,
-            prover=self._make_prover(min(each.max_model_len for each in of_nodes)),
-            pool=pool,
-        )
-
-    def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, _EngineFacts]:
-        clients = self.engines.clients
-        load_transport(self._backend)
-        ready = self.engines.wait_ready()
-        pool = EnginePool(
-            clients, max_num_seqs=[each.max_num_seqs for each in ready], max_tokens=self.args.max_completion_length
-        )
-        return pool, _EngineFacts(
-            startup_s=max(each.startup_s for each in ready),
-            max_model_len=min(each.max_model_len for each in ready),
-            wire_format=ask_engines(
-                clients, source.checkpoint_metas, source.experts, source.buffers, self.args.vllm_sync_timeout
-            ),
-        )
-
-    def _open_push_group(self, pusher: Pusher) -> None:
-        timeout_s, failure = self.args.vllm_sync_timeout, None
-        stuck = f"the push group did not open within {timeout_s:.0f} s (vllm_sync_timeout)"
-        with self._watch.during("push group"):
-            try:
-                with self._watch.within(timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
-                    pusher.connect()
-            except (EngineError, OSError, RuntimeError) as error:
-                failure = self._watch.make_record(error)
-            self._groups.exchange(self._watch, failure)
-
-    def _make_prover(self, max_model_len: int) -> Prover:
-        model, engine_model = self._trained.model, self._trained.engine_model
-        vocab_size = model.get_input_embeddings().num_embeddings
-        return Prover(
-            model,
-            self.engines.clients,
-            probe_prompts(vocab_size, max_model_len, engine_model.special_ids),
-            dtype=engine_model.dtype,
-            asked_limit=self.args.vllm_max_logprob_gap,
-            autocast=self._trained.autocast,
-            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-            timeout_s=self.args.vllm_sync_timeout,
-        )
+        return ServingStart(
+            args=self.args,
+            engines=self.engines,
+            trained=self._trained,
+            groups=self._groups,
+            watch=self._watch,
+            timeline=self._timeline,
+            startup=self.startup,
+            rollouts=self._rollouts,
+            say=self._say,
+            progress=self._progress_now,
+            revive=self._revive,
+            on_respawn=self._hear_of_respawn,
+        ).wait()
 
     # -- push -----------------------------------------------------------------------------------------------------
 
@@ -201,27 +112,39 @@ class LocalVLLM:
             JobFailed: on every rank, when an engine failed on any node or a proof did not hold.
         """
         self._watch.check()
-        serving = self._serving = self._serving or self._connect()
+        if self._serving is None:
+            self._serving = self._connect()
+            now = time.monotonic()
+            self._timeline.add(START, now - process_age_s(), now)
+        serving = self._serving
         self.wait_for_batch()
+        report = self._deliver(serving)
+        self._pushes += 1
+        self._note(serving.delivery.prover, report)
+
+    def _deliver(self, serving: Serving) -> PushReport:
         step, _ = self._progress()
-        with self._watch.during("push"), serving.pool.busy_otherwise() if serving.pool else contextlib.nullcontext():
+        pushing = self._timeline.span(PUSH)
+        with (
+            pushing,
+            self._watch.during("push"),
+            serving.pool.busy_otherwise() if serving.pool else contextlib.nullcontext(),
+        ):
             try:
-                self._note(serving.prover, self._push(serving, step))
+                report = serving.delivery.deliver(step)
             except BaseException:
                 self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
+        if serving.conversations is not None:
+            serving.conversations.delivered()
+        if serving.pool is not None:
+            serving.pool.take_up(self.engines.clients, policy_version=step)
+        return report
 
-    def _push(self, serving: _Serving, step: int) -> PushReport:
-        report, error = serving.pusher.push(step)
-        self._pushes += 1
-        if is_due(self._pushes):
-            try:
-                gap = serving.prover.prove(self._pushes, engines_work=error is None)
-                report = replace(report, gap=gap)
-            except EngineError as unproved:
-                error = unproved
-        failure = None if error is None else self._watch.make_record(error)
-        return slowest(self._groups.exchange(self._watch, failure, report))
+    def _revive(self) -> None:
+        """Amid a generation batch: bring nodes engines that have lost theirs. Collective over the job."""
+        assert self._serving is not None, "nothing is sampled before there are engines"
+        self._deliver(self._serving)
 
     def _note(self, prover: Prover, report: PushReport) -> None:
         self.last_push = report
@@ -262,19 +185,116 @@ class LocalVLLM:
             raise ValueError("images reached the engine; local mode takes text alone")
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
+        if self._serving.conversations is not None:
+            turns = self._first_turns(self._serving.conversations, prompts)
+            return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
         self._watch.check()
         batches = self._serving.batches
         with profiler or contextlib.nullcontext(), self._watch.during("generate"):
-            self.last_batch = batches.take(pack_rows(prompts))
+            with self._timeline.span(WAIT_GENERATE):
+                self.last_batch = batches.take(pack_rows(prompts))
+            self._last_prompt_tokens = [len(prompt) for prompt in prompts]
             if self._progress_now().mode == "train" and (following := self._next_prompts()) is not None:
                 batches.sample_ahead(pack_rows(following))
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
+        self._look_at_refusals(self.last_batch.reports)
+        for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
+            # TRL takes no empty completion; this one is left out of rewards and loss, and a NaN of its metrics.
+            completion_ids[row], engine_logprobs[row] = [self._trained.end_token], [float("nan")]
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
+
+    def _first_turns(
+        self, conversations: RankConversations, prompts: list[list[int]]
+    ) -> list[tuple[list[int], list[float]]]:
+        """Inside of a rollout function one more turn of each prompt, of this rank alone; else the first turn of whole
+        conversations, which are in `last_talks` then."""
+        if conversations.sampler is not None:
+            turns = conversations.sampler.sample_all(prompts)
+            nothing = [self._trained.end_token], [float("nan")]
+            return [nothing if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
+        if conversations.is_function:
+            raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
+        with self._in_rollout(conversations, [len(prompt) for prompt in prompts]):
+            talks, tool_counts, self.last_batch = conversations.talk(prompts)
+        self.last_talks = talks, tool_counts
+        for talk in talks:
+            if talk.refusal is not None:
+                talk.add([self._trained.end_token], [float("nan")])
+                talk.first_turn = 1
+        return [(talk.token_ids[: talk.first_turn], talk.logprobs[: talk.first_turn]) for talk in talks]
+
+    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]:
+        """Run a rollout function of the user's, which calls `generate` or `sample` as often as it likes. Collective.
+
+        Raises:
+            JobFailed: on every rank, when the job has failed on one.
+            TimeoutError: it has not ended within `rollout_timeout`.
+        """
+        if self._serving is None or self._serving.conversations is None:
+            raise RuntimeError("roll_out before sync_weights: the engines have no weights yet")
+        with self._in_rollout(self._serving.conversations, []):
+            output, self.last_batch = self._serving.conversations.roll_out(func, num_rows)
+        self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
+        return output
+
+    async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
+        """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
+        sampler = (
+            None
+            if self._serving is None or self._serving.conversations is None
+            else self._serving.conversations.sampler
+        )
+        if sampler is None:
+            raise RuntimeError("sample is for rollout functions, while one runs")
+        return await sampler.sample(token_ids, row=row, turn=turn, **sampling)
+
+    @contextlib.contextmanager
+    def _in_rollout(self, conversations: RankConversations, prompt_tokens: list[int]) -> Iterator[None]:
+        self._watch.check()
+        args = self.args
+        # Above all that the main thread looks at by itself: for code that holds the interpreter's lock.
+        limit_s = args.rollout_timeout + args.vllm_start_timeout + args.vllm_sync_timeout + MARGIN_S
+        cause = (
+            f"a batch of conversations has not ended after {limit_s:g} s (rollout_timeout, and what engines may take)"
+        )
+        with self._watch.limited("rollout", limit_s, cause), self._timeline.span(WAIT_GENERATE):
+            yield
+        assert self.last_batch is not None
+        self._last_prompt_tokens = prompt_tokens
+        self._look_at_refusals(self.last_batch.reports)
+
+    def _look_at_refusals(self, reports: Sequence[GenerationReport]) -> None:
+        """Tell of prompts that no engine takes, and end the job where they are too many; the same on every rank."""
+        refused = [report for report in reports if report.refusal is not None]
+        if not refused:
+            return
+        num_now = sum(report.num_refused for report in refused)
+        self._num_refused += num_now
+        first = refused[0].refusal
+        assert first is not None
+        told = f"{num_now} completions left out, {self._num_refused} so far: {first.cause}"
+        if self._num_refused > self.args.vllm_max_refused:
+            cause = f"more than vllm_max_refused ({self.args.vllm_max_refused}) completions were left out: {told}"
+            raise StepFailed(dataclasses.replace(first, cause=cause, can_heal=False))
+        self._say(f"WARNING: {told}")
+
+    @property
+    def refused_rows(self) -> list[bool] | None:
+        """Of the last batch, this rank's rows whose prompts no engine took; None where the whole job has none."""
+        batch = self.last_batch
+        if batch is None or not any(report.num_refused for report in batch.reports):
+            return None
+        return (batch.completions.policy_versions == REFUSED).tolist()
+
+    def facts(self, end_tokens: Collection[int]) -> np.ndarray:
+        """Where this rank's completions of the last batch come from; see `facts_of`."""
+        assert self.last_batch is not None
+        return facts_of(self.last_batch.completions, self._last_prompt_tokens, end_tokens)
 
     def wait_for_batch(self) -> None:
         """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job."""
         if self._serving is not None:
-            with self._watch.during("generate"):
+            with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.batches.wait()
 
     def drop_ahead(self) -> None:
@@ -291,6 +311,12 @@ class LocalVLLM:
         """Optimizer steps of the weights that have sampled the last batch."""
         return 0 if self.last_batch is None else self.last_batch.policy_version
 
+    def _hear_of_respawn(self, respawn: Respawn) -> None:
+        if respawn.node == self.engines.topology.node:
+            now = time.monotonic()
+            self._timeline.add(RESPAWN, now - respawn.seconds, now, f"engine {respawn.index}")
+        self._on_respawn(respawn)
+
     # -- metrics and end ------------------------------------------------------------------------------------------
 
     def metrics(self, mode: str) -> dict[str, float]:
@@ -298,37 +324,30 @@ class LocalVLLM:
         metrics = {}
         if self.last_batch is not None:
             metrics = generation_metrics(self.last_batch.reports, self.last_batch.lag)
+        if self._serving is not None:
+            metrics |= self._serving.delivery.metrics()
+        if self._serving is not None and self._serving.conversations is not None:
+            metrics |= self._serving.conversations.metrics
         if self._serving is not None and self.last_push is not None and self._told.get(mode) is not self.last_push:
             self._told[mode] = self.last_push
             metrics |= self.last_push.metrics()
             if self.last_push.gap is not None:
-                metrics["push/logprob_gap_limit"] = self._serving.prover.limit
+                metrics["push/logprob_gap_limit"] = self._serving.delivery.prover.limit
         return metrics
+
+    def by_node(self) -> dict[str, list[float]]:
+        """The newest figures of each node, in their order."""
+        found = {} if self.last_batch is None else figures_of_nodes(self.last_batch.reports)
+        if self._serving is not None and self._serving.delivery.total_s_by_node:
+            found["push/total_s"] = self._serving.delivery.total_s_by_node
+        return found
 
     def close(self) -> None:
         """End this node's engines. Safe to call twice."""
         if self._serving is not None:
-            self._serving.pusher.close()
+            self._serving.delivery.close()
+        if self._serving is not None and self._serving.conversations is not None:
+            self._serving.conversations.close()
         self.engines.close()
         if self._serving is not None and self._serving.pool is not None:
             self._serving.pool.close()
-
-
-class SingleValues(Sequence[tuple[float]]):
-    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
-
-    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
-    to the ranks does.
-    """
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
-
-    def __iter__(self) -> Iterator[tuple[float]]:
-        return zip(self._values)

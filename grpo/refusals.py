@@ -22,15 +22,26 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """
     elsewhere = "remove it, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
     for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments[name]:
+        if arguments[name] and arguments["args"].generation_lookahead:
             raise ValueError(
-                f"{name}: ranks would call the engine a different number of times, which local mode cannot serve yet; "
-                f"{elsewhere}"
+                f"generation_lookahead is {arguments['args'].generation_lookahead} with {name}: environments are reset "
+                "and tools have their effects when a batch is asked for, not a batch before; set generation_lookahead "
+                "to 0"
             )
+        if arguments[name] and arguments["args"].vllm_balance_nodes:
+            raise ValueError(
+                f"vllm_balance_nodes moves prompts between nodes, but with {name} a conversation stays with its rank, "
+                "whose tools it calls: set vllm_balance_nodes to False"
+            )
+    if arguments["rollout_func"] and (arguments["tools"] or arguments["environment_factory"]):
+        name = "tools" if arguments["tools"] else "environment_factory"
+        raise ValueError(
+            f"rollout_func and {name}: a rollout function holds its conversations itself, and TRL would hold them once "
+            f"more: call the tools inside of the function, and leave {name} out"
+        )
     model = arguments["model"]
-    if arguments["peft_config"] is not None or hasattr(model, "peft_config"):
-        raise ValueError(f"peft_config: local mode trains all weights and cannot push LoRA adapters yet; {elsewhere}")
-    if arguments["quantization_config"] is not None or getattr(model, "is_quantized", False):
+    is_quantised = arguments["quantization_config"] is not None and arguments["peft_config"] is None
+    if is_quantised or getattr(model, "is_quantized", False):
         raise ValueError(f"quantization_config: local mode cannot push quantised weights yet; {elsewhere}")
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(
@@ -81,15 +92,21 @@ def check_text_only(processing_class: Any, *datasets: Any) -> None:
                 )
 
 
-def ddp_memory_message(num_parameters: int, device_bytes: int) -> str | None:
-    """What to say when a model is trained by plain DDP and cannot fit; None when it may."""
+def ddp_memory_message(num_parameters: int, device_bytes: int, *, base_bytes: int = 0) -> str | None:
+    """What to say when a model is trained by plain DDP and cannot fit; None when it may.
+
+    Args:
+        num_parameters: that are trained.
+        base_bytes: of those that are not, as they are loaded.
+    """
     needed = num_parameters * DDP_BYTES_PER_PARAMETER
-    if needed <= device_bytes:
+    if needed + base_bytes <= device_bytes:
         return None
+    base = f", and the frozen base {base_bytes / 2**30:.0f} GiB," if base_bytes else ""
     return (
-        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments "
-        f"on every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate launch "
-        "--config_file configs/1node.yaml, or give torchrun's script --deepspeed configs/zero3.json"
+        f"{num_parameters / 1e9:.1f} B parameters take {needed / 2**30:.0f} GiB of weights, gradients and Adam moments"
+        f"{base} on every GPU under plain DDP, and a GPU has {device_bytes / 2**30:.0f} GiB: start with accelerate "
+        "launch --config_file configs/1node.yaml, or give torchrun's script --deepspeed configs/zero3.json"
     )
 
 
@@ -98,6 +115,9 @@ def ddp_memory_warning(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled or not dist.is_initialized() or trainer.accelerator.device.type != "cuda":
         return
     device_bytes = torch.cuda.get_device_properties(trainer.accelerator.device).total_memory
-    message = ddp_memory_message(sum(p.numel() for p in trainer.model.parameters()), device_bytes)
+    parameters = list(trainer.model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    base_bytes = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+    message = ddp_memory_message(trained, device_bytes, base_bytes=base_bytes)
     if message is not None:
         warnings.warn(message, stacklevel=2)

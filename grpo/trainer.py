@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
 from grpo.config import GRPOConfig
+from grpo.conversations.trainer import ConversingTrainer
 from grpo.engine.client import EngineClient
-from grpo.engine.starting import StartEngine, StartingEngines
-from grpo.engine_settings import attention_heads, describe_model, engine_spec
+from grpo.engine.supervisor import EngineSupervisor, StartEngine
+from grpo.engine_settings import attention_heads, base_of, describe_model, engine_spec
 from grpo.job.agreement import agree_on_topology
 from grpo.job.failure import FailureRecord
 from grpo.job.node_groups import NodeGroups
@@ -27,22 +29,35 @@ from grpo.job.process_groups import join_deepspeed
 from grpo.job.signals import StopSignals
 from grpo.job.topology import NodeTopology, read_topology
 from grpo.job.watch import FailureWatch, watch_for
-from grpo.local_vllm import LocalVLLM, TrainedModel
+from grpo.local_vllm import LocalVLLM
 from grpo.preflight.inputs import check_inputs, try_first_row
+from grpo.preflight.lora import LoraChoice, choose_lora, with_revision
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
-from grpo.run.metrics import MetricsFile, clipped_share
+from grpo.rollout.refused import leaving_out
+from grpo.run.deepspeed_settings import import_deepspeeds_muon
+from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
+from grpo.run.observed import UsageOf
 from grpo.run.prompt_order import prompts_of_batch
-from grpo.run.resumable import ResumableTrainer
+from grpo.run.reward_limit import limited_rewards
 from grpo.run.screen import what_runs_where
+from grpo.timeline.start import open_timeline
+from grpo.weights.adapters import Lora
+from grpo.weights.trained import TrainedModel
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
 
 
-class GRPOTrainer(ResumableTrainer):
+def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineClient]]:
+    """The present ones, while there are any, by whoever must not hold them."""
+    alive = weakref.ref(engines)
+    return lambda: [] if (found := alive()) is None else found.clients
+
+
+class GRPOTrainer(ConversingTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
-    In local mode every rank of the job makes one at the same time, from the main thread. Images, tools, environments,
-    rollout functions, LoRA, quantised models and FSDP are refused there.
+    In local mode every rank of the job makes one at the same time, from the main thread. Images, quantised
+    models and FSDP are refused there.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
@@ -78,7 +93,7 @@ class GRPOTrainer(ResumableTrainer):
             "eval_dataset": eval_dataset,
             "processing_class": processing_class,
             "reward_processing_classes": reward_processing_classes,
-            "callbacks": [*(callbacks or []), MetricsFile()],
+            "callbacks": [*(callbacks or []), MetricsFile(self.beside_metrics)],
             "optimizers": optimizers,
             "quantization_config": quantization_config,
             "peft_config": peft_config,
@@ -106,55 +121,85 @@ class GRPOTrainer(ResumableTrainer):
     def _init_local(self, inherited: dict[str, Any]) -> None:
         """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
         args: GRPOConfig = inherited["args"]
+        inherited["peft_config"] = with_revision(inherited["peft_config"], args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
         if not self.topology.launched and len(self.topology.devices) > 1:
             # The other GPU is the engine's. TRL would refuse two, and transformers spread the model over both.
             args._n_gpu = 1
             args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
         with self._watch.guard(), self._watch.during("start"):
-            self.open_run(args, self._watch.signals, self._watch)
+            choice = choose_lora(
+                inherited["model"],
+                inherited["peft_config"],
+                inherited["quantization_config"],
+                args,
+                has_gpus=bool(self.topology.devices),
+            )
+            named = inherited["model"]
+            name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
+            self.open_run(args, self._watch.signals, self._watch, topology=self.topology, model=name)
             self._record_what_the_watch_learns()
             self._job.by_rank_zero(lambda: self._try_first_row(inherited))
-            name = inherited["model"]
-            name = name if isinstance(name, str) else name.config._name_or_path or type(name).__name__
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
-            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout)
-            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
-            engine_model, self._private_folder = describe_model(  # the folder is removed with this object
-                inherited["model"], args, inherited["processing_class"], self.topology
+            longest_s = max(
+                args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, args.rollout_timeout
             )
-            engines = StartingEngines(
-                engine_spec(args, engine_model, self.topology),
+            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
+            self.timeline = open_timeline(Path(args.output_dir), groups, self._watch, attempt=self.attempt)
+            engine_model, self._private_folder = describe_model(  # the folder is removed with this object
+                base_of(inherited["model"]), args, inherited["processing_class"], self.topology
+            )
+            slot = None if choice is None or choice.way == "merge" else choice.slot
+            engines = EngineSupervisor(
+                engine_spec(args, engine_model, self.topology, slot),
                 self.topology,
                 self._watch,
                 log_folder=Path(args.output_dir) / "logs",
                 attempt=self.attempt,
                 timeout_s=args.vllm_start_timeout,
+                max_respawns=args.vllm_max_respawns,
+                standby=args.vllm_standby,
+                stopped_timeout_s=args.heartbeat_timeout,
                 start_engine=self.start_engine,
             )
             try:
                 join_deepspeed(args.deepspeed)
                 self._init_without_a_generator(inherited)
+                self.observe(self.timeline, UsageOf(self.topology, self._local_pids, _clients_of(engines)))
             except BaseException:
                 engines.close()
                 raise
+            lora = None if choice is None else self._lora(choice)
             self._local = self.vllm_generation = LocalVLLM(
                 args,
                 engines,
-                TrainedModel(model=self.model, engine_model=engine_model, autocast=self.accelerator.autocast),
+                TrainedModel(
+                    model=self.model if lora is None else lora.base,
+                    lora=lora,
+                    engine_model=engine_model,
+                    end_token=self._tokenizer.eos_token_id,
+                    autocast=self.accelerator.autocast,
+                ),
                 groups,
                 self._watch,
                 self._progress,
                 next_prompts=self._following_prompts,
                 say=self._say,
+                on_respawn=lambda respawn: self.record_respawn(str(respawn)),
+                rollouts=self._take_rollouts(),
+                timeline=self.timeline,
             )
             ddp_memory_warning(self)
+
+    def _lora(self, choice: LoraChoice) -> Lora:
+        self._say(str(choice))
+        return Lora(self.model, merges=choice.way == "merge")
 
     def _try_first_row(self, inherited: dict[str, Any]) -> None:
         self._reward_loop = try_first_row(inherited)
 
     def _find_place(self, model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, FailureWatch]:
-        num_heads, num_kv_heads = attention_heads(model, args)
+        num_heads, num_kv_heads = attention_heads(base_of(model), args)
         topology, pids = agree_on_topology(
             lambda: read_topology(
                 use_cpu=args.use_cpu,
@@ -168,16 +213,15 @@ class GRPOTrainer(ResumableTrainer):
             args.world_size,
             timeout_s=ARRIVAL_TIMEOUT_S,
         )
-        first = topology.node * topology.local_world_size
-        ranks = range(first, first + topology.local_world_size)
-        return topology, watch_for(topology, {rank: pids[rank] for rank in ranks})
+        self._local_pids = {rank: pids[rank] for rank in topology.node_ranks}
+        return topology, watch_for(topology, self._local_pids, timeout_s=args.heartbeat_timeout)
 
     def _record_what_the_watch_learns(self) -> None:
         me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive
 
         def on_record(record: FailureRecord) -> None:
             if (trainer := me()) is not None:
-                trainer.record_failure(str(record), can_heal=record.can_heal)
+                trainer.record_failure(str(record), can_heal=record.can_heal, record=record)
 
         self._watch.on_record = on_record
 
@@ -189,6 +233,8 @@ class GRPOTrainer(ResumableTrainer):
             super().__init__(**inherited)
         finally:
             args.use_vllm = True
+        if self.is_deepspeed_enabled:
+            import_deepspeeds_muon()
         if self._is_vlm:
             raise ValueError(
                 f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, or "
@@ -196,6 +242,9 @@ class GRPOTrainer(ResumableTrainer):
             )
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
+        self.reward_funcs: list[Any] = limited_rewards(
+            self.reward_funcs, self._watch, args.reward_timeout, self.timeline
+        )
         self.use_vllm = True
         self._last_loaded_step = -1
 
@@ -223,16 +272,40 @@ class GRPOTrainer(ResumableTrainer):
         with profiling_context(self, "vLLM.generate"):
             self._local.wait_for_batch()  # here, so that TRL's timer of the push does not count it
         completions = super()._generate_single_turn(*args, **kwargs)
+        self._note_sampling()
+        return completions
+
+    def _note_sampling(self) -> None:
+        assert self._local is not None, "engines of ours have sampled"
         self._log(self._local.metrics(self._mode))
         self._metrics[self._mode]["engine/policy_version"] = [self._local.policy_version]
-        return completions
+        self.note_nodes(self._local.by_node(), self._mode)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample and score."""
         scored = super()._generate_and_score_completions(inputs)
+        if self._local is not None and (refused := self._local.refused_rows) is not None:
+            scored["completion_mask"][refused] = 0
         if self._local is not None and "importance_sampling_ratio" in scored:
             self._log(clipped_share(scored, self.args, self.accelerator))
+        if self._local is not None:
+            self._log(completion_lengths(scored, self.accelerator))
+            self.note_completions(self._local.facts(self._end_tokens), self._mode)
         return scored
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """Score; rows whose prompts no engine took are shown to no function, and have no reward."""
+        refused = None if self._local is None else self._local.refused_rows
+        if refused is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        kept, functions = [not each for each in refused], self.reward_funcs
+        self.reward_funcs = [f if isinstance(f, torch.nn.Module) else leaving_out(f, kept) for f in functions]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+        rewards[self.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
+        return rewards
 
     def after_step(self, control: TrainerControl) -> None:
         if self._local is not None and (startup := self._local.startup.first_step()):
@@ -240,6 +313,10 @@ class GRPOTrainer(ResumableTrainer):
         super().after_step(control)
 
     # -- what the loop asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _end_tokens(self) -> set[int]:
+        return {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
 
     @property
     def _mode(self) -> str:

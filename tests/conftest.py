@@ -1,6 +1,7 @@
 """Fixtures that several tiers share; and a failed test keeps its logs."""
 
 import fcntl
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from grpo.job import mistakes
 from tests.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
+from tests.launching import ENGINES_CACHES
 from tests.tiny_models import save_tiny_model
 
 
@@ -21,6 +23,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(definitions[-1].scope == "module" for definitions in found):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's job in the background: its children were deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# As on a user's machine, where caches outlive a job; they would go into a job's own folder for temporary files, and
+# every start would compile what the one before has compiled: 14 s of a core out of 50.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(ENGINES_CACHES / "vllm"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ENGINES_CACHES / "torchinductor"))
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every process of every job would compile this package anew
 
 _HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo.engine.plugin import HOST_MARK
 from tests.launching import Job, wait_gone
 
 if TYPE_CHECKING:
@@ -14,21 +16,34 @@ CONTRACT_S = 30  # promised, from the death on
 
 
 def inner_process(host: int) -> "psutil.Process":
-    """vLLM's engine process, a child of the engine host with this pid."""
+    """vLLM's engine process under the engine host with this pid. StopIteration: it has not begun its work."""
+    return _at_work(host, host)
+
+
+def worker_process(host: int) -> "psutil.Process":
+    """The first of its workers. StopIteration: as above."""
+    return _at_work(host, inner_process(host).pid)
+
+
+def _at_work(host: int, parent: int) -> "psutil.Process":
+    """A child of `parent` that has said that it is there: others are about to become something else."""
     import psutil
 
-    children = psutil.Process(host).children()
-    return next(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
+    # Of the host: the others have overwritten theirs with a title.
+    records = Path(psutil.Process(host).environ()[HOST_MARK]) / "inner"
+    return next(child for child in psutil.Process(parent).children() if (records / str(child.pid)).exists())
 
 
-def expect_the_contract(job: Job, event: float, everyone: list["psutil.Process"]) -> str:
+def expect_the_contract(
+    job: Job, event: float, everyone: list["psutil.Process"], *, within_s: float = CONTRACT_S
+) -> str:
     """The launcher exits non-zero within the time, no process and no shared memory is left. The job's output.
 
     Args:
         event: when the failure came, by `time.monotonic`.
     """
-    codes = job.wait(CONTRACT_S - (time.monotonic() - event))
-    left = wait_gone(everyone, max(0.1, CONTRACT_S - (time.monotonic() - event)))
+    codes = job.wait(within_s - (time.monotonic() - event))
+    left = wait_gone(everyone, max(0.1, within_s - (time.monotonic() - event)))
     assert not left, job.fail(f"left behind: {[(p.pid, p.cmdline()) for p in left]}")
     assert all(code != 0 for code in codes), job.fail(f"launchers exited {codes}")
     left_behind = job.traces()

@@ -32,14 +32,15 @@ def outermost(folders: Iterable[Path]) -> list[Path]:
     return sorted(folder for folder in found if not found & set(folder.parents))
 
 
-def keep(name: str, folders: Iterable[Path], into: Path) -> Path | None:
+def keep(name: str, folders: Iterable[Path], into: Path) -> Path:
     """Copy the logs and records in `folders`, of large ones the end, of a large number as many as fit.
 
     Returns:
-        The folder under `into`, which replaces that of an earlier failure; None when there is nothing to keep.
+        The folder under `into`, which replaces that of an earlier failure.
     """
     target = into / re.sub(r"[^\w.,=-]+", "-", name).strip("-")[-150:]
     shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     left = TEST_BYTES
     for folder in outermost(folders):
         for path in sorted(folder.rglob("*")):
@@ -52,7 +53,7 @@ def keep(name: str, folders: Iterable[Path], into: Path) -> Path | None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(end)
             left -= len(end)
-    return target if target.exists() else None
+    return target
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +62,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     if report.failed:
         name = item.nodeid.removeprefix("tests/")
         kept = keep(name if report.when == "call" else f"{name}-{report.when}", folders_of(item), KEPT)
-        if kept is not None and hasattr(report.longrepr, "addsection"):
+        (kept / "report.txt").write_text(report.longreprtext)  # to be read while the others still run
+        if hasattr(report.longrepr, "addsection"):
             report.longrepr.addsection("its logs", f"are kept in {kept}")
     if report.when == "teardown":
         LAUNCHED.clear()

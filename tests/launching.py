@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tests.left_over import left_over, orphaned_shared_memory, processes_in, shared_memory_of
 
 if TYPE_CHECKING:
     import psutil  # on a GPU machine with torch alone this file is read, but no job is started
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 BUILT_EXTENSIONS = ROOT / "build" / "torch_extensions"
+ENGINES_CACHES = ROOT / "build" / "engines_caches"
 LAUNCHED: list[Path] = []
 """Output folders of the jobs that the running test and its fixtures have started."""
 TINY_JOB = ROOT / "tests" / "jobs" / "tiny_job.py"
@@ -100,24 +103,40 @@ class Job:
         return list(found.values())
 
     def traces(self, patience_s: float = 15.0) -> set[str]:
-        """What the job left outside its output folder: temporary files of ours and of vLLM, shared memory."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            left = {str(path) for path in self.temporary.iterdir() if not path.name.startswith("torch")}
-            left |= orphaned_shared_memory() - self.orphans_before
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.2)
+        """What the job, which has ended, left: processes, temporary files of ours and of vLLM, shared memory."""
+        return left_over(self.temporary, self.orphans_before, patience_s)
 
-    def end(self) -> None:
-        import psutil
+    def end(self, *, may_leave: bool = False) -> None:
+        """Kill what still runs. A job that has ended by itself must have left nothing, unless a test fails already.
 
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        Args:
+            may_leave: what it left has been looked at.
+        """
+        has_ended = not may_leave and all(launcher.poll() is not None for launcher in self.launchers)
+        left = self.traces() if has_ended and sys.exc_info()[0] is None else set()
+        ended = {process.pid for process in self.processes()} | set(processes_in(self.temporary))
+        memory = shared_memory_of(ended)
+        for pid in ended:
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        for path in memory:  # nobody else is there to do it, and other tests look
+            path.unlink(missing_ok=True)
         for launcher in self.launchers:
             launcher.wait()
         shutil.rmtree(self.temporary, ignore_errors=True)
+        assert not left, self.fail(f"left behind: {left}")
+
+
+def end_tree(process: subprocess.Popen) -> None:
+    """Kill it and all that it has started, as far as they still run."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for each in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
 
 
 def build_extension() -> None:
@@ -179,7 +198,11 @@ def start(
 def accelerate_command(
     script: list[str], *, ranks_per_node: int = 2, nodes: int = 1, port: int
 ) -> Callable[[int], list[str]]:
-    """`accelerate launch --config_file configs/cpu.yaml …` for one of `nodes` nodes on this machine."""
+    """`accelerate launch --config_file configs/cpu.yaml …` for one of `nodes` nodes on this machine.
+
+    By its other name, which does not import accelerate's other commands, transformers and half of torch among what
+    they need: 3 s of a core.
+    """
 
     def command(node: int) -> list[str]:
         flags = ["--config_file", str(ROOT / "configs" / "cpu.yaml"), "--main_process_port", str(port)]
@@ -187,7 +210,7 @@ def accelerate_command(
         if nodes > 1:
             flags += ["--num_machines", str(nodes), "--machine_rank", str(node), "--main_process_ip", "127.0.0.1"]
             flags += ["--deepspeed_multinode_launcher", "standard"]
-        return [str(BIN / "accelerate"), "launch", *flags, *script]
+        return [str(BIN / "accelerate-launch"), *flags, *script]
 
     return command
 
@@ -199,13 +222,14 @@ def torchrun_command(script: list[str], *, ranks: int = 2) -> list[str]:
 
 
 def tiny_job_script(
-    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", as_object: bool = False
+    model: Path, output_dir: Path, *, config: dict | None = None, hold: str = "", as_object: bool = False, **more: Any
 ) -> list[str]:
     """The script and argument that run `tests/jobs/tiny_job.py` with these settings."""
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = output_dir / "settings.json"
     config = {"output_dir": str(output_dir), **(config or {})}
-    settings.write_text(json.dumps({"model": str(model), "hold": hold, "as_object": as_object, "config": config}))
+    said = {"model": str(model), "hold": hold, "as_object": as_object, "config": config, **more}
+    settings.write_text(json.dumps(said))
     return [str(TINY_JOB), str(settings)]
 
 
@@ -217,9 +241,10 @@ def start_tiny_job(
     hold: str = "",
     nodes: int = 1,
     ranks_per_node: int = 2,
+    **more: Any,
 ) -> Job:
     """`tests/jobs/tiny_job.py` on real ranks with real engines, by accelerate with configs/cpu.yaml."""
-    script = tiny_job_script(model, output_dir, config=config, hold=hold)
+    script = tiny_job_script(model, output_dir, config=config, hold=hold, **more)
     command = accelerate_command(script, nodes=nodes, ranks_per_node=ranks_per_node, port=free_port())
     return start(command, output_dir, nodes=nodes)
 
@@ -245,25 +270,6 @@ def wait_gone(processes: list["psutil.Process"], timeout_s: float) -> list["psut
 
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-
-
-def orphaned_shared_memory() -> set[str]:
-    """Files in /dev/shm that no living process has open or mapped. Jobs of other tests may run beside."""
-    # By inode: who made a semaphore has it mapped under the temporary name that it had before it was linked in place.
-    files = {}
-    for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):
-            files[path.stat().st_ino] = str(path)
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError):
-                for mapping in (process / "maps").read_text().splitlines():
-                    if "/dev/shm/" in mapping:
-                        files.pop(int(mapping.split()[4]), None)
-                for descriptor in (process / "fd").iterdir():
-                    if os.readlink(descriptor).startswith("/dev/shm/"):
-                        files.pop(descriptor.stat().st_ino, None)
-    return set(files.values())
 
 
 def kill(pid: int) -> None:

@@ -234,6 +234,7 @@ class MadeUpSource:
         self.buffer_bytes = max(num_bytes)
         self._plan = SimpleNamespace(buckets=tuple(buckets), held=(), num_bytes=sum(num_bytes))
         self.num_fills = 0
+        self.has_adapters = False
 
     def meet(self, *, receives: bool) -> None: ...
 

@@ -9,7 +9,6 @@ import contextlib
 import getpass
 import os
 import re
-import shlex
 import shutil
 import socket
 import stat
@@ -17,18 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
+from tests import debian
 from tests.launching import free_port
+from tests.left_over import shared_memory_of
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 SEARCH_PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # daemons are not on everybody's PATH
 START_S, STOP_S = 30.0, 20.0
+
+JOBS = 64  # of one cluster, at most
 
 SLURM_CONF = """\
 ClusterName=test
@@ -104,7 +107,8 @@ class Slurm:
         (self.folder / "state").mkdir()
         (self.folder / "slurm.conf").write_text(
             SLURM_CONF.format(
-                first_job=os.getpid(),  # ports follow from it, and another cluster may be running beside
+                # Ports follow from it; another cluster may be running beside, of a process with the next number.
+                first_job=JOBS * (os.getpid() % 300 + 1),
                 host=host,
                 port=free_port(),
                 user=getpass.getuser(),
@@ -188,6 +192,51 @@ class Slurm:
         self.wait_until(reached, timeout_s, f"job {job} does not become {' or '.join(sorted(states))}")
         return seen
 
+    def processes_on(self, node: str) -> list[psutil.Process]:
+        """Those of a job on this node, their own children with them, and Slurm's there."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                is_daemon = process.name() == "slurmd" and node in process.cmdline()
+                if not is_daemon and process.environ().get("SLURMD_NODENAME") != node:
+                    continue
+                parent = process.parent()
+                family = [process, *process.children(recursive=True)]
+                family += [parent] if parent and parent.name().startswith("slurmstepd") else []
+                found |= {each.pid: each for each in family}
+        return [*found.values()]
+
+    def lose(self, node: str, *, is_cut: bool = False) -> None:
+        """End all that runs on a node, and say so to nobody; or only stop it, so that its connections stay.
+
+        Until `revive`.
+        """
+        processes = self.processes_on(node)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+        if not is_cut:
+            self._power_off(processes)
+
+    def _power_off(self, processes: Sequence[psutil.Process]) -> None:
+        """They end, and the node's memory with them."""
+        memory = shared_memory_of(process.pid for process in processes)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=STOP_S)
+        for path in memory:  # a node's processes share none with another's
+            path.unlink(missing_ok=True)
+
+    def revive(self, node: str) -> None:
+        """A node that was lost takes jobs again."""
+        self._power_off(self.processes_on(node))
+        self._daemon("slurmd", "-D", "-N", node)
+        self.wait_until(lambda: self._state(node) == "idle", START_S, f"{node} does not come back")
+
+    def _state(self, node: str) -> str:
+        return self.run("sinfo", "--noheader", "--Node", "--format=%t", f"--nodes={node}", check=False).strip()
+
     def logs(self) -> str:
         """The ends of the daemons' logs."""
         return "\n".join(
@@ -246,12 +295,8 @@ def why_not() -> str:
 
 def install() -> None:
     """Install what is missing, if GRPO_TEST_SLURM=install."""
-    if os.environ.get("GRPO_TEST_SLURM") != "install" or not missing():
-        return
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in ("apt-get update", f"apt-get install --yes --no-install-recommends {' '.join(PACKAGES)}"):
-        print(command, flush=True)
-        subprocess.run(shlex.split(command), env=env, stdout=subprocess.DEVNULL, check=True)
+    if debian.is_promised("GRPO_TEST_SLURM") and missing():
+        debian.install(PACKAGES)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tools.install import CONSTRAINTS, FROM_PYTORCH, LISTS, Command, find_uv, uv
 
-EXTRAS = {"cpu": ("cpu", "dev", "docs"), "cuda": ("gpu", "dev", "docs")}
+EXTRAS = {"cpu": ("cpu", "track", "dev", "docs"), "cuda": ("gpu", "track", "dev", "docs")}
 ABSENT = {"cpu": CONSTRAINTS / "not_on_cpu.txt"}
 OLDEST_PYTHON = "3.11"
 

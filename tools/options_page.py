@@ -8,7 +8,8 @@ import trl
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from grpo.config import OWN_ENGINE_KEYS, GRPOConfig
+from grpo.config import GRPOConfig
+from grpo.config.checks import OWN_ENGINE_KEYS
 
 PAGE = "options.md"
 OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}

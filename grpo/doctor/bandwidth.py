@@ -28,8 +28,11 @@ from grpo.doctor.number_formats import DTYPES, find_broken
 from grpo.doctor.pairs import pair_rounds
 from grpo.doctor.table import show
 from grpo.job.files import add_job_arguments, wishes_of
+from grpo.job.interrupt import on_expiry
 from grpo.job.launch import Launch, read_launch
-from grpo.job.watch import FailureWatch, on_expiry
+from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
+from grpo.job.sentinel_start import link_to_sentinel
+from grpo.job.watch import FailureWatch
 from grpo.meeting.addresses import read_interfaces, route_to
 
 MB = 10**6
@@ -77,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     patience = timedelta(seconds=args.deadline + _MARGIN_S)
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    stages = Stages(store, launch, args)
+    try:
+        stages = Stages(store, launch, args)
+    except (RuntimeError, OSError) as error:  # ranks that did not come, or a node that cannot be reached
+        print(f"grpo.doctor.bandwidth: {error}", file=sys.stderr)
+        return 1
     try:
         with stages.watch.guard(), on_expiry(args.deadline, stages.expire):
             dist.init_process_group(
@@ -124,15 +131,27 @@ class Stages:
         self._launch, self._args, self._host = launch, args, socket.gethostname()
         self._store = dist.PrefixStore("grpo/doctor", store.clone())  # `store` may be blocked in a wait when we fail
         self._entered = -1
-        self.watch = FailureWatch(
-            store, node=launch.node, rank=launch.rank, host=self._host, local_pids={launch.rank: os.getpid()}
+        link = link_to_sentinel(
+            launch,
+            self._host,
+            self._local_pids(),
+            dist.PrefixStore("grpo/doctor/sentinels", store),
+            timeout_s=HEARTBEAT_TIMEOUT_S,
+            join_s=args.deadline + _MARGIN_S,
         )
+        self.watch = FailureWatch(link, node=launch.node, rank=launch.rank, host=self._host)
         self.enter("start")
+
+    def _local_pids(self) -> dict[int, int]:
+        """Of each rank on this node, once they have come."""
+        launch = self._launch
+        self._store.set(f"pid/{launch.rank}", str(os.getpid()))
+        return {rank: int(self._store.get(f"pid/{rank}")) for rank in launch.node_ranks}
 
     def enter(self, stage: str) -> None:
         """This rank begins `stage`."""
         self._entered += 1
-        self.watch.phase = stage
+        self.watch.enter(stage)
         self._store.set(f"at/{self._launch.rank}", json.dumps([self._entered, stage, self._host]))
 
     def expire(self) -> None:

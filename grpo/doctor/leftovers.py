@@ -16,8 +16,8 @@ import psutil
 from grpo.doctor.records import Finding
 
 MIB, GIB = 1 << 20, 1 << 30
-# vLLM's CPU workers, Python's shared memory (vLLM's message queues), semaphores, NCCL between GPUs of a node
-_SEGMENTS = ("vllm_dist_*", "psm_*", "sem.mp-*", "nccl-*")
+# Of our engines; of vLLM's CPU workers, Python's shared memory (vLLM's message queues), semaphores, NCCL in a node
+_SEGMENTS = ("grpo-engine-*", "sem.grpo-engine-*", "vllm_dist_*", "psm_*", "sem.mp-*", "nccl-*")
 _YOUNG_S = 60.0  # its owner may not have opened it yet
 _LONGEST_BUILD_S = 900.0  # nvcc takes minutes for DeepSpeed's larger extensions
 _SHOWN = 4  # paths per finding

@@ -17,6 +17,7 @@ from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, 
 from grpo.engine.process import SEND_TIMEOUT_S, deaf_to_sigchld
 
 POLL_S = 0.5
+STOPPED_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -26,8 +27,12 @@ class EngineError(RuntimeError):
     """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with its log."""
 
 
+class EngineDied(EngineError):
+    """The engine's processes have ended: nothing will come from it any more."""
+
+
 class EngineClient:
-    """One engine of this node.
+    """One engine of this node, for one life.
 
     Not collective: only the local main has one. Methods that wait take a deadline and raise `EngineError`, at once when
     the engine dies.
@@ -36,6 +41,7 @@ class EngineClient:
         name: e.g. `engine 0 of node 1`, for messages.
         log_path: the engine's own log; appended to.
         on_death: called once from another thread, with the error, when the engine ends unasked.
+        stopped_timeout_s: after which an engine with a stopped process (SIGSTOP) is ended: nothing comes from it.
     """
 
     def __init__(
@@ -45,25 +51,27 @@ class EngineClient:
         name: str,
         environment: Mapping[str, str],
         log_path: Path,
-        on_death: Callable[[EngineError], None] | None = None,
+        on_death: Callable[[EngineDied], None] | None = None,
+        stopped_timeout_s: float = STOPPED_TIMEOUT_S,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._on_death = on_death
+        self._stopped_timeout_s = stopped_timeout_s
         self._call_ids = itertools.count()
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
         self._ready: Future[Ready] = Future()
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
-        self._death: EngineError | None = None
+        self._death: EngineDied | None = None
         self._said: str | None = None  # the host's own last words
-        self._closing = False
+        self._closing = self._is_ending = False
         self._started = time.monotonic()
 
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         self._host = take_host(environment)
-        self._private_folder = self._host.private_folder
+        self.private_folder = self._host.private_folder
         self._connection = self._host.connection
         self._send_lock = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name=f"grpo-{name}-receiver", daemon=True)
@@ -121,8 +129,8 @@ class EngineClient:
         """Say who gets what `submit` leads to, from now on.
 
         Args:
-            hear: called from another thread: with every completion, and with an error when the engine refuses one or
-                dies; at once if it is dead.
+            hear: called from another thread: with every completion or refusal, and with an error when the engine fails
+                at one or dies; at once if it is dead.
         """
         with self._lock:
             self._hear, death = hear, self._death
@@ -153,14 +161,23 @@ class EngineClient:
 
     def error(self, what: str) -> EngineError:
         """An error about this engine, with the last lines of its log."""
-        return EngineError(f"{self.name} {what}; the last lines of {self.log_path}:\n{self.log_tail()}")
+        return EngineError(self._about(what))
+
+    def _about(self, what: str) -> str:
+        return f"{self.name} {what}; the last lines of {self.log_path}:\n{self.log_tail()}"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its host has ended; `on_death` follows when all else of it has."""
+        return self._is_ending
 
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice."""
         self._closing = True
         with deaf_to_sigchld():
             self._host.end()
-            self._exit.join()
+            if threading.current_thread() is not self._exit:  # which may hold the last reference to who closes us
+                self._exit.join()
         self._connection.close()
 
     # -- threads --------------------------------------------------------------------------------------------------
@@ -188,8 +205,8 @@ class EngineClient:
                     self._ready.set_result(message)
                 case Answers():
                     for sampled in message.sampled:
-                        refused = sampled.error is not None
-                        self._hear(self.error(f"refused a request: {sampled.error}") if refused else sampled)
+                        is_lost = sampled.error is not None and not sampled.is_refusal
+                        self._hear(self.error(f"failed at a request: {sampled.error}") if is_lost else sampled)
                 case Reply():
                     with self._lock:
                         future = self._calls.pop(message.call_id, None)
@@ -203,6 +220,10 @@ class EngineClient:
                     self._said = message.cause
 
     def _await_exit(self) -> None:
+        if stopped := self._host.wait_for_end(self._stopped_timeout_s):
+            self._said = f"{stopped} was stopped (SIGSTOP?) for {self._stopped_timeout_s:.0f} s"
+            self._host.end()
+        self._is_ending = True
         code = self._host.wait()
         closing = self._closing
         # A full disk, or a folder that is gone, keeps nobody from being told.
@@ -212,7 +233,7 @@ class EngineClient:
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         how = "was closed" if closing else how
-        death = self.error(f"{how}" + (f": {self._said}" if self._said else ""))
+        death = EngineDied(self._about(f"{how}" + (f": {self._said}" if self._said else "")))
         with self._lock:
             self._death, hear = death, self._hear
             waiting = [*self._calls.values()]

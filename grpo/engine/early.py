@@ -7,6 +7,7 @@ the host, whoever builds it; one that nobody takes ends with this process, or wi
 import atexit
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +16,13 @@ from grpo.engine.environment import engine_environment
 from grpo.engine.process import HostProcess
 from grpo.job.launch import read_launch
 
-# What an engine reads only when it is built; or what no engine reads. All else has to be as it was when the host
-# started: vLLM, torch and what they load read it while they are imported.
+# What an engine reads only when it is built. All else has to be as it was when the host started: vLLM, torch and what
+# they load read it while they are imported.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
 _READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-_READ_BY_OTHERS = ("DEEPSPEED_", "DS_")
 
 _waiting: HostProcess | None = None
+_taking = threading.Lock()  # two engines may come back at once
 _inherited: dict[str, str] = {}  # this process's environment when the host was started
 _was_taken = False
 _starter = 0  # pid; a child that is forked off holds no host
@@ -33,14 +34,12 @@ def start_host(environment: Mapping[str, str] | None = None) -> None:
     From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
     the devices or vLLM is told by whoever needs an engine.
     """
-    global _waiting, _starter, _inherited
+    global _inherited
     # Not as a default: `datasets` puts another object in the place of `os.environ` (5.2, `map` with processes).
     _inherited = dict(os.environ if environment is None else environment)
     if _holds_one() or (guess := _guess(_inherited)) is None:
         return
-    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
-        _waiting, _starter = HostProcess(guess), os.getpid()
-        atexit.register(drop_host)
+    _keep_waiting(guess)
 
 
 def start_first_host() -> None:
@@ -49,13 +48,26 @@ def start_first_host() -> None:
         start_host()
 
 
+def stand_by(environment: Mapping[str, str]) -> None:
+    """Have a host wait for the next engine that has to be started, unless one waits: it needs about 1 GB of memory.
+
+    Args:
+        environment: of that engine.
+    """
+    global _inherited
+    _inherited = dict(os.environ)
+    if not _holds_one():
+        _keep_waiting(environment)
+
+
 def take_host(environment: Mapping[str, str]) -> HostProcess:
     """The host that waits, if it has seen what an engine in `environment` has to see, or a new one."""
-    global _waiting, _was_taken
-    _was_taken = True
-    if not _holds_one() or _waiting is None:
+    global _was_taken
+    with _taking:
+        _was_taken = True
+        host = _given_up()
+    if host is None:
         return HostProcess(environment)
-    host, _waiting = _waiting, None
     if host.is_running() and not (changed := _changed(host.environment, environment)):
         return host
     # Not of what follows from the number of engines, say, which nobody could have known.
@@ -71,10 +83,26 @@ def take_host(environment: Mapping[str, str]) -> HostProcess:
 
 def drop_host() -> None:
     """End the host that waits, if there is one: nobody will need it."""
-    global _waiting
-    if _holds_one() and _waiting is not None:
-        host, _waiting = _waiting, None
+    with _taking:
+        host = _given_up()
+    if host is not None:
         host.close()
+
+
+def _keep_waiting(environment: Mapping[str, str]) -> None:
+    global _waiting, _starter
+    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
+        _waiting, _starter = HostProcess(environment), os.getpid()
+        atexit.register(drop_host)
+
+
+def _given_up() -> HostProcess | None:
+    """The host that waits, out of our hands; a forked child has none, and keeps its parent's hands off."""
+    global _waiting
+    host = None
+    if _holds_one():
+        host, _waiting = _waiting, None
+    return host
 
 
 def _holds_one() -> bool:
@@ -84,7 +112,7 @@ def _holds_one() -> bool:
 def _changed(seen: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
     """Variables that an engine in `needed` would have read otherwise."""
     names = sorted(name for name in seen.keys() | needed.keys() if seen.get(name) != needed.get(name))
-    return [name for name in names if name not in _READ_LATE and not name.startswith(_READ_BY_OTHERS)]
+    return [name for name in names if name not in _READ_LATE]
 
 
 def _guess(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ _PASSED |= {"CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"}  # 
 _PASSED_PREFIXES = (
     *("LC_", "LD_", "PYTHON", "CONDA_", "XDG_", "MALLOC_", "SSL_", "COVERAGE_", "GRPO_"),
     *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_", "HUGGINGFACE_"),
-    *("TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "DS_", "DEEPSPEED_"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
     *("CUDA", "NVIDIA_", "NVCC_", "CUBLAS", "CUDNN", "CUTE_DSL_", "NVSHMEM_", "DG_JIT_", "TVM_", "TILELANG_"),
     *("NCCL_", "OFI_NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "NIX_", "CRAY_", "PE_"),
@@ -58,10 +58,10 @@ def engine_environment(
     if "VLLM_PLUGINS" in env and "grpo" not in env["VLLM_PLUGINS"].split(","):
         env["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], "grpo"]))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    # vLLM keeps what it compiles, on GPUs inductor's kernels too, under this folder, in the home by default: one that
+    # all nodes share, and it writes parts of it in place (0.31, `compilation/backends.py`).
+    env.setdefault("VLLM_CACHE_ROOT", f"{own_folder('vllm')}/{devices[0] if devices else 'cpu'}")
     if devices:
-        # vLLM keeps what it compiles, inductor's kernels too, under this folder, in the home by default: one that all
-        # nodes share, and it writes parts of it in place (0.31, `compilation/backends.py`).
-        env.setdefault("VLLM_CACHE_ROOT", f"{own_folder('vllm')}/{devices[0]}")
         if tensor_parallel_size > 1:
             _drop_expandable_segments(env)
         return env

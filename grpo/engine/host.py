@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from grpo.engine.compiled_headers import bring_headers, keep_headers
+from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
+from grpo.engine.inner_processes import StartWatch, report_failures
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import (
     WEIGHT_CALLS,
@@ -36,8 +37,10 @@ from grpo.engine.messages import (
     Start,
 )
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
+from grpo.job.importing import importing
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 HEALTH_POLL_S = 0.5
@@ -55,6 +58,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
+        self._adapter: LoRARequest | None = None
 
     def send(self, message: object) -> None:
         with self._send_lock:
@@ -127,6 +131,8 @@ class Host:
                 completion_id=completion_id,
                 token_ids=np.asarray(completion.token_ids, dtype=np.int32),
                 engine_logprobs=_sampled_logprobs(completion),
+                finish_reason=completion.finish_reason,
+                num_cached_tokens=final.num_cached_tokens or 0,
             )
             for completion_id, completion in zip(ids, final.outputs, strict=True)
         ]
@@ -137,7 +143,8 @@ class Host:
 
     async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
         """What vLLM answers when a request is finished."""
-        outputs = [output async for output in self._engine.generate(prompt, params, request_id)]
+        stream = self._engine.generate(prompt, params, request_id, lora_request=self._adapter)
+        outputs = [output async for output in stream]
         return outputs[-1]
 
     async def _call(self, call: Call) -> None:
@@ -165,9 +172,22 @@ class Host:
             return await engine.get_weight_version()
         if method == "wire_format":
             return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
+        if method == "take_adapter":
+            return await self._take_adapter(**kwargs)
         if method == "prompt_logprobs":
             return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
+
+    async def _take_adapter(self, number: int, policy_version: str) -> None:
+        """Let the workers use the adapter that the last push has brought, and every request from now on ask for it.
+
+        Its name and its number are new with every push: the prefix cache is keyed on the first (vLLM 0.31).
+        """
+        from vllm.lora.request import LoRARequest
+
+        await self._engine.collective_rpc("grpo_take_adapter", kwargs={"number": number})
+        name = f"policy-v{policy_version}-{number}"
+        self._adapter = LoRARequest(name, number, lora_path=name)  # nobody reads the path: the workers hold the adapter
 
     async def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         """Raw log-probability of each prompt token but the first, by one forward of the engine."""
@@ -209,6 +229,7 @@ def _refusal(completion_id: int, error: Exception) -> Sampled:
         token_ids=np.empty(0, np.int32),
         engine_logprobs=np.empty(0, np.float32),
         error=f"{type(error).__name__}: {error}",
+        is_refusal=isinstance(error, ValueError),  # vLLM's own for a request that it does not take (0.31)
     )
 
 
@@ -222,7 +243,15 @@ def _sampled_logprobs(completion: Any) -> Any:
     return np.asarray(flat.logprobs, dtype=np.float32)
 
 
-async def run(connection: Connection, spec: EngineSpec, startup_s: Callable[[], float]) -> None:
+async def run(
+    connection: Connection, spec: EngineSpec, startup_s: Callable[[], float], fail: Callable[[str], None]
+) -> None:
+    """Build the engine, and serve.
+
+    Args:
+        startup_s: seconds that this host has worked on it, as for `Ready`.
+        fail: ends this process, with a cause.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -233,9 +262,17 @@ async def run(connection: Connection, spec: EngineSpec, startup_s: Callable[[], 
     # engine that does not say what it is for runs 128 sequences and 2048 tokens at once (0.31).
     config = args.create_engine_config(UsageContext.LLM_CLASS)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
+    folder = Path(os.environ[HOST_MARK])
+    variables, uses = use_caches(os.environ, otherwise=folder)
+    os.environ.update(variables)
+    keep_headers()
+    watch = StartWatch(folder, fail)
     engine = AsyncLLM.from_vllm_config(
         config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
     )
+    watch.end()
+    for use in uses:
+        use.is_ready()
     host = Host(connection, engine, spec.sampling)
     host.send(
         Ready(
@@ -244,7 +281,6 @@ async def run(connection: Connection, spec: EngineSpec, startup_s: Callable[[], 
             startup_s=startup_s(),
         )
     )
-    keep_headers()
     await host.serve()
 
 
@@ -261,6 +297,8 @@ def load() -> None:
         import vllm.v1.worker.gpu_worker
     else:
         import vllm.v1.worker.cpu_worker  # noqa: F401
+    report_failures()
+    write_libraries_whole()
 
 
 def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[str, str]) -> None:
@@ -282,6 +320,19 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
     first_output.unlink()
 
 
+_ending = threading.Lock()  # never released: the first cause is told
+
+
+def say_and_end(connection: Connection, parent_pid: int, cause: str) -> NoReturn:
+    """Tell the local main why this engine cannot go on, and end this process; from any thread."""
+    _ending.acquire()
+    while os.getppid() != parent_pid:
+        time.sleep(1)  # the local main is gone: the watch ends this session, and needs this process until it is done
+    with contextlib.suppress(OSError):
+        connection.send(Died(cause=cause))
+    os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
+
+
 def main() -> None:
     started = time.monotonic()
     inherited = dict(os.environ)
@@ -291,29 +342,24 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:
-        load()
+        with importing():
+            load()
         loaded = time.monotonic()
         start: Start = connection.recv()
         waited_s = time.monotonic() - loaded
         take_up(start.environment, start.log_path, inherited)
-        bring_headers()
 
         from vllm.config.weight_transfer import WeightTransferConfig
 
         arguments = start.spec.engine_args
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=arguments["weight_transfer_config"])
         arguments["worker_extension_cls"] = WORKER
-        asyncio.run(run(connection, start.spec, lambda: time.monotonic() - started - waited_s))
+        fail = partial(say_and_end, connection, parent_pid)
+        asyncio.run(run(connection, start.spec, lambda: time.monotonic() - started - waited_s, fail))
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()
-        while os.getppid() != parent_pid:
-            time.sleep(
-                1
-            )  # the local main is gone: the watch ends this session, and needs this process until it is done
-        with contextlib.suppress(OSError):
-            connection.send(Died(cause=f"{type(error).__name__}: {error}"))
-        os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
+        say_and_end(connection, parent_pid, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -7,69 +7,15 @@ itself killed. Neither uses PR_SET_PDEATHSIG: it fires when the creating *thread
 before it could end the others.
 """
 
-import contextlib
 import functools
 import multiprocessing
 import os
 import select
-import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
-REMOVAL_S = 2.0
-
-
-def session_members(session_id: int) -> list[int]:
-    """Pids of the live processes in the session `session_id`."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # ended while we looked
-            # Fields after the command, which may itself hold spaces and parentheses: state ppid pgrp session
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == session_id and state not in "ZX":
-                members.append(int(entry.name))
-    return members
-
-
-def _is_resource_tracker(pid: int) -> bool:
-    try:
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def end_session(session_id: int, private_folder: Path, *, tracker_grace_s: float = 10.0) -> None:
-    """SIGKILL every process of an engine's session but the caller's own, and remove what they leave behind.
-
-    Python's resource trackers are left to the last: they end by themselves once the processes that they track are gone,
-    and unlink the shared memory and the semaphores that those left behind. One whose processes include the caller goes
-    on until the caller ends.
-    """
-    members = set(session_members(session_id))
-    trackers = {pid for pid in members if _is_resource_tracker(pid)}
-    deadline = time.monotonic() + tracker_grace_s
-    others = members - trackers - {os.getpid()}
-    while others and time.monotonic() < deadline:
-        _kill(others)
-        time.sleep(0.02)
-        others = set(session_members(session_id)) - trackers - {os.getpid()}  # dying, or started while we looked
-    remove_traces(private_folder)
-    if os.getpid() in members:
-        return
-    while (left := set(session_members(session_id))) and time.monotonic() < deadline:
-        _kill(left - trackers)
-        time.sleep(0.05)
-    _kill(left)
-
-
-def _kill(pids: set[int]) -> None:
-    for pid in pids - {os.getpid()}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+from grpo.job.sessions import end_session, remove_traces
 
 
 def _wait_for_death(pid: int) -> None:
@@ -79,22 +25,6 @@ def _wait_for_death(pid: int) -> None:
         return
     select.select([pidfd], [], [])
     os.close(pidfd)
-
-
-def remove_traces(private_folder: Path) -> None:
-    """Remove an engine's private folder, and the shared memory that its CPU workers named after a file in it.
-
-    Again while it is there: who goes on for a moment, the caller's own threads or a resource tracker, may put
-    something into it meanwhile.
-    """
-    for rendezvous in private_folder.glob("vllm_dist_*"):
-        for segment in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
-            segment.unlink(missing_ok=True)
-    deadline = time.monotonic() + REMOVAL_S
-    shutil.rmtree(private_folder, ignore_errors=True)
-    while private_folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-        shutil.rmtree(private_folder, ignore_errors=True)
 
 
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
@@ -107,6 +37,7 @@ def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
     if os.getppid() != parent_pid:  # it died before we looked
+        remove_traces(private_folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -82,6 +82,12 @@ class Sampled:
     engine_logprobs: "np.ndarray"
     """[T] float32, natural log, of the distribution that was sampled from."""
     error: str | None = None
+    is_refusal: bool = False
+    """Whether the error is about the prompt, and the engine goes on."""
+    finish_reason: str | None = None
+    """vLLM's: `stop` or `length`."""
+    num_cached_tokens: int = 0
+    """Of the prompt, that the engine's prefix cache held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

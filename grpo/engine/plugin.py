@@ -1,8 +1,10 @@
 """Our entry point in `vllm.general_plugins`: vLLM calls `register` in every process that it starts."""
 
 import os
+from pathlib import Path
 
 from grpo.engine.lifetime import die_with_parent
+from grpo.job.sessions import name_shared_memory
 
 NCCL_BACKEND = "grpo_nccl"
 SHM_BACKEND = "grpo_shm"
@@ -22,4 +24,5 @@ def register() -> None:
         if name not in known:
             WeightTransferEngineFactory.register_engine(name, module, class_name)
     if HOST_MARK in os.environ:  # any other vLLM on this machine is left as it is
+        name_shared_memory(Path(os.environ[HOST_MARK]))
         die_with_parent()

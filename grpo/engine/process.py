@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -13,10 +14,12 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from grpo.engine.lifetime import end_session
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
+from grpo.job.sessions import end_session, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
+CHECK_S = 2.0  # how often its processes are looked at
+CHECKS_PER_LISTING = 15
 
 
 class HostProcess:
@@ -58,6 +61,31 @@ class HostProcess:
 
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def wait_for_end(self, stopped_timeout_s: float) -> str | None:
+        """Until it ends, or until one of its processes has been stopped for so long.
+
+        Returns:
+            The stopped process; None where the host has ended.
+        """
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # it has been waited for already
+            return None
+        try:
+            members, looks = [self.pid], 0
+            stopped_s: dict[int, float] = {}
+            while not select.select([pidfd], [], [], CHECK_S)[0]:
+                if looks % CHECKS_PER_LISTING == 0:  # to list all processes of a large node takes a while
+                    members = session_members(self.pid)
+                looks += 1
+                # By looks, not by the clock: while we were stopped ourselves we did not see it.
+                stopped_s = {pid: stopped_s.get(pid, 0.0) + CHECK_S for pid in stopped_members(self.pid, members)}
+                if over := [pid for pid, seconds in stopped_s.items() if seconds > stopped_timeout_s]:
+                    return f"its process {over[0]}"
+            return None
+        finally:
+            os.close(pidfd)
 
     def wait(self) -> int:
         """Wait for its end. Returns its exit code, or less than 0, the signal that killed it."""

@@ -1,4 +1,4 @@
-"""`grpo export CHECKPOINT OUT`: a checkpoint as a plain Hugging Face folder.
+"""`grpo export CHECKPOINT OUT`: a checkpoint as a plain Hugging Face folder, or its adapter as a PEFT folder.
 
 DeepSpeed's own converter puts partitions together, and the model class's own `save_pretrained` writes the folder.
 """
@@ -6,10 +6,7 @@ DeepSpeed's own converter puts partitions together, and the model class's own `s
 import argparse
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from grpo.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, copy_adapter, has_adapter, merge_adapter
 from grpo.export.stored_weights import StoredWeights, open_weights
-from grpo.run.checkpoints import checkpoints, read_complete
+from grpo.job.signals import exiting_on_sigterm
+from grpo.run.checkpoints import CompleteRecord, checkpoints, read_complete, verify
+from grpo.run.durable import appearing_whole
 from grpo.weights.names import some
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,9 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest file of weights (default: transformers' %(default)s)",
     )
     parser.add_argument(
+        "--merge", action="store_true", help="of a LoRA run: the base with the adapter merged into it; else the adapter"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="with --merge: the base, where it is not where the adapter says that it was"
+    )
+    parser.add_argument(
         "--allow-incomplete",
         action="store_true",
-        help="export also when complete.json is missing, or names files that are missing or cut short",
+        help="export also when complete.json is missing, or files are not as it says",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that the model or its tokenizer brings along"
@@ -71,22 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command: 0, or 1 with the reason on stderr."""
-    # A batch system ends a process by SIGTERM: leave nothing half written then either.
-    inherited = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        exported = export(
-            args.checkpoint,
-            args.out,
-            dtype=DTYPES.get(args.dtype),
-            max_shard_size=args.max_shard_size,
-            allow_incomplete=args.allow_incomplete,
-            trust_remote_code=args.trust_remote_code,
-        )
+        with exiting_on_sigterm():
+            exported = export(
+                args.checkpoint,
+                args.out,
+                dtype=DTYPES.get(args.dtype),
+                max_shard_size=args.max_shard_size,
+                allow_incomplete=args.allow_incomplete,
+                trust_remote_code=args.trust_remote_code,
+                merge=args.merge,
+                base=args.base,
+            )
     except (OSError, ValueError) as error:
         print(f"grpo export: {error}", file=sys.stderr)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, inherited)
     for note in exported.notes:
         print(f"grpo export: {note}", file=sys.stderr)
     print(
@@ -104,6 +109,8 @@ def export(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     allow_incomplete: bool = False,
     trust_remote_code: bool = False,
+    merge: bool = False,
+    base: str | None = None,
 ) -> Exported:
     """Write `checkpoint` as `out`, which appears whole or not at all.
 
@@ -114,8 +121,10 @@ def export(
 
     Args:
         checkpoint: as transformers' Trainer writes it with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are
-            pickles, and run code: export what you trust.
+            pickles: one that could run code is refused.
         dtype: None: the one that the model was trained in, which config.json in the checkpoint names.
+        merge: of a LoRA run the base with the adapter in it, in place of the adapter.
+        base: where that base is, if not where the adapter says.
 
     Raises:
         ValueError: `checkpoint` is not a whole checkpoint, `out` is not free, or memory does not suffice.
@@ -123,10 +132,29 @@ def export(
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is imported to read its files, and computes nothing
     out = out.resolve()
-    notes = check_checkpoint(checkpoint, allow_incomplete=allow_incomplete)
+    record, notes = check_checkpoint(checkpoint, allow_incomplete=allow_incomplete)
     check_out(out)
     check_shard_size(max_shard_size)
+    if has_adapter(checkpoint):
+        if record is not None and not allow_incomplete:
+            verify(checkpoint, record, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+        return _export_adapter(
+            checkpoint,
+            out,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            merge=merge,
+            base=base,
+            notes=tuple(notes),
+        )
+    if merge or base:
+        raise ValueError(
+            f"--{'merge' if merge else 'base'} is for LoRA, and {checkpoint} holds a whole model: remove it"
+        )
     stored = open_weights(checkpoint, masters=dtype is not None)
+    if record is not None and not allow_incomplete:
+        verify(checkpoint, record, [str(file.relative_to(checkpoint)) for file in stored.files])
     model = model_without_weights(checkpoint, dtype, trust_remote_code=trust_remote_code)
     # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
     weights = read_weights(model, stored, None if stored.as_saved and dtype is None else model.dtype, out)
@@ -151,16 +179,31 @@ def export(
     )
 
 
-@contextmanager
-def appearing_whole(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` that becomes `out` at the end, or is removed with what was written into it."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _export_adapter(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    trust_remote_code: bool,
+    merge: bool,
+    base: str | None,
+    notes: tuple[str, ...],
+) -> Exported:
+    if merge:
+        num_bytes, dtypes = merge_adapter(
+            checkpoint, out, base=base, dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+        )
+        origin = "an adapter and its base"
+    else:
+        if dtype is not None or base:
+            raise ValueError(
+                f"{'--dtype' if dtype else '--base'} is for a merged model: give --merge too, or remove it"
+            )
+        num_bytes, dtypes = copy_adapter(checkpoint, out)
+        origin = "an adapter; --merge gives a whole model"
+    num_files = len(list(out.glob("*.safetensors")))
+    return Exported(num_files=num_files, num_bytes=num_bytes, dtypes=tuple(sorted(dtypes)), origin=origin, notes=notes)
 
 
 def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -208,11 +251,11 @@ def read_weights(
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> list[str]:
+def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> tuple[CompleteRecord | None, list[str]]:
     """Refuse what is no complete checkpoint of a whole model.
 
     Returns:
-        Notes for the user.
+        Its record, if it is complete, and notes for the user.
 
     Raises:
         ValueError: says what it is, and what to give instead.
@@ -223,15 +266,14 @@ def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> list[str]:
     if not checkpoint.is_dir():
         beside = ", ".join(path.name for path in checkpoints(checkpoint.parent)[:3])
         raise ValueError(f"{checkpoint} does not exist" + (f"; the newest there are: {beside}" if beside else ""))
-    if (checkpoint / "adapter_config.json").exists():
-        raise ValueError(f"{checkpoint} holds an adapter, not a whole model: merge it into its base model with peft")
-    if not (checkpoint / "config.json").exists():
+    if not has_adapter(checkpoint) and not (checkpoint / "config.json").exists():
         raise ValueError(
             f"{checkpoint} has no config.json: give a checkpoint-<step> folder that the trainer has written"
         )
     notes = []
+    record = None
     try:
-        read_complete(checkpoint)
+        record = read_complete(checkpoint)
     except ValueError as problem:
         if not allow_incomplete:
             raise ValueError(
@@ -241,7 +283,7 @@ def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> list[str]:
         notes.append(f"{problem}; exported all the same")
     if not (checkpoint / "tokenizer_config.json").exists():
         notes.append(f"{checkpoint} holds no tokenizer: the export has none either")
-    return notes
+    return record, notes
 
 
 def check_weights(model: PreTrainedModel, expected: dict[str, Any], found: dict[str, Any], *, as_saved: bool) -> None:

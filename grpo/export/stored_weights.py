@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from grpo.run.pickles import check_pickle, load_mapped, weights_only
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
@@ -29,6 +31,8 @@ class StoredWeights:
     parameters, where transformers 5 holds experts fused."""
     origin: str
     """For messages."""
+    files: tuple[Path, ...]
+    """From which they are read."""
 
 
 def open_weights(checkpoint: Path, *, masters: bool) -> StoredWeights:
@@ -38,7 +42,7 @@ def open_weights(checkpoint: Path, *, masters: bool) -> StoredWeights:
         masters: prefer ZeRO-3's float32 master weights to safetensors in the model's dtype.
 
     Raises:
-        ValueError: there are none, or they cannot be read.
+        ValueError: there are none, they cannot be read, or they hold what could run code.
     """
     files = sorted(checkpoint.glob("model*.safetensors"))
     tag = _deepspeed_folder(checkpoint)
@@ -46,13 +50,19 @@ def open_weights(checkpoint: Path, *, masters: bool) -> StoredWeights:
     try:
         if files and not (masters and is_zero3):
             tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-            return StoredWeights(tensors=tensors, as_saved=True, origin=f"{len(files)} safetensors file(s)")
+            origin = f"{len(files)} safetensors file(s)"
+            return StoredWeights(tensors=tensors, as_saved=True, origin=origin, files=tuple(files))
+        pickles = sorted(tag.glob("*_states.pt")) if tag is not None else []
+        for file in pickles:
+            check_pickle(file)
         if is_zero3:
             origin = "ZeRO-3's float32 master weights"
-            return StoredWeights(tensors=_partitioned(checkpoint), as_saved=False, origin=origin)
+            tensors = _partitioned(checkpoint)
+            return StoredWeights(tensors=tensors, as_saved=False, origin=origin, files=tuple(pickles))
         if tag is not None:
             file = tag / "mp_rank_00_model_states.pt"
-            return StoredWeights(tensors=_whole_module(file), as_saved=False, origin=f"{tag.name}/{file.name}")
+            origin = f"{tag.name}/{file.name}"
+            return StoredWeights(tensors=_whole_module(file), as_saved=False, origin=origin, files=(file,))
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"the weights in {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(
@@ -72,11 +82,9 @@ def _partitioned(checkpoint: Path) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     # It prints, and draws progress bars, while it reads what is beside the partitions.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with weights_only(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), lazy_mode=True)
 
 
 def _whole_module(file: Path) -> dict[str, torch.Tensor]:
-    import deepspeed  # noqa: F401  its classes are in the pickle
-
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)["module"]
+    return load_mapped(file)["module"]

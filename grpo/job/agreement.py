@@ -1,18 +1,31 @@
-"""Do all ranks make one job: every rank's topology against every other's, before anything slow happens."""
+"""Do all ranks make one job: every rank's topology against every other's, before anything slow happens.
 
+There is no watch yet: a rank that is ended here says so in the job's store, where the others wait.
+"""
+
+import contextlib
 import itertools
 import os
+import signal
+import socket
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.interrupt import on_expiry
 from grpo.job.same_everywhere import check_same
 from grpo.job.topology import NodeTopology
 from grpo.job.wire import Wire
+
+LAST_WORDS_S = 5.0
+STORE_S = 30.0  # beyond all deadlines: the store's process is held, and keeps none of them
+PHASE = "start"
 
 _agreements = itertools.count()
 
@@ -36,6 +49,8 @@ class _Verdict(Wire):
     """None when all is well."""
     is_late: bool = False
     """Whether the problem is who did not come."""
+    failure: FailureRecord | None = None
+    """Instead: of a rank that was ended meanwhile, which wrote this verdict in rank 0's place."""
     pids: tuple[int, ...] = ()
 
 
@@ -56,6 +71,7 @@ def agree_on_topology(
     Raises:
         ValueError: the first rank's error, on every rank; or what does not fit between nodes.
         TimeoutError: names the ranks that did not come.
+        JobFailed: a rank was ended meanwhile.
     """
     topology, problem = None, None
     try:
@@ -66,22 +82,94 @@ def agree_on_topology(
         if topology is None:
             raise ValueError(problem)
         return topology, [os.getpid()]
-    store = dist.PrefixStore(f"grpo/topology/{next(_agreements)}", dist.distributed_c10d._get_default_store())
+    number = next(_agreements)
+    store = _store_of(number, _job_store())
     store.set(f"rank{rank}", _Word(topology=topology, problem=problem, pid=os.getpid()).dumps())
-    timeout = timedelta(seconds=timeout_s)
-    if rank == 0:
-        verdict = _judge(store, world_size, timeout)
-        store.set("verdict", verdict.dumps())
-    else:
-        try:
-            store.wait(["verdict"], timeout + timedelta(seconds=10))
-        except dist.DistStoreError as error:
-            raise TimeoutError(f"rank 0 did not say within {timeout_s:.0f} s whether the placement fits") from error
-        verdict = _Verdict.loads(store.get("verdict"))
+    with _last_words(number, topology, rank, world_size), on_expiry(timeout_s + STORE_S, _end_without_store):
+        verdict = _find_verdict(store, rank, world_size, timedelta(seconds=timeout_s))
+    if verdict.failure is not None:
+        raise JobFailed(verdict.failure)
     if verdict.problem is not None:
         raise (TimeoutError if verdict.is_late else ValueError)(verdict.problem)
     assert topology is not None
     return topology, list(verdict.pids)
+
+
+def _job_store() -> dist.Store:
+    """As a launcher knows it, without the prefixes of torch's groups."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _store_of(number: int, store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"grpo/topology/{number}", store)
+
+
+def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Verdict:
+    if rank == 0:
+        verdict = _judge(store, world_size, timeout)
+        return _Verdict.loads(store.compare_set("verdict", "", verdict.dumps()))
+    try:
+        store.wait(["verdict"], timeout + timedelta(seconds=10))
+    except dist.DistStoreError as error:
+        seconds = timeout.total_seconds()
+        raise TimeoutError(f"rank 0 did not say within {seconds:.0f} s whether the placement fits") from error
+    return _Verdict.loads(store.get("verdict"))
+
+
+def _end_without_store() -> None:
+    print("[grpo] the job's store does not answer: is the launcher of the first node stopped?", flush=True)
+    os._exit(1)
+
+
+# -- a rank that is ended meanwhile -----------------------------------------------------------------------------------
+
+
+def give_up(record: FailureRecord, world_size: int, store: dist.Store, number: int = 0) -> None:
+    """Free the ranks that wait for others in `agree_on_topology`: `record` is what they raise. Without effect later.
+
+    Args:
+        store: the job's, as its launcher has it.
+        number: which agreement of each rank's process it is.
+    """
+    words = _store_of(number, store)
+    words.compare_set("verdict", "", _Verdict(failure=record).dumps())
+    for rank in range(world_size):  # rank 0 waits for all of them
+        words.compare_set(f"rank{rank}", "", _Word(topology=None, problem=record.cause, pid=0).dumps())
+
+
+@contextlib.contextmanager
+def _last_words(number: int, topology: NodeTopology | None, rank: int, world_size: int) -> Iterator[None]:
+    """A SIGTERM ends this rank, and it tells the others first. The main thread hears none: it waits in C++."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if topology is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    heard, waker = socket.socketpair()
+    waker.setblocking(False)
+    cause = "got SIGTERM while ranks were waited for: the launcher ends this node's ranks, or the scheduler the job"
+    record = FailureRecord(node=topology.node, rank=rank, host=topology.host, phase=PHASE, cause=cause)
+    store = _job_store().clone()  # the job's is in the wait
+
+    def listen() -> None:
+        while numbers := heard.recv(64):
+            if signal.SIGTERM in numbers:
+                print(f"[grpo] rank {rank} ends: {cause}\n", end="", flush=True)
+                with on_expiry(LAST_WORDS_S, lambda: os._exit(128 + signal.SIGTERM)):
+                    give_up(record, world_size, store, number)
+                os._exit(128 + signal.SIGTERM)
+
+    before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=listen, name="grpo-last-words", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        waker.close()
 
 
 def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:

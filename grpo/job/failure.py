@@ -1,7 +1,9 @@
 """What a failed job says of itself: one record, and the errors that carry it."""
 
-import json
 from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_CAUSE = 16_000  # characters: a record goes from process to process in one packet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +20,17 @@ class FailureRecord:
     can_heal: bool = True
     """False for a mistake in what the user wrote, which the next start would meet again."""
 
+    def __post_init__(self) -> None:
+        if len(self.cause) > MAX_CAUSE:
+            half = MAX_CAUSE // 2
+            object.__setattr__(self, "cause", f"{self.cause[:half]}\n...\n{self.cause[-half:]}")
+
     def __str__(self) -> str:
         return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: str | bytes) -> "FailureRecord":
-        return FailureRecord(**json.loads(text))
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
 
 class JobFailed(RuntimeError):
@@ -35,6 +39,10 @@ class JobFailed(RuntimeError):
     def __init__(self, record: FailureRecord) -> None:
         super().__init__(f"the job failed on {record}")
         self.record = record
+
+
+class StepFailed(JobFailed):
+    """This step cannot be finished, but the last one can be saved: the trainer is whole. On every rank at once."""
 
 
 class GenerationDropped(RuntimeError):

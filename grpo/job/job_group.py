@@ -1,13 +1,19 @@
 """All ranks over gloo: what rank 0 decides, what any rank wants, and meeting before going on."""
 
+import json
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.mistakes import is_before_first_step, is_mistake
 from grpo.job.process_groups import new_gloo_groups
+from grpo.job.texts import all_gather_texts, broadcast_text
 from grpo.job.watch import FailureWatch
+from grpo.job.wire import from_json, to_json
 
 T = TypeVar("T")
 
@@ -27,6 +33,7 @@ class JobGroup:
 
     def __init__(self, *, timeout_s: float = MEETING_TIMEOUT_S, watch: FailureWatch | None = None) -> None:
         self._group: Any = None
+        self._watch = watch
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = range(dist.get_world_size())
             (self._group,) = new_gloo_groups([everyone], timeout_s=timeout_s, watch=watch)
@@ -44,17 +51,39 @@ class JobGroup:
         """Until every rank is here."""
         self.largest(0)
 
-    def by_rank_zero(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on rank 0; its picklable value, or the error that it raised, on every rank."""
-        answer: list[Any] = [None, None]
+    def texts(self, text: str) -> list[str]:
+        """What each rank says, by rank."""
+        return [text] if self._group is None else all_gather_texts(text, self._group)
+
+    def by_rank_zero(self, decide: Callable[[], T], kind: Any = None) -> T:
+        """Run `decide` on rank 0; its value on every rank.
+
+        Args:
+            kind: the value's type; see `grpo.job.wire.to_json`.
+
+        Raises:
+            Exception: on rank 0 what `decide` raised.
+            JobFailed: on the other ranks, then, with a record that says it.
+        """
+        if self._group is None:
+            return decide()
+        error, answer = None, None
         if self.rank == 0:
             try:
-                answer[0] = decide()
+                answer = json.dumps([to_json(decide(), kind), None])
             except Exception as problem:  # noqa: BLE001  passed on to every rank, which raises it
-                answer[1] = problem
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        value, error = answer
+                error, answer = problem, json.dumps([None, self._record_of(problem).as_dict()])
+        told, record = json.loads(broadcast_text(answer, 0, self._group))
         if error is not None:
             raise error
-        return value
+        if record is not None:
+            raise JobFailed(FailureRecord(**record))
+        return from_json(told, kind)
+
+    def _record_of(self, problem: Exception) -> FailureRecord:
+        """Rank 0's."""
+        if self._watch is not None:
+            return self._watch.make_record(problem)
+        heals = not is_mistake(problem, before_first_step=is_before_first_step())
+        cause = f"{type(problem).__name__}: {problem}"
+        return FailureRecord(node=0, rank=0, host=socket.gethostname(), phase="start", cause=cause, can_heal=heals)

@@ -33,6 +33,12 @@ class Launch:
     launched: bool = True
     """False when there was no launcher: one process that was started with `python`."""
 
+    @property
+    def node_ranks(self) -> range:
+        """Ranks of this node, in the job; the first one is the local main."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
 
 def read_launch(env: Mapping[str, str]) -> Launch:
     """Reads torchrun's variables (`accelerate launch` runs torchrun and sets the same ones).
@@ -83,6 +89,16 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         num_nodes=num_nodes,
         launched=True,
     )
+
+
+def head_address(env: Mapping[str, str] = os.environ) -> str:
+    """Where the ranks of all nodes reach the job's store, on the node of rank 0."""
+    return env.get("MASTER_ADDR") or "127.0.0.1"
+
+
+def agent_pid(env: Mapping[str, str] = os.environ) -> int | None:
+    """Of torchrun's agent, which has started this process; None when it was started by other means."""
+    return os.getppid() if env.get("TORCHELASTIC_RUN_ID") else None
 
 
 def parent_argv(env: Mapping[str, str] = os.environ) -> list[str]:

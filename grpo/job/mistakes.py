@@ -40,6 +40,9 @@ _EVENTS = re.compile(
     r"|died|connection|\bpeer\b|broken pipe|store is gone|no space left|input/output error|dataloader worker",
     re.IGNORECASE,
 )
+# What plain RuntimeErrors say when a peer is lost, or when the launcher's SIGTERM reached a data-loader worker first.
+_ECHOES = ("gloo", "nccl", "connection", "peer", "timed out", "dataloader worker")
+_OF_A_GROUP = re.compile(r"torch\..*Dist\w*Error")
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -98,6 +101,19 @@ def _tells_of_the_machine(text: str) -> bool:
     return any(_DEVICES.search(line) for line in log.splitlines() if _ERROR_LINE.search(line))
 
 
+def may_be_an_echo(error: BaseException) -> bool:
+    """Whether `error` may be the consequence of another rank's failure."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if any(_OF_A_GROUP.fullmatch(f"{kind.__module__}.{kind.__name__}") for kind in type(seen).__mro__):
+            return True
+        text = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(word in text for word in _ECHOES):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)', for the one of the known names that is most like it; '' without one."""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -110,5 +126,9 @@ def users_frame(error: BaseException) -> str | None:
         path = Path(frame.filename)
         is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
         if not is_library:
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+            return shown_frame(frame)
     return None
+
+
+def shown_frame(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"

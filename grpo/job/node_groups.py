@@ -4,8 +4,9 @@ Data moves over NCCL or shared memory, control over gloo, so that a long generat
 under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
 """
 
-import itertools
+import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,23 @@ import torch.distributed as dist
 
 from grpo.job.failure import FailureRecord, GenerationDropped, JobFailed
 from grpo.job.process_groups import new_gloo_groups
+from grpo.job.signals import StopRequest
+from grpo.job.texts import all_gather_texts, broadcast_text
 from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
+from grpo.job.wire import Wire, from_json, to_json
 
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
 
-_instances = itertools.count()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer(Wire):
+    """One rank's, at the end of a phase."""
+
+    failure: FailureRecord | None
+    stop: StopRequest | None
+    value: str
+    """JSON."""
 
 
 class NodeGroups:
@@ -36,8 +48,6 @@ class NodeGroups:
     def __init__(self, topology: NodeTopology, *, max_wait_s: float, watch: FailureWatch | None = None) -> None:
         self.topology = topology
         self._alone = not dist.is_initialized() or topology.world_size == 1
-        self._phases = 0
-        self._prefix = f"grpo/phases/{next(_instances)}"
         if self._alone:
             return
         size = topology.local_world_size
@@ -46,24 +56,26 @@ class NodeGroups:
         groups = new_gloo_groups([*nodes, leaders], timeout_s=max_wait_s + MARGIN_S, watch=watch)
         self._node, self._leaders = groups[topology.node], groups[-1]
         self._leader = topology.node * size  # global rank of this node's local main
-        self._store = dist.distributed_c10d._get_default_store()
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank of the job, in rank order."""
+    def all_gather(self, text: str) -> list[str]:
+        """A short text of every rank of the job, in rank order."""
         if self._alone:
-            return [value]
-        node_values: list[Any] = [None] * self.topology.local_world_size
-        dist.all_gather_object(node_values, value, group=self._node)
-        everything: list[Any] = [None]
+            return [text]
+        of_node = json.dumps(all_gather_texts(text, self._node))
+        everything = None
         if self.topology.is_local_main:
-            by_node: list[Any] = [None] * self.topology.num_nodes
-            dist.all_gather_object(by_node, node_values, group=self._leaders)
-            everything = [[item for values in by_node for item in values]]
-        dist.broadcast_object_list(everything, src=self._leader, group=self._node)
-        return everything[0]
+            nodes = all_gather_texts(of_node, self._leaders)
+            everything = json.dumps([each for node in nodes for each in json.loads(node)])
+        return json.loads(broadcast_text(everything, self._leader, self._node))
 
-    def exchange(self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None) -> list[Any]:
+    def exchange(
+        self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None, kind: Any = None
+    ) -> list[Any]:
         """End a phase together: raise on every rank if it failed on one. Collective over the job.
+
+        Args:
+            value: a small one.
+            kind: its type, the same on every rank, `| None` where some have none; see `grpo.job.wire.to_json`.
 
         Returns:
             The `value` of every rank, in rank order.
@@ -73,36 +85,37 @@ class NodeGroups:
                 answer in time.
             GenerationDropped: instead, on every rank, when a stop had been asked for.
         """
-        self._phases += 1
         stop = watch.signals.request
         if failure is not None and watch.stop_was_asked():
             stop = watch.signals.request
         if self._alone:
             if failure is not None:
                 raise JobFailed(failure) if stop is None else GenerationDropped(stop.why)
-            return [value]
-        key = f"{self._prefix}/{self._phases}/"
-        self._store.set(f"{key}{self.topology.rank}", "1")
-        self._store.delete_key(f"{self._prefix}/{self._phases - 2}/{self.topology.rank}")  # all have left that phase
+            return [from_json(to_json(value, kind), kind)]  # as others would hear it
+        exchange = watch.note_exchange()
         if failure is not None and stop is None:
             watch.report(failure)  # ranks that are stuck elsewhere hear of it too
         try:
-            answers = self.all_gather((failure, stop, value))
+            answer = _Answer(failure=failure, stop=stop, value=to_json(value, kind))
+            answers = [_Answer.loads(text) for text in self.all_gather(answer.dumps())]
         except RuntimeError as error:
             watch.await_cause()
             watch.check()
-            silent = [rank for rank in range(self.topology.world_size) if not self._store.check([f"{key}{rank}"])]
+            silent = watch.not_come(exchange)
             if not silent:
                 raise
-            nodes = sorted({rank // self.topology.local_world_size for rank in silent})
+            who = ", ".join(
+                f"{rank} (node {rank // self.topology.local_world_size}, in phase '{phase}')"
+                for rank, phase in sorted(silent.items())
+            )
             raise JobFailed(
-                watch.make_record(f"no answer from ranks {silent} (nodes {nodes}) at the end of this phase: {error}")
+                watch.make_record(f"no answer from ranks {who} at the end of this phase: {error}")
             ) from error
-        record = next((record for record, _, _ in answers if record is not None), None)
-        asked = next((stop for _, stop, _ in answers if stop is not None), None)
+        record = next((answer.failure for answer in answers if answer.failure is not None), None)
+        asked = next((answer.stop for answer in answers if answer.stop is not None), None)
         if record is not None:
             raise JobFailed(record) if asked is None else GenerationDropped(asked.why)
-        return [answer for _, _, answer in answers]
+        return [from_json(answer.value, kind) for answer in answers]
 
     # -- inside a node --------------------------------------------------------------------------------------------
 
@@ -148,11 +161,13 @@ class NodeGroups:
 
     # -- between local mains --------------------------------------------------------------------------------------
 
-    def all_gather_between_nodes(self, value: Any) -> list[Any]:
-        """A small picklable value of every node, in their order. Over the local mains."""
-        by_node: list[Any] = [None] * self.topology.num_nodes
-        dist.all_gather_object(by_node, value, group=self._leaders)
-        return by_node
+    def all_gather_between_nodes(self, value: Any, kind: Any) -> list[Any]:
+        """A small value of every node, in their order. Over the local mains.
+
+        Args:
+            kind: its type; see `grpo.job.wire.to_json`.
+        """
+        return [from_json(text, kind) for text in all_gather_texts(to_json(value, kind), self._leaders)]
 
     def exchange_between_nodes(
         self, outgoing: dict[int, np.ndarray], sources: Collection[int]

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -80,6 +82,15 @@ class StopSignals:
         if self.request is None and (number == signal.SIGUSR1 or self.is_open):
             self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
 
+    def was_asked(self, patience_s: float) -> bool:
+        """Whether somebody has asked, by signal or otherwise; waits for a signal that may be on its way."""
+        deadline = time.monotonic() + patience_s
+        while self.request is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.request is None:
+            self.request = self.look()
+        return self.request is not None
+
     def open(self) -> None:
         """From now on SIGTERM asks for a stop."""
         self.is_open = True
@@ -114,6 +125,16 @@ class StopSignals:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def exiting_on_sigterm() -> Iterator[None]:
+    """A command that a batch system ends by SIGTERM leaves nothing half written: it ends as by `sys.exit(143)`."""
+    inherited = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, inherited)
+
+
 class StopLead:
     """Whether the scheduler's signal comes early enough for what follows it: a generation batch, and a save.
 
@@ -128,7 +149,7 @@ class StopLead:
         self._batch_begun: float | None = None
         self.longest_batch_s = 0.0
         self.save_s = 0.0
-        """Of the last save."""
+        """Of the last save, until it was complete."""
 
     def batch_ended(self, now: float) -> None:
         """At the end of a generation batch's training; `now` by time.monotonic()."""
@@ -138,9 +159,13 @@ class StopLead:
         self._batch_begun = now
 
     def saved(self, begun: float, now: float) -> None:
-        """After a save; it counts to no batch."""
-        self.save_s = now - begun
+        """The ranks have written a checkpoint; that counts to no batch."""
         self._batch_begun = now
+        self.completed(begun, now)
+
+    def completed(self, begun: float, now: float) -> None:
+        """A checkpoint is complete: a stop waits that long. From any thread."""
+        self.save_s = now - begun
         self._check()
 
     def _check(self) -> None:

@@ -1,13 +1,12 @@
 """The watch that brings the job's one failure record to every rank.
 
 The rank that sees a fault raises. The others may sit in a collective, which cannot be interrupted from Python, so every
-rank has a daemon thread with a connection of its own to the job's store. It looks for the record, for the deaths of the
-ranks on its own node, and for SIGTERM (a launcher that ends its ranks because one failed). On a hit the main thread is
-given a moment to raise by itself; a rank that is still stuck writes the record to stderr and ends.
+rank has a daemon thread that hears from the node's sentinel: the record, or nothing any more, which is a failure of its
+own. It hears SIGTERM too: a launcher ends its ranks because one failed. On a hit the main thread is given a moment to
+raise by itself; a rank that is still stuck writes the record to stderr and ends.
 """
 
 import contextlib
-import ctypes
 import itertools
 import multiprocessing.util
 import os
@@ -18,59 +17,39 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partialmethod
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
-from grpo.job.failure import FailureRecord, JobFailed
-from grpo.job.mistakes import is_before_first_step, is_mistake
+from grpo.job.failure import FailureRecord, JobFailed, StepFailed
+from grpo.job.interrupt import on_expiry, raise_in_main_thread
+from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
+from grpo.job.mistakes import is_before_first_step, is_mistake, may_be_an_echo
+from grpo.job.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
+from grpo.job.sentinel_link import SentinelLink
+from grpo.job.sentinel_start import link_to_sentinel
 from grpo.job.signals import StopSignals
-
-_RECORD_KEY = "failure"
-_LEFT_KEY = "left/{rank}"
+from grpo.job.stacks import Stacks, ending_process
+from grpo.job.topology import NodeTopology
 
 _watches = itertools.count()
 
-POLL_S = 0.5
+POLL_S = 0.2  # once there is a record
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
-STUCK_GRACE_S = 6.0  # from seeing the record until a rank that has not raised is ended
+REPORT_S = 5.0  # until the job's record is known, which may be another's
 SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
-EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
-
-
-@contextlib.contextmanager
-def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
-    """Around what no deadline can be given to: `act` runs in another thread if it takes longer."""
-    timer = threading.Timer(timeout_s, act)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+ALONE_GRACE_S = 30.0  # beyond a deadline: a process without a sentinel, whose Python threads do not run either
 
 
 class FailureWatch:
     """This rank's end of the failure contract.
 
     Args:
-        store: the job's store, None for one process without a process group, where errors simply raise.
-        local_pids: pid of each rank on this node, this one's included, by global rank.
-        prefix: of the keys in the store; the same on all ranks.
+        link: to the node's sentinel, None for one process without a process group, where errors simply raise.
     """
 
-    def __init__(
-        self,
-        store: dist.Store | None,
-        *,
-        node: int,
-        rank: int,
-        host: str,
-        local_pids: Mapping[int, int],
-        prefix: str = "grpo/watch",
-    ) -> None:
+    def __init__(self, link: SentinelLink | None, *, node: int, rank: int, host: str) -> None:
         self.node, self.rank, self.host = node, rank, host
         self.phase = "start"
         self.record: FailureRecord | None = None
@@ -86,43 +65,64 @@ class FailureWatch:
         self._sigterm_seen = False
         self._seen_since: float | None = None
         self._stopped = threading.Event()
-        self._alone = store is None
+        self._known = threading.Event()  # the record
+        self._link, self._alone = link, link is None
         self._thread: threading.Thread | None = None
-        if store is None:
+        self._stacks = Stacks() if link is None else link.stacks
+        self._exchanges = 0
+        self._limit: tuple[float, str] | None = None  # of the phase: seconds, and what to say then
+        if link is None:
             self.signals.take()
             return
-        # Connections of our own: the job's may be blocked in a wait.
-        self._store = dist.PrefixStore(prefix, store.clone())
-        self._main_store = dist.PrefixStore(prefix, store.clone())
         self._pid = os.getpid()
-        self._local_pids = dict(local_pids)
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
-        self._selector.register(self._wake, selectors.EVENT_READ, "signal")
-        for other, pid in self._local_pids.items():
-            if other != rank:
-                with contextlib.suppress(ProcessLookupError):
-                    self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, other)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(link, selectors.EVENT_READ)
         self.signals.take(self._waker.fileno())
         self._excepthook = sys.excepthook
         sys.excepthook = self._report_unhandled
         # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
         multiprocessing.util.Finalize(None, self._leave, exitpriority=10)
-        self._thread = threading.Thread(target=self._watch, name="grpo-failure-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=[link], name="grpo-failure-watch", daemon=True)
         self._thread.start()
 
     # -- for the main thread --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Name what this rank is doing, for the record."""
-        before, self.phase = self.phase, phase
+    def during(self, phase: str, limit: tuple[float, str] | None = None) -> Iterator[None]:
+        """Name what this rank is doing, for the record; with seconds that it may take, and what to say then."""
+        before = self.phase
+        self.enter(phase, limit)
         try:
             yield
         finally:
             if sys.exc_info()[0] is None:
-                self.phase = before
+                self.enter(before)
+
+    def enter(self, phase: str, limit: tuple[float, str] | None = None) -> None:
+        """As `during`, until another phase is entered."""
+        self.phase, self._limit = phase, limit
+        self._say_phase()
+
+    @contextlib.contextmanager
+    def limited(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
+        """As `during`, around code of others that may hang, with the interpreter's lock held or without: the job's
+        failure is then `cause`, with the stacks of this process. Does not nest.
+
+        One process alone, where Python code cannot run, ends `ALONE_GRACE_S` later with its stacks on stderr.
+        """
+        if not self._alone:
+            with self._stacks.armed(timeout_s), self.during(phase, (timeout_s, cause)):
+                yield
+            return
+
+        def fail() -> None:
+            self.fail(f"{cause}; it was here, the innermost call first:\n{self._stacks.now()}")
+
+        with self.during(phase), on_expiry(timeout_s, fail), ending_process(timeout_s + ALONE_GRACE_S):
+            yield
 
     @contextlib.contextmanager
     def within(self, timeout_s: float, cause: Callable[[], str]) -> Iterator[None]:
@@ -158,10 +158,12 @@ class FailureWatch:
         if isinstance(error, SystemExit) and not error.code:
             self._raising = False
             return  # a script that says it is done
+        if isinstance(error, StepFailed) and self.record is None:
+            self.report(error.record)  # the same on every rank
         if self._alone or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
-        if _may_be_an_echo(error) or self._sigterm_seen:
+        if may_be_an_echo(error) or self._sigterm_seen:
             self.await_cause()
         self._raising_since = time.monotonic()
         if self.record is None:
@@ -203,21 +205,38 @@ class FailureWatch:
 
     def report(self, record: FailureRecord) -> None:
         """Make `record` the job's, unless one is there already. From any thread."""
-        with self._reported:
-            if self.record is not None:
-                return
-            if self._alone:
-                self.record = record
-                self._tell()
-                if self._guarded and threading.current_thread() is not threading.main_thread():
-                    threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
-                return
+        is_own_thread = threading.current_thread() is self._thread
+        if self._reported.acquire(blocking=not is_own_thread):
             try:
-                first = self._main_store.compare_set(_RECORD_KEY, "", record.dumps())
-                self.record = FailureRecord.loads(first)
-            except (dist.DistError, RuntimeError):  # the store went with its host: keep what we know
-                self.record = record
+                self._settle(record)
+            finally:
+                self._reported.release()
+        else:  # another thread reports, and waits for what this one hears
+            self._until(self._known, REPORT_S)
         self._tell()
+
+    def _settle(self, record: FailureRecord) -> None:
+        if self._link is not None and self.record is None and self._link.say("report", record=record.as_dict()):
+            self._until(self._known, REPORT_S)
+        if self.record is not None:
+            return
+        self._take_record(record)  # nobody says more
+        if self._alone and self._guarded and threading.current_thread() is not threading.main_thread():
+            threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
+
+    def _until(self, event: threading.Event, timeout_s: float) -> None:
+        """Until the sentinel has answered, which this rank's watch hears."""
+        if threading.current_thread() is not self._thread:
+            event.wait(timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        while not event.is_set() and time.monotonic() < deadline:
+            self._listen(POLL_S)
+
+    def _take_record(self, record: FailureRecord) -> None:
+        if self.record is None:
+            self.record = record
+            self._known.set()
 
     def _tell(self) -> None:
         if self.record is not None and not self._told:
@@ -226,18 +245,45 @@ class FailureWatch:
 
     def stop_was_asked(self) -> bool:
         """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
-        deadline = time.monotonic() + SIGNAL_PATIENCE_S
-        while self.signals.request is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self.signals.request is None:
-            self.signals.request = self.signals.look()
-        return self.signals.request is not None
+        return self.signals.was_asked(SIGNAL_PATIENCE_S)
+
+    # -- what the sentinel is told --------------------------------------------------------------------------------
+
+    def _say_phase(self) -> None:
+        if self._link is not None:
+            self._link.say_phase(self.phase, self._exchanges, self._limit)
+
+    def note_exchange(self) -> int:
+        """This rank has come to the end of a phase that all end together. Which one it is, counted from 1."""
+        self._exchanges += 1
+        self._say_phase()
+        return self._exchanges
+
+    def not_come(self, exchange: int) -> dict[int, str]:
+        """The ranks that have not come to that end of a phase, and the phases they are in; {} where nobody knows."""
+        if self._link is None:
+            return {}
+        self._until(self._link.ask(), REPORT_S)
+        return self._link.not_come(exchange)
+
+    def covers(self, folder: Path, session: int | None = None) -> None:
+        """Have a folder removed should this process die, and the processes of a session ended before."""
+        if self._link is not None:
+            self._link.say("covers", folder=str(folder), session=session)
+
+    def uncovers(self, folder: Path) -> None:
+        """That is seen to."""
+        if self._link is not None:
+            self._link.say("uncovers", folder=str(folder))
 
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
         if self._thread is None:
             return
         self._end_watch()
+        if self._link is not None:
+            self._link.say("stop")
+            self._link.close()
         sys.excepthook = self._excepthook
         self.signals.release()
 
@@ -261,49 +307,33 @@ class FailureWatch:
             self._leave()
 
     def _leave(self) -> None:
-        """At exit: tell the node's other ranks that this one has not been killed."""
+        """At exit: tell the sentinel that this rank has not been killed."""
         if os.getpid() != self._pid or self._stopped.is_set():
             return  # a forked child's exit is not ours
-        if self.record is None:
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                self._main_store.set(_LEFT_KEY.format(rank=self.rank), "1")
+        if self.record is None and self._link is not None:
+            self._link.say("left")
         # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
         self._end_watch()
 
     # -- the watch's thread ---------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch(self, link: SentinelLink) -> None:
         while not self._stopped.is_set():
-            for key, _ in self._selector.select(POLL_S):
-                if key.data == "signal":
-                    self._hear(self._wake.recv(64))
-                else:
-                    self._selector.unregister(key.fileobj)
-                    self._look_at_dead_rank(key.data)
-            if self.record is None and not self._stopped.is_set():
-                self._look_into_store()
-            if self.record is not None:
+            self._hear(self._listen(link.interval_s if self.record is None else POLL_S))
+            if self.record is not None and not self._stopped.is_set():
                 self._tell()
                 self._raise_in_main_thread()
                 self._end_if_stuck()
 
-    def _look_into_store(self) -> None:
-        try:
-            if self._store.check([_RECORD_KEY]):
-                self.record = FailureRecord.loads(self._store.get(_RECORD_KEY))
-        except (dist.DistError, RuntimeError) as error:
-            if self._guarded == 0:
-                self._stopped.set()  # after training: the process that held the store has simply ended first
-            if not self._stopped.is_set():
-                cause = f"the job's store is gone, and with it the launcher that held it ({error})"
-                self.record = self.make_record(cause.splitlines()[0])
-
-    def _look_at_dead_rank(self, rank: int) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            if self._store.check([_LEFT_KEY.format(rank=rank)]) or self._store.check([_RECORD_KEY]):
-                return
-        cause = f"the process of rank {rank} (pid {self._local_pids[rank]}) died without a word: killed?"
-        self.report(FailureRecord(node=self.node, rank=rank, host=self.host, phase=self.phase, cause=cause))
+    def _listen(self, timeout_s: float) -> bytes:
+        """Take what the sentinel says within the time. Returns the numbers of signals that have come."""
+        assert self._link is not None
+        events = {key.fileobj for key, _ in self._selector.select(timeout_s)}
+        if (record := self._link.hear()) is not None and not self._stopped.is_set():
+            self._take_record(record)
+        if self._link in events and self._link.is_gone:
+            self._selector.unregister(self._link)
+        return self._wake.recv(64) if self._wake in events else b""
 
     def _hear(self, numbers: bytes) -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -315,14 +345,7 @@ class FailureWatch:
     def _take_sigterm(self) -> None:
         """End this process, unless training can answer; a launcher sends SIGTERM because a rank failed, too."""
         self._sigterm_seen = True
-        deadline = time.monotonic() + BLAME_S
-        while self.record is None and time.monotonic() < deadline:
-            for key, _ in self._selector.select(0.1):
-                if key.data != "signal":
-                    self._selector.unregister(key.fileobj)
-                    self._look_at_dead_rank(key.data)
-            if self.record is None:
-                self._look_into_store()
+        self._until(self._known, BLAME_S)
         if self.record is None and self.signals.is_open:
             return  # a request to stop
         if self.record is None:
@@ -335,18 +358,12 @@ class FailureWatch:
         if self.record is None or self._raised_in_main or self._guarded == 0 or self._raising:
             return
         self._raised_in_main = True
-        # The interpreter makes the instance, without arguments.
-        elsewhere = type("JobFailed", (JobFailed,), {"__init__": partialmethod(JobFailed.__init__, self.record)})
-        main_id = ctypes.c_ulong(threading.main_thread().ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(main_id, ctypes.py_object(elsewhere))
+        raise_in_main_thread(self.record)
 
     def _end_if_stuck(self) -> None:
-        now = time.monotonic()
-        self._seen_since = self._seen_since or now
-        if self._raising_since is not None:
-            if now - self._raising_since > EXIT_GRACE_S:
-                self._end(1)
-        elif now - self._seen_since > STUCK_GRACE_S:
+        self._seen_since = self._seen_since or time.monotonic()
+        grace_s = STUCK_GRACE_S if self._raising_since is None else EXIT_GRACE_S
+        if time.monotonic() - (self._raising_since or self._seen_since) > grace_s:
             self._end(1)
 
     def _end_alone(self) -> None:
@@ -360,35 +377,24 @@ class FailureWatch:
         self._end(1)
 
     def _end(self, code: int) -> None:
-        print(f"[grpo] rank {self.rank} ends: the job failed on {self.record}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")  # in one: all write
         os._exit(code)
 
 
-# What plain RuntimeErrors say when a peer is lost, or when the launcher's SIGTERM reached a data-loader worker first.
-_ECHOES = ("gloo", "nccl", "connection", "peer", "timed out", "dataloader worker")
+def watch_for(
+    topology: NodeTopology, local_pids: Mapping[int, int], *, timeout_s: float = HEARTBEAT_TIMEOUT_S
+) -> FailureWatch:
+    """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
 
+    Args:
+        local_pids: of each rank on this node, this one's included, by global rank.
+        timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
 
-def _may_be_an_echo(error: BaseException) -> bool:
-    """Whether `error` may be the consequence of another rank's failure."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, dist.DistError):
-            return True
-        text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in text for word in _ECHOES):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def watch_for(topology: Any, local_pids: Mapping[int, int]) -> FailureWatch:
-    """The watch of this rank; without a process group one that only keeps the record."""
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and topology.world_size > 1 else None
-    return FailureWatch(
-        store,
-        node=topology.node,
-        rank=topology.rank,
-        host=topology.host,
-        local_pids=local_pids,
-        prefix=f"grpo/watch/{next(_watches)}",
-    )
+    Raises:
+        RuntimeError: a node's sentinel does not start, or cannot reach the first node's.
+    """
+    link = None
+    if dist.is_initialized() and topology.world_size > 1:
+        store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
+        link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s)
+    return FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)

@@ -136,9 +136,7 @@ def meet(
         return decide(place, {place.node: make_report()}, asked, port=port)
 
     def bring() -> NodeReport:
-        brought = make_report()
-        software = read_software(os.environ)
-        return NodeReport(gpus=brought.gpus, mistake=brought.mistake, inputs=brought.inputs, software=software)
+        return replace(make_report(), software=read_software(os.environ))
 
     try:
         if not place.is_head:

@@ -55,18 +55,16 @@ class Attempt:
             return next_attempt.FAILED, self._about(ending)
         if ending.is_interrupted:
             return next_attempt.INTERRUPTED, "interrupted: what came after the last checkpoint is lost"
-        if self.folder is None and ending.has_succeeded:
+        if self.folder is None and ending.has_succeeded:  # there was no trainer: nobody will say more
             return next_attempt.DONE, "the script has ended"
-        folder = self.folder or self.output_dir
-        if folder is None and ending.is_terminated:
-            return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
-        if folder is None:
-            return next_attempt.FAILED, "the script has failed, without a trainer"
         state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
         if state is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended, and has not trained"
         if state is None and ending.is_terminated:
             return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
+        folder = self.folder or self.output_dir
+        if folder is None:
+            return next_attempt.FAILED, "the script has failed, without a trainer"
         if state is not None and state["state"] == "finished" and not (ending.has_succeeded or ending.is_terminated):
             return next_attempt.FAILED, f"training has finished, but the script failed after it; {folder}"
         job, attempt = _names(self.env, state, self.started)

@@ -79,11 +79,19 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(next_attempt.START_AGAIN))
     requests: list[int] = []  # to stop; heard by the trainer as soon as there is one
     signal.signal(signal.SIGUSR1, lambda number, _: requests.append(number))
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
     try:
         if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
             why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
             return _not_started(args, place, is_mistake=found == 2, why=why)
-        return _meet_and_launch(args, place, script, file, asked, wishes, requests)
+        return _meet_and_launch(args, place, script, file, asked, wishes, requests, interrupts)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
         return next_attempt.INTERRUPTED
@@ -97,12 +105,19 @@ def _meet_and_launch(
     asked: Asked,
     wishes: Wishes,
     requests: list[int],
+    interrupts: list[int],
 ) -> int:
-    from grpo.launch.agreement import Verdict, meet, report
+    from grpo.launch.agreement import NodeReport, Verdict, meet, report
+
+    def make_report() -> NodeReport:
+        made = report(wishes.use_cpu, _inputs(args, script))
+        if interrupts:  # an import of a library may have caught the exception: a bare `except` does
+            raise KeyboardInterrupt
+        return made
 
     verdict: Verdict = meet(
         place,
-        lambda: report(wishes.use_cpu, _inputs(args, script)),
+        make_report,
         asked,
         port=args.main_process_port,
         join_timeout_s=args.join_timeout,
@@ -129,7 +144,7 @@ def _meet_and_launch(
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
     _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
-    return _launch(args, place, words, verdict.agreed.started, requests)
+    return _launch(args, place, at, words, verdict.agreed.started, requests)
 
 
 def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> int:
@@ -227,10 +242,13 @@ def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: li
 # -- the job ------------------------------------------------------------------------------------------------------
 
 
-def _launch(args: argparse.Namespace, place: Place, words: list[str], started: float, requests: list[int]) -> int:
+def _launch(
+    args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, requests: list[int]
+) -> int:
     """Becomes the launcher, and says what follows its end."""
     from grpo.launch.agent import run_launcher
     from grpo.launch.attempt import Attempt
+    from grpo.launch.last_words import tell_waiting_ranks
 
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
         attempt = Attempt(
@@ -239,6 +257,7 @@ def _launch(args: argparse.Namespace, place: Place, words: list[str], started: f
         _prepare_environment(args, attempt)
         ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
+        tell_waiting_ranks(at, ending)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code

@@ -16,6 +16,10 @@ class Batch:
     """Completions of one prompt: a group."""
     micro_batch_completions: int
     """Completions in one forward and backward of a rank."""
+    accumulated_micro_batches: int
+    """`gradient_accumulation_steps`, which follows from `completions_per_step` where that is set."""
+    is_pinned: bool
+    """Whether `completions_per_step` is set: the step is the same on any number of ranks."""
     completions_per_step: int
     """Of all ranks, per optimizer step; each counts once for every time that it is trained on."""
     generation_completions: int
@@ -74,6 +78,8 @@ def plan_batch(
     return Batch(
         num_generations=args.num_generations,
         micro_batch_completions=args.per_device_train_batch_size,
+        accumulated_micro_batches=args.gradient_accumulation_steps,
+        is_pinned=args.completions_per_step is not None,
         completions_per_step=completions_per_step,
         generation_completions=args.generation_batch_size,
         generation_prompts=args.generation_batch_size // args.num_generations,

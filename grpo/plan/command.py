@@ -4,10 +4,15 @@ Needs no GPU: it plans for the cluster's, on any machine.
 """
 
 import argparse
+import json
 import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
 
 from grpo.plan.memory_budget import ASSUMED_GPU_GIB
 from grpo.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
+from grpo.plan.reserve import A100_TBPS, A100_TFLOPS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,18 +44,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GBIT/S",
         help="into one GPU from its node, gigabits per second (default: %(default)g, an A100's; an H100's is 3600)",
     )
+    parser.add_argument(
+        "--gpu-tflops",
+        type=_rate,
+        default=A100_TFLOPS,
+        metavar="N",
+        help="of one GPU in bfloat16, for the advice on how many to reserve (default: %(default)g, an A100's; an "
+        "H100's is 989)",
+    )
+    parser.add_argument(
+        "--gpu-tbps",
+        type=_rate,
+        default=A100_TBPS,
+        metavar="N",
+        help="terabytes a second from one GPU's memory, likewise (default: %(default)g, an A100's; an H100's is 3.35)",
+    )
+    parser.add_argument(
+        "--from-run",
+        type=Path,
+        metavar="RUN",
+        help="say how many GPUs to reserve by what the engines and ranks of a run did, nothing else; its output_dir",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 when something in it cannot work."""
+    if args.from_run is not None:
+        return _advise(args)
     from grpo.plan.planner import make_plan
     from grpo.plan.view import print_json, print_plan
 
     plan = make_plan(args)
     (print_json if args.json else print_plan)(plan)
     return 1 if plan.errors else 0
+
+
+def _advise(args: argparse.Namespace) -> int:
+    """Prints what a run says of its placement; 1 when it says nothing."""
+    from grpo.plan.from_run import advice_of
+
+    others = ("config_file", "num_processes", "num_machines", "config", "gpus_per_node", "train_flags")
+    given = [f"--{name}" for name in others if getattr(args, name)]
+    try:
+        if given:
+            raise ValueError(f"--from-run reads the placement from the run: remove {', '.join(given)}")
+        advice = advice_of(args.from_run)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(advice) | {"line": advice.line()}, indent=1) if args.json else advice.line())
+    return 0
 
 
 def _positive(text: str) -> int:
@@ -60,12 +105,20 @@ def _positive(text: str) -> int:
 
 
 def _speed(text: str) -> float:
+    return _above_zero(text, "is no speed in gigabits per second, such as 400")
+
+
+def _rate(text: str) -> float:
+    return _above_zero(text, "is no number above 0")
+
+
+def _above_zero(text: str, complaint: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed in gigabits per second, such as 400")
+        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
     return value
 
 

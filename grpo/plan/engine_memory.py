@@ -24,6 +24,8 @@ class EngineMemory:
     budget_bytes: int | None
     """`vllm_gpu_memory_utilization` of it."""
     weights_bytes: int
+    adapters_bytes: int
+    """Room for LoRA adapters, and the one that came; 0 where they are merged."""
     overhead_bytes: int
     kv_cache_bytes: int
     """What is left, or what was asked for; negative when nothing is left."""
@@ -47,12 +49,14 @@ def engine_memory(
     utilization: float,
     capacity_bytes: int | None,
     engine_kwargs: dict[str, Any],
+    adapters_bytes: int = 0,
 ) -> EngineMemory:
-    """What vLLM would give to its KV cache: its share of the GPU, less weights and overhead.
+    """What vLLM would give to its KV cache: its share of the GPU, less weights, adapters and overhead.
 
     Args:
         capacity_bytes: of one GPU; None without GPUs.
         engine_kwargs: `vllm_engine_kwargs`.
+        adapters_bytes: on each GPU, whatever their number.
     """
     fp8 = str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8")
     per_layer = _kv_elements(shape, tensor_parallel_size) * (1 if fp8 else dtype_bytes)
@@ -65,11 +69,12 @@ def engine_memory(
     budget = None if capacity_bytes is None else int(capacity_bytes * utilization)
     kv_cache = engine_kwargs.get("kv_cache_memory_bytes")
     if kv_cache is None:
-        kv_cache = CPU_KV_CACHE_BYTES if budget is None else budget - weights - overhead
+        kv_cache = CPU_KV_CACHE_BYTES if budget is None else budget - weights - adapters_bytes - overhead
     return EngineMemory(
         capacity_bytes=capacity_bytes,
         budget_bytes=budget,
         weights_bytes=weights,
+        adapters_bytes=adapters_bytes,
         overhead_bytes=overhead,
         kv_cache_bytes=kv_cache,
         kv_bytes_per_token=per_layer * sum(layers for _, layers in shape.kv_windows),

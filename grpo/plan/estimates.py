@@ -23,6 +23,9 @@ class Estimates:
     host: Budget
     """The node with the most engines."""
     push: PushCost
+    """Every push; with LoRA, every one but an engine's first."""
+    first_push: PushCost | None
+    """An engine's first one, with LoRA; None where it is like the others."""
 
 
 def estimate(job: PlacedJob) -> Estimates:
@@ -33,25 +36,34 @@ def estimate(job: PlacedJob) -> Estimates:
     """
     sharding = job.sharding()
     training, engine = _training(job, sharding), _engine(job)
+
+    def cost(num_bytes: int) -> PushCost:
+        return push_cost(
+            num_bytes,
+            job.hardware.links,
+            num_nodes=len(job.nodes),
+            ranks_per_node=job.launcher.ranks_per_node,
+            zero3=sharding.stage == 3,
+        )
+
     return Estimates(
         sharding=sharding,
         training=training,
         engine=engine,
         host=host_budget(job, sharding, training, engine),
-        push=push_cost(
-            job.model_bytes,
-            job.hardware.links,
-            num_nodes=len(job.nodes),
-            ranks_per_node=job.launcher.ranks_per_node,
-            zero3=sharding.stage == 3,
-        ),
+        push=cost(job.push.later_bytes),
+        first_push=None if job.lora is None else cost(job.push.first_bytes),
     )
 
 
 def _training(job: PlacedJob, sharding: Sharding) -> Budget:
     args, batch = job.args, job.batch
     frozen = {
-        "reference": ("reference model (beta is not 0)", job.shape.num_parameters if args.beta else 0),
+        # With LoRA the reference is the base, which is there.
+        "reference": (
+            "reference model (beta is not 0)",
+            job.shape.num_parameters if args.beta and job.lora is None else 0,
+        ),
         "reward": ("reward model", job.reward_parameters),
     }
     return training_budget(
@@ -87,4 +99,5 @@ def _engine(job: PlacedJob) -> EngineMemory:
         utilization=job.args.vllm_gpu_memory_utilization,
         capacity_bytes=job.hardware.gpu_bytes,
         engine_kwargs=job.args.engine_kwargs,
+        adapters_bytes=job.adapter_elements * job.dtype.itemsize,
     )

@@ -121,6 +121,10 @@ class PlannedConfig(GRPOConfig):
         return self.planned_world_size
 
     @property
+    def num_ranks(self) -> int:
+        return self.planned_world_size
+
+    @property
     def _setup_devices(self) -> torch.device:
         self.distributed_state, self._n_gpu = None, 0
         return torch.device("cpu")

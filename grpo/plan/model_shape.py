@@ -6,11 +6,38 @@ local paths, and DeepSpeed's counts a meta model wrong.
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """The sizes of some parameters, each once."""
+
+    elements: int
+    sizes: tuple[tuple[int, int], ...]
+    """(elements, how many parameters have so many), ascending."""
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1][0] if self.sizes else 0
+
+    def sharded(self, world_size: int) -> int:
+        """Elements that a rank holds under ZeRO-3: each parameter is cut into equal parts, the last one padded."""
+        return sum(-(-size // world_size) * count for size, count in self.sizes)
+
+    def up_to(self, threshold: int) -> int:
+        """Elements in all parameters of at most `threshold` elements."""
+        return sum(size * count for size, count in self.sizes if size <= threshold)
+
+
+def tensors_of(parameters: Iterable[torch.Tensor]) -> Tensors:
+    sizes = Counter(parameter.numel() for parameter in parameters)
+    return Tensors(elements=sum(size * count for size, count in sizes.items()), sizes=tuple(sorted(sizes.items())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +51,8 @@ class LayerShape:
     """Per token: what the norms read, those of queries and keys included."""
     mlp_elements: int
     """Per token: what the MLP, or the experts that a token is routed to, keep for the backward."""
+    adapter_ranks: int | None = None
+    """Per token: what its LoRA adapters keep, the sum of their ranks; None where the layer itself is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +61,12 @@ class ModelShape:
 
     name: str
     num_parameters: int
-    """Each tensor once."""
-    tensor_sizes: tuple[tuple[int, int], ...]
-    """(elements, how many parameters have so many), ascending."""
+    """Each tensor once; without adapters."""
+    trained: Tensors
+    """All, or with LoRA what of adapters and base is trained."""
+    frozen: Tensors
+    """The rest; with LoRA the base."""
+    trains_head: bool
     largest_layer: int
     """Parameters of the largest part that is gathered as one: a decoder layer, the embedding or the head."""
     layers: tuple[LayerShape, ...]
@@ -55,20 +87,16 @@ class ModelShape:
         return sum(layer.count for layer in self.layers)
 
     @property
-    def largest_tensor(self) -> int:
-        return self.tensor_sizes[-1][0]
-
-    def sharded_elements(self, world_size: int) -> int:
-        """Elements that a rank holds under ZeRO-3: each parameter is cut into equal parts, the last one padded."""
-        return sum(-(-size // world_size) * count for size, count in self.tensor_sizes)
-
-    def elements_up_to(self, threshold: int) -> int:
-        """Elements in all parameters of at most `threshold` elements."""
-        return sum(size * count for size, count in self.tensor_sizes if size <= threshold)
+    def elements(self) -> int:
+        """Of all parameters, adapters too."""
+        return self.trained.elements + self.frozen.elements
 
 
-def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> ModelShape:
+def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: bool = False) -> ModelShape:
     """The shape of the causal language model that `config` describes, in a fraction of a second and without memory.
+
+    Args:
+        wrapped: the same model as PEFT wraps it, on the meta device too; None without adapters.
 
     Raises ValueError for a model that is none, or has no attention.
     """
@@ -77,7 +105,8 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
         raise ValueError(f"{name} is a {config.model_type} without attention heads: its memory cannot be estimated")
 
     model = meta_model(config, trust_remote_code=trust_remote_code)
-    sizes = Counter(parameter.numel() for parameter in model.parameters())  # a tied parameter comes once
+    held = model if wrapped is None else wrapped
+    parameters = list(held.parameters())  # a tied one comes once
     decoder = decoder_layers(model)
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -88,13 +117,19 @@ def shape_of(config: Any, name: str, *, trust_remote_code: bool = False) -> Mode
         for module in model.modules()
         if id(module) not in in_layers
     ]
-    layers = Counter(_layer_shape(layer, text, heads * head_dim, key_value_heads * head_dim) for layer in decoder)
+    ranks = [None] * len(decoder) if wrapped is None else list(map(_adapter_ranks, decoder_layers(wrapped)))
+    layers = Counter(
+        replace(_layer_shape(layer, text, heads * head_dim, key_value_heads * head_dim), adapter_ranks=of_adapters)
+        for layer, of_adapters in zip(decoder, ranks, strict=True)
+    )
     windows, without_kv = _kv_windows(text, len(decoder))
     latent = getattr(text, "kv_lora_rank", None)
     return ModelShape(
         name=name,
-        num_parameters=sum(size * count for size, count in sizes.items()),
-        tensor_sizes=tuple(sorted(sizes.items())),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=tensors_of(parameter for parameter in parameters if parameter.requires_grad),
+        frozen=tensors_of(parameter for parameter in parameters if not parameter.requires_grad),
+        trains_head=any(parameter.requires_grad for parameter in held.get_output_embeddings().parameters()),
         largest_layer=max([*outside, *(layer.parameters for layer in layers)]),
         layers=tuple(replace(layer, count=count) for layer, count in layers.items()),
         hidden_size=text.hidden_size,
@@ -131,6 +166,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the module list that holds the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
+
+
+def _adapter_ranks(layer: nn.Module) -> int:
+    from peft.tuners.lora import LoraLayer
+
+    return sum(sum(module.r.values()) for module in layer.modules() if isinstance(module, LoraLayer))
 
 
 def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) -> LayerShape:

@@ -13,6 +13,7 @@ from grpo.plan.model_shape import ModelShape
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import PushShape
 from grpo.plan.zero_memory import Sharding, read_sharding
+from grpo.preflight.lora import LoraChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,11 @@ class PlacedJob:
     push: PushShape
     dtype: torch.dtype
     """In which trainer and engines compute (`engine_settings.compute_dtype`)."""
+    loaded_dtype: torch.dtype
+    """In which the model is loaded (`engine_settings.loaded_dtype`)."""
+    lora: LoraChoice | None
+    adapter_elements: int
+    """Of an engine's room for adapters (`PlannedLora.engine_elements`)."""
     flash_attention: bool
     reward_parameters: int
     """Of the reward model; 0 without one."""
@@ -76,4 +82,5 @@ class PlacedJob:
             hidden_size=self.shape.hidden_size,
             world_size=self.launcher.num_processes,
             dtype_bytes=self.dtype.itemsize,
+            loaded_bytes=self.loaded_dtype.itemsize,
         )

@@ -9,12 +9,13 @@ from typing import Any
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING
 
-from grpo.engine_settings import choose_backend, compute_dtype, head_counts, model_config
+from grpo.engine_settings import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.job.mistakes import is_mistake
 from grpo.job.topology import NodeTopology
 from grpo.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.plan.estimates import Estimates, estimate
 from grpo.plan.job import Launcher, PlannedConfig, read_launcher, read_training
+from grpo.plan.lora import PlannedLora, check_flags, planned_lora
 from grpo.plan.memory_budget import ASSUMED_GPU_GIB, GIB
 from grpo.plan.model_shape import ModelShape, count_parameters, shape_of
 from grpo.plan.placed_job import Hardware, PlacedJob
@@ -22,6 +23,8 @@ from grpo.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nod
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import push_shape
 from grpo.plan.shortfalls import errors_of, warnings_of
+from grpo.plan.speed import SizeAdvice, Speed, advise
+from grpo.preflight.lora import LoraChoice
 from grpo.preflight.model import local_model, reason_of
 from grpo.recipes.arguments import Arguments
 from grpo.recipes.checks import CHECKS
@@ -46,8 +49,12 @@ class Plan:
     best_layout: Layout | None = None
     """Where the placement does not work, or nodes differ."""
     batch: Batch | None = None
+    lora: LoraChoice | None = None
+    """How adapters reach the engines; None without any."""
     model: ModelShape | None = None
     estimates: Estimates | None = None
+    advice: SizeAdvice | None = None
+    """How many GPUs to reserve, by estimate; None where that cannot be said."""
 
     def refuse(self, error: Exception) -> None:
         """Add a mistake, in one line. Raises `error` if it is none."""
@@ -87,13 +94,40 @@ def make_plan(args: argparse.Namespace) -> Plan:
         plan.errors.append(f"{mode}: only local mode is planned")
     else:
         _place(plan, args, launcher, training, config)
+    lora = _lora(plan, arguments, config) if training.local_mode else None
     if training.refusal is not None:
         plan.errors.append(training.refusal)
     elif plan.nodes is not None:
         plan.batch = _count_batch(plan, args, training, config, plan.nodes)
-        if config is not None:
-            _estimate(plan, args, arguments, config)
+        if config is not None and (lora is not None or not arguments.model.use_peft):
+            _estimate(plan, args, arguments, config, lora)
     return plan
+
+
+def _lora(plan: Plan, arguments: Arguments, config: Any) -> PlannedLora | None:
+    """The model with its adapters; None without any, and with an error where the trainer would refuse them."""
+    training = arguments.training
+    assert isinstance(training, PlannedConfig)
+    assert plan.launcher is not None
+    try:
+        if config is None or training.refusal is not None:
+            check_flags(arguments)
+            return None
+        dtype = compute_dtype(_name(arguments), training)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lora = planned_lora(arguments, config, dtype, has_gpus=not plan.launcher.use_cpu)
+    except Exception as error:  # noqa: BLE001  `refuse` raises what is no mistake
+        plan.refuse(error)
+        return None
+    if lora is not None:
+        plan.lora = lora.choice
+        plan.warnings += [str(warning.message) for warning in caught]
+    return lora
+
+
+def _name(arguments: Arguments) -> str:
+    return arguments.model.model_name_or_path or "the demo's model"
 
 
 def _model_config(plan: Plan, arguments: Arguments) -> Any:
@@ -177,15 +211,19 @@ def _count_batch(
     )
 
 
-def _estimate(plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any) -> None:
+def _estimate(
+    plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any, lora: PlannedLora | None
+) -> None:
     """Memory and push, from the shape of the model."""
     optim = arguments.training.optim
     try:
-        job = _placed_job(plan, args, arguments, config)
+        job = _placed_job(plan, args, arguments, config, lora)
         plan.model, plan.estimates = job.shape, estimate(job)
     except ValueError as error:  # of a model without attention, or a DeepSpeed configuration that cannot be read
         plan.errors += [str(error)] if str(error) not in plan.errors else []
         return
+    if not getattr(config.get_text_config(), "num_experts_per_tok", None):  # of experts only some compute
+        plan.advice = advise(job, plan.estimates.engine, Speed(tflops=args.gpu_tflops, tbps=args.gpu_tbps))
     plan.errors += errors_of(job, plan.estimates)
     plan.warnings += warnings_of(job, plan.estimates)
     if job.shape.layers_without_kv:
@@ -194,16 +232,18 @@ def _estimate(plan: Plan, args: argparse.Namespace, arguments: Arguments, config
         plan.assume(f"the states of Adam with float32 moments; optim is {optim.value}")
 
 
-def _placed_job(plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any) -> PlacedJob:
+def _placed_job(
+    plan: Plan, args: argparse.Namespace, arguments: Arguments, config: Any, lora: PlannedLora | None
+) -> PlacedJob:
     training = arguments.training
     assert isinstance(training, PlannedConfig)
     assert plan.launcher is not None
     assert plan.nodes is not None
     assert plan.batch is not None
-    name, reward_name = arguments.model.model_name_or_path, arguments.script.reward_model_name_or_path
+    name, reward_name = _name(arguments), arguments.script.reward_model_name_or_path
     reward = _read_config(plan, "reward_model_name_or_path", reward_name, arguments) if reward_name else None
     remote_code = training.trust_remote_code
-    dtype = compute_dtype(name or "the demo's model", training)
+    dtype = compute_dtype(name, training)
     engine_kwargs = training.engine_kwargs
     return PlacedJob(
         args=training,
@@ -211,15 +251,19 @@ def _placed_job(plan: Plan, args: argparse.Namespace, arguments: Arguments, conf
         nodes=plan.nodes,
         batch=plan.batch,
         hardware=_hardware(plan, args, has_gpus=not plan.launcher.use_cpu),
-        shape=shape_of(config, name or "the demo's model", trust_remote_code=remote_code),
+        shape=shape_of(config, name, wrapped=None if lora is None else lora.wrapped, trust_remote_code=remote_code),
         push=push_shape(
             config,
             dtype=dtype,
             bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
             whole_experts=not any(engine_kwargs.get(key) for key in ("enable_expert_parallel", "quantization")),
+            lora=lora,
             trust_remote_code=remote_code,
         ),
         dtype=dtype,
+        loaded_dtype=loaded_dtype(name, training),
+        lora=None if lora is None else lora.choice,
+        adapter_elements=0 if lora is None else lora.engine_elements,
         flash_attention="flash" in (arguments.model.attn_implementation or ""),
         reward_parameters=count_parameters(reward, trust_remote_code=remote_code) if reward is not None else 0,
     )

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from grpo.plan.lora import PlannedLora
 from grpo.plan.memory_budget import Line, readable
 from grpo.plan.model_shape import meta_model
 from grpo.plan.zero_memory import Sharding
-from grpo.weights.buckets import NUM_BUFFERS, Bucket
+from grpo.weights.buckets import NUM_BUFFERS
 from grpo.weights.gather import whole_shape
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
@@ -24,11 +25,17 @@ class PushShape:
     buffer_bytes: int
     """One packed buffer: room for any bucket, and a tensor that is larger than the limit is a bucket of its own."""
     buckets: tuple[tuple[int, ...], ...]
-    """For each bucket the elements of its parameters."""
+    """For each bucket of a first push the elements of its parameters."""
     converted_bytes: int
-    """The most that a bucket's parameters take which travel as other tensors (experts fused in memory): whole, and
-    copied while they are taken apart."""
+    """The most that a bucket's parameters take which do not travel as they are (experts fused in memory, weights with
+    their adapters): whole, and what becomes of them."""
     dtype_bytes: int
+    first_bytes: int
+    """To an engine that has nothing yet."""
+    later_bytes: int
+    """Of every other push: frozen layers stay behind."""
+    merge_bytes: int = 0
+    """To merge one adapter into its weight, the largest."""
 
     def shard_bytes(self, world_size: int) -> int:
         """One rank's shards of the largest bucket; each parameter is padded to a multiple of the ranks."""
@@ -41,6 +48,7 @@ def push_shape(
     dtype: torch.dtype,
     bucket_bytes: int,
     whole_experts: bool = True,
+    lora: PlannedLora | None = None,
     trust_remote_code: bool = False,
 ) -> PushShape:
     """The push of the causal language model that `config` describes.
@@ -50,29 +58,29 @@ def push_shape(
         bucket_bytes: upper size of a bucket.
         whole_experts: whether the engine loads a layer's experts at once; not so with expert parallelism, or quantised.
     """
-    model = meta_model(config, trust_remote_code=trust_remote_code)
-    source = GatheredSource(model, wire_dtype=dtype, bucket_bytes=bucket_bytes)
+    adapters = None if lora is None else lora.adapters
+    model = meta_model(config, trust_remote_code=trust_remote_code) if adapters is None else adapters.base
+    source = GatheredSource(model, wire_dtype=dtype, bucket_bytes=bucket_bytes, lora=adapters)
     if whole_experts:
         source.adopt(experts_at_once(source))
-    buckets = source.plan().buckets
+    first = source.plan()
+    source.mark_sent()
     return PushShape(
         buffer_bytes=source.buffer_bytes,
         buckets=tuple(
-            tuple(whole_shape(parameter).numel() for _, parameter in bucket.parameters) for bucket in buckets
+            tuple(whole_shape(parameter).numel() for _, parameter in bucket.parameters) for bucket in first.buckets
         ),
-        converted_bytes=2 * dtype.itemsize * max(map(_elements_taken_apart, buckets)),
+        converted_bytes=2 * dtype.itemsize * max(map(source.elements_converted, first.buckets)),
         dtype_bytes=dtype.itemsize,
+        first_bytes=first.num_bytes,
+        later_bytes=source.plan().num_bytes,
+        merge_bytes=0 if lora is None else lora.merge_bytes,
     )
 
 
 def experts_at_once(source: GatheredSource) -> WireFormat:
     """What an engine answers that is not quantised and has no expert parallelism, but for the few float32 tensors."""
     return WireFormat(whole_experts=tuple(stack.name for stack in source.experts))
-
-
-def _elements_taken_apart(bucket: Bucket) -> int:
-    travelling = {meta.name for meta in bucket.metas}
-    return sum(parameter.numel() for name, parameter in bucket.parameters if name not in travelling)
 
 
 def push_lines(
@@ -105,6 +113,10 @@ def push_lines(
         num_bytes = packed * push.buffer_bytes
         lines.append(Line("push_packed", "packed buffers", "push", num_bytes, how, holder="local main"))
     if push.converted_bytes:
-        what, how = "experts that are taken apart", "of one bucket: as they are fused in memory, and copies of them"
+        what = "experts taken apart, or adapters merged" if push.merge_bytes else "experts that are taken apart"
+        how = "of one bucket: as they are in memory, and what becomes of them"
         lines.append(Line("push_converted", what, "push", push.converted_bytes, how, holder="local main"))
+    if push.merge_bytes:
+        what, how = "one adapter, being merged", "the largest weight, four times in float32"
+        lines.append(Line("push_merge", what, "push", push.merge_bytes, how, holder="local main"))
     return lines

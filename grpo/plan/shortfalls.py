@@ -27,7 +27,7 @@ def warnings_of(job: PlacedJob, estimates: Estimates) -> list[str]:
 def _training_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
     """States and buffers that are larger than a GPU cannot work, whatever the batch."""
     training, sharding, capacity = estimates.training, estimates.sharding, job.hardware.gpu_bytes
-    states, buffers = training.bytes_of("states"), training.bytes_of("reduce_bucket", "persistent")
+    states, buffers = training.bytes_of("states", "base"), training.bytes_of("reduce_bucket", "persistent")
     if capacity is None or states + buffers <= capacity:
         return []
     advice = []
@@ -37,8 +37,9 @@ def _training_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
         advice.append(f"use {-(-states * sharding.world_size // (capacity - buffers))} ranks at least")
     if sharding.stage and sharding.offload_optimizer == "none":
         advice.append("set offload_optimizer_device: cpu in the accelerate file's deepspeed_config")
+    what = "states" if job.lora is None else "states and the base"
     return [
-        f"by estimate the states alone take {readable(states)} and their buffers {readable(buffers)} of every training "
+        f"by estimate the {what} alone take {readable(states)} and their buffers {readable(buffers)} of every training "
         f"GPU, which has {readable(capacity)}: {', or '.join(advice)}"
     ]
 
@@ -65,7 +66,12 @@ def _training_warnings(job: PlacedJob, estimates: Estimates) -> list[str]:
     if training.capacity_bytes is None:
         return []
     is_ddp = estimates.sharding.stage == 0
-    message = ddp_memory_message(job.shape.num_parameters, training.capacity_bytes) if is_ddp else None
+    base_bytes = training.bytes_of("base")
+    message = (
+        ddp_memory_message(job.shape.trained.elements, training.capacity_bytes, base_bytes=base_bytes)
+        if is_ddp
+        else None
+    )
     if message is not None:
         return [message]
     if training.peak_bytes <= training.capacity_bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from grpo.plan.memory_budget import GIB, Budget, Line, Phase, make_budget, readable, short_count
 from grpo.plan.model_shape import LayerShape, ModelShape
-from grpo.plan.zero_memory import MASTER_BYTES, Sharding, buffer_lines, gather_lines, states_of, step_lines
+from grpo.plan.zero_memory import MASTER_BYTES, Sharding, base_of, buffer_lines, gather_lines, states_of, step_lines
 
 CUDA_CONTEXT_BYTES = 2 * GIB  # an allowance, not measured: CUDA's context, NCCL's buffers, fragmentation
 
@@ -46,18 +46,21 @@ class MicroBatch:
 def saved_bytes_per_token(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """What one decoder layer keeps per token for its backward, without checkpointing.
 
-    - a norm: its input in float32, the normalised value and the result: 4 + 2 e per element;
+    - a norm: its input in float32, the normalised value, if its weight is trained, and the result: 4 + 2 e per element;
     - attention: queries, keys, values and result, e each, and a float32 log-sum per head. With padding, transformers
       repeats keys and values for grouped heads, and every layer keeps a mask of the sequence's square; flash attention
       does neither;
-    - the MLP or the experts (`LayerShape.mlp_elements`), e per element.
+    - the MLP or the experts (`LayerShape.mlp_elements`), e per element;
+    - LoRA: what is between its two matrices, e per rank. The adapters keep what frozen weights would not: their input.
+      Where they are on some layers alone, this is more than is kept.
     """
+    is_trained = layer.adapter_ranks is None
     query = shape.attention_heads * shape.head_dim
     key = shape.key_value_heads * shape.head_dim if batch.flash_attention else query
     mask = 0 if batch.flash_attention else batch.sequence_tokens
-    norms = (4 + 2 * batch.dtype_bytes) * layer.norm_elements
+    norms = (4 + (2 if is_trained else 1) * batch.dtype_bytes) * layer.norm_elements
     attention = batch.dtype_bytes * (2 * query + 2 * key + mask) + 4 * shape.attention_heads
-    return norms + attention + batch.dtype_bytes * layer.mlp_elements
+    return norms + attention + batch.dtype_bytes * (layer.mlp_elements + (layer.adapter_ranks or 0))
 
 
 def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
@@ -95,18 +98,20 @@ def head_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
     """TRL's fused language head: it never holds all logits, but gradients of the head in float32, and a copy of them.
 
     While it works: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's.
-    What it leaves to the layers' backward is the head's gradient in the dtype of training, which in float32 is no copy
-    (`ChunkedLogProbFunction`, TRL 1.16).
+    What it leaves to the layers' backward is the head's gradient in the dtype of training, which in float32 is no copy.
+    A frozen head has no gradient there either (`needs_input_grad` in `ChunkedLogProbFunction`, TRL 1.16).
     """
     tokens, element = batch.sequences * batch.completion_tokens, batch.dtype_bytes
     copy_bytes = 0 if element == MASTER_BYTES else element
     tile = min(tokens, HEAD_TILE_TOKENS) * HEAD_TILE_COLUMNS * element
     hidden = tokens * shape.hidden_size * (MASTER_BYTES + element + copy_bytes)
-    elements = shape.vocab_size * shape.hidden_size
+    elements = shape.vocab_size * shape.hidden_size if shape.trains_head else 0
     in_float32 = elements * MASTER_BYTES if copy_bytes else 0
     weight = f"{shape.vocab_size} x {shape.hidden_size} x {element} B"
     how = f"a tile {readable(tile)}, {short_count(tokens)} scored tokens {readable(hidden)}"
-    how += f", the gradient {readable(in_float32)}" if copy_bytes else ""
+    how += f", the gradient {readable(in_float32)}" if in_float32 else ""
+    if not elements:
+        return [Line("logits", "logits", PASS, tile + hidden, how)]
     return [
         Line("head_gradient", "the language head's gradient", PASS, elements * element, weight),
         Line("logits", "logits, and that gradient in float32", PASS, tile + hidden + in_float32, how),
@@ -139,10 +144,11 @@ def training_budget(
         push: weights on their way to the engines (`push_lines`).
         gpu_bytes: memory of its GPU; None without one.
     """
-    states = states_of(shape, sharding)
+    states, base = states_of(shape, sharding), base_of(shape, sharding)
     name = f"ZeRO-{sharding.stage} states" if sharding.stage else "states"
     lines = [
         Line("states", name, "always", states.device_bytes, states.how),
+        *([Line("base", "the frozen base", "always", base.device_bytes, base.how)] if base is not None else []),
         *buffer_lines(shape, sharding),
         *frozen,
     ]

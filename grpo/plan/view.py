@@ -47,7 +47,11 @@ def print_plan(plan: Plan) -> None:
             "All memory and all seconds below are estimates.",
             style="bold",
         )
+        if plan.lora is not None:
+            console.print(f"{plan.lora}. {plan.model.trained.elements:,} parameters are trained.", soft_wrap=True)
         _print_estimates(console, plan.estimates, plan.batch)
+    if plan.advice is not None:
+        console.print(f"advice, by estimate: {plan.advice.line()}", soft_wrap=True)
     for title, lines, style in (
         ("assumed", plan.assumptions, ""),
         ("WARNING", plan.warnings, "bold yellow"),
@@ -103,8 +107,9 @@ def _device_roles(node: NodeTopology) -> list[tuple[str, str]]:
 def _print_batch(console: Console, batch: Batch, nodes: tuple[NodeTopology, ...]) -> None:
     steps = batch.optimizer_steps_per_generation
     console.print(
-        f"batch: {nodes[0].world_size} ranks x {batch.micro_batch_completions} completions, "
-        f"{batch.completions_per_step} completions per optimizer step, at most {batch.tokens_per_step:,} tokens "
+        f"batch: {nodes[0].world_size} ranks x {batch.micro_batch_completions} completions x "
+        f"{batch.accumulated_micro_batches} accumulated = {batch.completions_per_step} completions per optimizer step"
+        f"{' on any number of ranks' if batch.is_pinned else ''}, at most {batch.tokens_per_step:,} tokens "
         f"({batch.sequence_tokens} each)\n"
         f"generation: {batch.generation_completions} completions = {batch.generation_prompts} prompts x "
         f"{batch.num_generations}, cut into {_some(batch.steps_per_generation, 'micro-batch', 'es')}: "
@@ -123,7 +128,9 @@ def _print_estimates(console: Console, estimates: Estimates, batch: Batch) -> No
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
     _print_budget(console, "host memory of a node", estimates.host)
-    _print_push(console, estimates.push)
+    if estimates.first_push is not None:
+        _print_push(console, "an engine's first push", estimates.first_push)
+    _print_push(console, "one push" if estimates.first_push is None else "every other push", estimates.push)
 
 
 def _print_budget(console: Console, title: str, budget: Budget) -> None:
@@ -152,6 +159,8 @@ def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
     on_gpu = engine.capacity_bytes is not None
     table = _table("one GPU of an engine" if on_gpu else "one worker of an engine (host memory)", "", "estimate", "how")
     table.add_row("weights", readable(engine.weights_bytes), "the engine's share of all parameters")
+    if engine.adapters_bytes:
+        table.add_row("adapters", readable(engine.adapters_bytes), "vLLM's slot for one, and the one that came")
     if on_gpu:
         assert engine.budget_bytes is not None
         table.add_row("overhead", readable(engine.overhead_bytes), "an allowance: context, graphs, activations")
@@ -172,8 +181,8 @@ def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
     console.print(table)
 
 
-def _print_push(console: Console, cost: PushCost) -> None:
-    table = _table("one push", "", "bytes", "at least")
+def _print_push(console: Console, title: str, cost: PushCost) -> None:
+    table = _table(title, "", "bytes", "at least")
     for what, num_bytes, seconds in (
         ("gathered into each node", cost.gathered_bytes_per_node, cost.gather_s),
         ("of it over the network", cost.network_bytes_per_node, None),

@@ -31,6 +31,8 @@ class Sharding:
     """Ranks of all nodes."""
     dtype_bytes: int
     """Of an element of the dtype in which ranks compute."""
+    loaded_bytes: int = MASTER_BYTES
+    """Of an element of the dtype in which models are loaded, and stay without DeepSpeed."""
     offload_optimizer: str = "none"
     """'none', 'cpu' or 'nvme'."""
     offload_param: str = "none"
@@ -46,7 +48,12 @@ class Sharding:
 
 
 def read_sharding(
-    zero_optimization: Mapping[str, Any], *, hidden_size: int, world_size: int, dtype_bytes: int
+    zero_optimization: Mapping[str, Any],
+    *,
+    hidden_size: int,
+    world_size: int,
+    dtype_bytes: int,
+    loaded_bytes: int = MASTER_BYTES,
 ) -> Sharding:
     """The `zero_optimization` section of a DeepSpeed configuration; "auto" as transformers and accelerate fill it."""
     filled = {"reduce_bucket_size": hidden_size**2, "param_persistence_threshold": 10 * hidden_size}
@@ -61,6 +68,7 @@ def read_sharding(
         stage=zero_optimization.get("stage", 0),
         world_size=world_size,
         dtype_bytes=dtype_bytes,
+        loaded_bytes=loaded_bytes,
         offload_optimizer=device("offload_optimizer"),
         offload_param=device("offload_param"),
         **{field: value for field, value in sizes.items() if value is not None},
@@ -69,7 +77,7 @@ def read_sharding(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes of weights, gradients and optimizer states that one rank holds for as long as it trains."""
+    """Bytes that one rank holds for as long as it trains: weights, and of what is trained gradients and moments."""
 
     device_bytes: int
     host_bytes: int
@@ -78,7 +86,8 @@ class States:
 
 
 def states_of(shape: ModelShape, sharding: Sharding) -> States:
-    """ZeRO's states (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3) as DeepSpeed lays them out.
+    """ZeRO's states of what is trained (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3) as DeepSpeed
+    lays them out.
 
     With e bytes per element of the training dtype, a parameter has e bytes of weight, e of gradient
     (`grad_partitions_flat_buffer`), 4 of master weight (`fp32_partitioned_groups_flat`) and 8 of Adam moments: 16 in
@@ -88,7 +97,7 @@ def states_of(shape: ModelShape, sharding: Sharding) -> States:
     the host, with a float32 gradient of 4 bytes beside them.
     """
     stage, element = sharding.stage, sharding.dtype_bytes
-    whole, shard = shape.num_parameters, shape.sharded_elements(sharding.world_size)
+    whole, shard = shape.trained.elements, shape.trained.sharded(sharding.world_size)
     if stage == 0:
         how = f"{DDP_BYTES_PER_PARAMETER} B x {short_count(whole)} parameters on every rank (DDP: float32, Adam)"
         return States(device_bytes=DDP_BYTES_PER_PARAMETER * whole, host_bytes=0, how=how)
@@ -111,8 +120,29 @@ def states_of(shape: ModelShape, sharding: Sharding) -> States:
     return States(device_bytes=device, host_bytes=host, how=how)
 
 
+def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
+    """What is frozen beside adapters: weights alone. None where all is trained.
+
+    Under ZeRO-3 sharded, else whole on every rank. DeepSpeed casts it to the dtype of training.
+    """
+    if not shape.frozen.elements:
+        return None
+    element = sharding.dtype_bytes if sharding.stage else sharding.loaded_bytes
+    held = shape.frozen.sharded(sharding.world_size) if sharding.stage == 3 else shape.frozen.elements
+    how = f"{element} B x {short_count(shape.frozen.elements)}"
+    how += f" / {sharding.world_size}" if sharding.stage == 3 else " on every rank"
+    how += "" if sharding.stage else " (DDP keeps the dtype in which it is loaded: --dtype)"
+    if sharding.stage < 3 or sharding.offload_param == "none":
+        return States(device_bytes=element * held, host_bytes=0, how=how)
+    host = element * held if sharding.offload_param == "cpu" else 0
+    return States(device_bytes=0, host_bytes=host, how=f"{how}, on {sharding.offload_param}")
+
+
 def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
-    """What DeepSpeed keeps between steps beside the states: it dominates small models."""
+    """What DeepSpeed keeps between steps beside the states: it dominates small models.
+
+    The bucket has its size however little is trained (`ipg_buckets`).
+    """
     if sharding.stage == 0:
         return []
     bucket, element = sharding.reduce_bucket_size, sharding.dtype_bytes
@@ -120,7 +150,7 @@ def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     lines = [Line("reduce_bucket", "gradient bucket", "always", bucket * element, how)]
     if sharding.gathers:  # one rank's shard is the whole
         threshold = sharding.param_persistence_threshold
-        whole = shape.elements_up_to(threshold)
+        whole = shape.trained.up_to(threshold) + shape.frozen.up_to(threshold)
         how = f"{short_count(whole)} in tensors up to stage3_param_persistence_threshold {short_count(threshold)} x "
         how += f"{element} B"
         lines.append(Line("persistent", "small parameters, kept whole", "always", whole * element, how))
@@ -133,13 +163,13 @@ def gather_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
         return []
     phase: Phase = "forward and backward"
     element, layer = sharding.dtype_bytes, shape.largest_layer
-    reduced = min(max(sharding.reduce_bucket_size, shape.largest_tensor), shape.num_parameters)
+    reduced = min(max(sharding.reduce_bucket_size, shape.trained.largest), shape.trained.elements)
     how = "a flat copy of the bucket, or of one gradient larger than it"
     lines = [Line("reduce_copy", "gradients being reduced", phase, reduced * element, how)]
     if sharding.gathers:
         how = f"{short_count(layer)} x {element} B, whatever the number of ranks"
         lines.append(Line("largest_layer", "largest gathered layer", phase, layer * element, how))
-        others = max(0, min(shape.num_parameters, sharding.max_live_parameters) - layer)
+        others = max(0, min(shape.elements, sharding.max_live_parameters) - layer)
         live = short_count(sharding.max_live_parameters)
         how = f"prefetched or kept for reuse, up to stage3_max_live_parameters {live} in all"
         lines.append(Line("gather_buffers", "other gathered layers", phase, others * element, how))
@@ -150,7 +180,7 @@ def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     """The gradients of one sub-group, flattened and in float32, while the optimizer works on it."""
     if sharding.stage != 3 or sharding.offload_optimizer != "none":
         return []
-    elements = min(sharding.sub_group_size, shape.sharded_elements(sharding.world_size))
+    elements = min(sharding.sub_group_size, shape.trained.sharded(sharding.world_size))
     copy = sharding.dtype_bytes if sharding.dtype_bytes != MASTER_BYTES else 0
     how = f"of a sub-group of at most {short_count(sharding.sub_group_size)}, and the copy that they come from"
     num_bytes = elements * (MASTER_BYTES + copy)
@@ -160,9 +190,9 @@ def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
 def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> Line:
     """A model that only runs forward: a reference or a reward model. Sharded under ZeRO-3, else whole on every rank.
 
-    DeepSpeed casts it to the dtype of training; without, it stays float32.
+    DeepSpeed casts it to the dtype of training; without, it stays as it is loaded.
     """
-    element = sharding.dtype_bytes if sharding.stage else MASTER_BYTES
+    element = sharding.dtype_bytes if sharding.stage else sharding.loaded_bytes
     ranks = sharding.world_size if sharding.stage == 3 else 1
     how = f"{element} B x {short_count(parameters)}" + (f" / {ranks}" if ranks > 1 else " on every rank")
     return Line(key, what, "always", -(-parameters // ranks) * element, how)

@@ -1,11 +1,17 @@
 """Can the data be trained on: a column of prompts, and a first row that the chat template and the engines take."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trl.data_utils import is_conversational
 
 from grpo.config import GRPOConfig
+
+LONG_PROMPTS_S = 30.0
+SAMPLED_ROWS = 256
+TEMPLATE_TOKENS = 64  # that a chat template adds to a message, a system prompt of its own among them
 
 _MEANT = ("question", "query", "problem", "instruction", "input", "text", "messages", "conversations", "conversation")
 
@@ -84,12 +90,7 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list
             "template as processing_class"
         )
     try:
-        if is_chat:
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
-            )
-        else:
-            ids = tokenizer(prompt)["input_ids"]
+        ids = _tokens_of(prompt, tokenizer, args)
     except Exception as error:
         what = "the chat template" if is_chat else "the tokenizer"
         raise ValueError(
@@ -107,6 +108,55 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list
             "prompt + max_completion_length)"
         )
     return ids
+
+
+def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig) -> None:
+    """That every prompt leaves room for a sampled token; of data that is streamed or made on the fly, the first ones.
+
+    A prompt has at most as many tokens as bytes, and what its template adds: only those that may be too long are
+    tokenized, for `LONG_PROMPTS_S` at most.
+
+    Raises:
+        ValueError: says how many are too long, and what to write.
+    """
+    limit = args.vllm_max_model_length
+    if limit is None:
+        return
+    until, too_long, num_rows = time.monotonic() + LONG_PROMPTS_S, {}, 0
+    for row, prompt in enumerate(_prompts(dataset)):
+        num_rows += 1
+        if _most_tokens(prompt) >= limit and time.monotonic() < until:
+            num_tokens = len(_tokens_of(prompt, tokenizer, args))
+            if num_tokens >= limit:
+                too_long[row] = num_tokens
+    if too_long:
+        row, longest = next(iter(too_long)), max(too_long.values())
+        raise ValueError(
+            f"{len(too_long)} of {num_rows} prompts of train_dataset are too long: that of row {row} has "
+            f"{too_long[row]} tokens, the longest {longest}, but vllm_max_model_length, prompt and completion "
+            f"together, is {limit}: set it to {longest + args.max_completion_length} or more (the longest prompt + "
+            "max_completion_length), or leave such rows out (dataset.filter)"
+        )
+
+
+def _prompts(dataset: Any) -> Iterable[Any]:
+    is_stored = hasattr(dataset, "__len__") and getattr(dataset, "format", {}).get("type") != "custom"
+    if is_stored and hasattr(dataset, "column_names"):
+        return dataset["prompt"]
+    return (row["prompt"] for row in itertools.islice(dataset, SAMPLED_ROWS))
+
+
+def _most_tokens(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode()) + TEMPLATE_TOKENS
+    return sum(len(str(message.get("content")).encode()) + TEMPLATE_TOKENS for message in prompt) + TEMPLATE_TOKENS
+
+
+def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig) -> list[int]:
+    if not is_conversational({"prompt": prompt}):
+        return tokenizer(prompt)["input_ids"]
+    kwargs = args.chat_template_kwargs or {}
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
 
 
 def _is_conversation(prompt: Any) -> bool:

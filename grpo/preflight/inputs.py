@@ -9,9 +9,10 @@ from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
 from grpo.job.mistakes import is_mistake
-from grpo.preflight.data import check_columns, check_enough_rows, first_row, prompt_ids
+from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
 from grpo.preflight.rewards import check_reward_list, try_rewards
+from grpo.preflight.tools import check_conversational, check_environments_data, check_tools
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
@@ -23,7 +24,12 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
     args: GRPOConfig = inputs["args"]
     if isinstance(inputs["model"], str):
         local_model(inputs["model"], "the model")
-    check_reward_list(inputs["reward_funcs"], args)
+    has_environment = bool(inputs["environment_factory"])
+    if inputs["reward_funcs"] is not None or not has_environment:  # an environment may score by itself
+        check_reward_list(inputs["reward_funcs"], args)
+    if inputs["train_dataset"] is None and has_environment:
+        check_environments_data(inputs["environment_factory"], args)
+        return
     if inputs["train_dataset"] is None:
         raise ValueError("train_dataset is None: give the trainer a data set with a column 'prompt'")
     if isinstance(inputs["train_dataset"], Mapping):
@@ -31,10 +37,12 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"train_dataset has the splits {splits}: give the trainer one of them, such as dataset['train']"
         )
-    check_columns(inputs["train_dataset"], "train_dataset")
+    if not has_environment:  # whose `reset` may give the prompt
+        check_columns(inputs["train_dataset"], "train_dataset")
     check_enough_rows(inputs["train_dataset"], args)
     if inputs["eval_dataset"] is not None:
-        check_columns(inputs["eval_dataset"], "eval_dataset")
+        if not has_environment:
+            check_columns(inputs["eval_dataset"], "eval_dataset")
     elif args.eval_strategy != "no":
         raise ValueError(
             f"eval_strategy is {args.eval_strategy.value!r}, but eval_dataset is None: give one, or set it to 'no'"
@@ -54,10 +62,19 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
     revision = (args.model_init_kwargs or {}).get("revision")
     if isinstance(inputs["model"], str):
         check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)
-    row = first_row(inputs["train_dataset"], "train_dataset")
     tokenizer = inputs["processing_class"] or _tokenizer(inputs["model"], args, revision)
+    if inputs["tools"] or inputs["environment_factory"]:
+        check_tools(inputs["tools"] or [], tokenizer)
+    if inputs["environment_factory"]:
+        return None  # which gives prompts, and what rewards read, only where there are engines
+    row = first_row(inputs["train_dataset"], "train_dataset")
+    if inputs["tools"]:
+        check_conversational(row)
     ids = prompt_ids(row, tokenizer, args)
-    return try_rewards(inputs["reward_funcs"], row, ids, args) if args.check_rewards else None
+    check_prompt_lengths(inputs["train_dataset"], tokenizer, args)
+    if inputs["rollout_func"] is not None or not args.check_rewards:
+        return None  # a rollout function gives rewards more than the data set has
+    return try_rewards(inputs["reward_funcs"], row, ids, args)
 
 
 def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:

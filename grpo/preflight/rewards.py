@@ -19,7 +19,7 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
-from grpo.job.mistakes import users_frame
+from grpo.job.mistakes import shown_frame, users_frame
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0
@@ -136,7 +136,7 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     except Exception as error:
         raise ValueError(
             f"reward function {_name(func)} raised {type(error).__name__}: {reason_of(error)}\n"
-            f"  in {users_frame(error) or _innermost(error)}\n"
+            f"  in {users_frame(error) or shown_frame(traceback.extract_tb(error.__traceback__)[-1])}\n"
             f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error
 
@@ -201,11 +201,6 @@ def _interrupted_after(timeout_s: float) -> Iterator[None]:
             timer.join()  # a signal that is under way arrives before the handler goes
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def _innermost(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""The arguments of `train.py`: TRL's own, two more that adapt a data set, and the demo's where no model is named."""
+"""The arguments of `train.py`: TRL's own, three more that adapt a data set, and the demo's where no model is named."""
 
 import argparse
 import json
@@ -12,9 +12,11 @@ import trl
 from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, own_fields
 from grpo.job.files import settings_of
 from grpo.job.launch import read_launch
+from grpo.job.mistakes import did_you_mean
+from grpo.recipes.adapters import ADAPTERS
 from grpo.recipes.parser import StrictParser, TaskParser
 
 # The demo's settings; configs/train/demo.yaml holds the same for people to copy. Every one can be overridden.
@@ -45,8 +47,15 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus two that turn a data set of questions into prompts."""
+    """TRL's script arguments, plus three that turn a data set of questions into prompts."""
 
+    dataset_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rows become prompts and what rewards read, for data sets that are known by name: "
+            f"{', '.join(ADAPTERS)}. Other columns are dropped."
+        },
+    )
     dataset_columns: dict[str, str] | str | None = field(
         default=None,
         metadata={
@@ -70,9 +79,23 @@ class GRPOScriptArguments(TrlScriptArguments):
                     f"dataset_columns is {self.dataset_columns!r}, which is no JSON object ({error}): write "
                     '\'{"question": "prompt"}\''
                 ) from None
+        if self.dataset_adapter is not None and self.dataset_adapter not in ADAPTERS:
+            raise ValueError(
+                f"there is no dataset_adapter {self.dataset_adapter!r}{did_you_mean(self.dataset_adapter, ADAPTERS)}: "
+                f"write one of {', '.join(ADAPTERS)}, or rename columns with dataset_columns"
+            )
+        if self.dataset_adapter is not None and self.dataset_columns is not None:
+            raise ValueError("dataset_adapter and dataset_columns both say what rows become: remove one of the two")
         reward_funcs: Any = vars(self)["reward_funcs"]
         if isinstance(reward_funcs, str):  # a single name in a YAML file
             self.reward_funcs = [reward_funcs]
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's, without dropout in adapters: two forwards of the same tokens would differ by it, as if the policy had."""
+
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; TRL's own script has 0.05."})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +104,7 @@ class Arguments:
 
     script: GRPOScriptArguments
     training: GRPOConfig
-    model: ModelConfig
+    model: ModelArguments
     mixture: DatasetMixtureConfig
 
     @property
@@ -115,7 +138,7 @@ def parse_arguments(
     def check_values(values: argparse.Namespace) -> None:
         given = vars(values)
         local_mode = given["use_vllm"] and given["vllm_mode"] == "local"
-        kinds = {"script": GRPOScriptArguments, "model": ModelConfig, "mixture": DatasetMixtureConfig}
+        kinds = {"script": GRPOScriptArguments, "model": ModelArguments, "mixture": DatasetMixtureConfig}
         parts = {
             name: kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
             for name, kind in kinds.items()
@@ -123,7 +146,7 @@ def parse_arguments(
         check(Arguments(training=SimpleNamespace(**given, local_mode=local_mode), **parts))  # type: ignore[arg-type]
 
     parser = TaskParser(
-        (GRPOScriptArguments, config_type, ModelConfig, DatasetMixtureConfig),
+        (GRPOScriptArguments, config_type, ModelArguments, DatasetMixtureConfig),
         own=(*own_fields(GRPOScriptArguments, TrlScriptArguments), *own_fields(GRPOConfig, trl.GRPOConfig)),
         check=check_values,
         prog="train.py",
@@ -135,11 +158,6 @@ def parse_arguments(
         parser.set_defaults_with_config(**demo_defaults(world_size=world_size))
     script, training, model, mixture = parser.parse_args_and_config(argv)
     return Arguments(script=script, training=training, model=model, mixture=mixture)
-
-
-def own_fields(ours: Any, theirs: Any) -> list[str]:
-    """The fields that a dataclass adds to the one that it extends."""
-    return [each.name for each in fields(ours) if each.name not in theirs.__dataclass_fields__]
 
 
 def demo_defaults(*, world_size: int) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from grpo.job.launch import read_launch
 from grpo.preflight.model import check_model, local_model
 from grpo.preflight.rewards import check_reward_list
-from grpo.recipes.arguments import Arguments
+from grpo.recipes.arguments import Arguments, ModelArguments
 from grpo.recipes.data import local_data
 from grpo.recipes.rewards import RewardFunc, load_reward_funcs
 from grpo.run.folder import check_writable
@@ -16,15 +18,21 @@ ELSEWHERE = "or set vllm_mode to 'server' or 'colocate', where TRL takes it"
 
 
 def check_weights_trained(arguments: Arguments) -> None:
-    """Refuses LoRA and quantised models, before TRL asks for the libraries that they need."""
+    """Refuses quantised models, before TRL asks for the libraries that they need."""
     model = arguments.model
     if not arguments.training.local_mode:
         return
-    if model.use_peft:
-        raise ValueError(f"use_peft: LoRA is not supported yet, local mode trains all weights: remove it, {ELSEWHERE}")
+    if not model.use_peft:
+        given = [name for name in ("lora_r", "lora_target_modules") if getattr(model, name) != _default_of(name)]
+        if given:
+            raise ValueError(f"{', '.join(given)} without use_peft: add --use_peft, or remove them")
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name):
             raise ValueError(f"{name}: local mode cannot push quantised weights yet: remove it, {ELSEWHERE}")
+
+
+def _default_of(name: str) -> Any:
+    return next(each.default for each in fields(ModelArguments) if each.name == name)
 
 
 def check_task(arguments: Arguments) -> None:
@@ -32,7 +40,7 @@ def check_task(arguments: Arguments) -> None:
     script, mixture = arguments.script, arguments.mixture
     has_data = bool(script.dataset_name or mixture.datasets)
     if arguments.is_demo:
-        if has_data or script.dataset_columns or script.system_prompt:
+        if has_data or script.dataset_adapter or script.dataset_columns or script.system_prompt:
             raise ValueError(
                 "a data set is given, but no model: name one with --model_name_or_path. Without a model the demo task "
                 "runs, which has a data set of its own"

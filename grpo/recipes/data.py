@@ -8,6 +8,7 @@ from trl import get_dataset
 from grpo.job.mistakes import is_mistake
 from grpo.preflight.data import check_columns
 from grpo.preflight.model import close_name, reason_of
+from grpo.recipes.adapters import ADAPTERS
 from grpo.recipes.arguments import Arguments, GRPOScriptArguments
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def split_of(dataset: "DatasetDict | IterableDatasetDict", split: str, option: s
 
 
 def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
-    """Renames columns and makes conversations, as `dataset_columns` and `system_prompt` say."""
+    """Rows as `dataset_adapter` or `dataset_columns` say, and conversations as `system_prompt` does."""
+    if script.dataset_adapter is not None:
+        dataset = _adapt_rows(dataset, script.dataset_adapter)
     columns = script.dataset_columns or {}
     assert not isinstance(columns, str), "__post_init__ parses it"
     for split in dataset:
@@ -99,6 +102,22 @@ def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
         check_columns(dataset, "the data set")
         dataset = dataset.map(_to_conversation, fn_kwargs={"system_prompt": script.system_prompt})
     return dataset
+
+
+def _adapt_rows(dataset: Any, name: str) -> Any:
+    """Every split through the adapter; a split of another form is a mistake, for its rows would be nobody's."""
+    adapter = ADAPTERS[name]
+    adapted = {}
+    for split in dataset:
+        names = dataset[split].column_names
+        missing = [column for column in adapter.columns if names is not None and column not in names]
+        if missing:
+            raise ValueError(
+                f"dataset_adapter is {name}, which reads {', '.join(adapter.columns)}, but the data set has "
+                f"{', '.join(names)}: take another adapter ({', '.join(ADAPTERS)}), or dataset_columns"
+            )
+        adapted[split] = dataset[split].map(adapter.to_prompt, remove_columns=names)
+    return type(dataset)(adapted)
 
 
 def _to_conversation(row: dict[str, Any], system_prompt: str) -> dict[str, Any]:

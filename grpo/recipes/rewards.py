@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo.job.mistakes import did_you_mean
+from grpo.recipes.code_reward import code_reward
 
 RewardFunc = Callable[..., Any]
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-REWARD_NAMES = ("exact_match", *TRL_REWARDS)
+REWARD_NAMES = ("exact_match", "code_reward", *TRL_REWARDS)
 
 
 def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
@@ -39,6 +40,8 @@ def _text(completion: str | Sequence[dict[str, Any]]) -> str:
 def _load(name: str) -> RewardFunc:
     if name == "exact_match":
         return exact_match
+    if name == "code_reward":
+        return code_reward
     if name in TRL_REWARDS:
         import trl.rewards
 

@@ -1,6 +1,6 @@
 """What `train.py` runs: TRL's `trl grpo` script with this project's trainer, and the demo task when no model is named.
 
-Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds two that adapt a data set. What can be
+Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds three that adapt a data set. What can be
 said of the command line without TRL is said before it is imported.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.job.files import flag_of, settings_of
+from grpo.job.importing import importing
 from grpo.job.quiet import quiet
 from grpo.run.telling import telling_mistakes
 
@@ -31,13 +32,15 @@ def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = 
         if teller.output_dir is None and "output_dir" in settings:
             teller.output_dir = Path(str(settings["output_dir"]))
 
-        from grpo.recipes.arguments import parse_arguments
-        from grpo.recipes.checks import check_arguments
+        with importing():
+            from grpo.recipes.arguments import parse_arguments
+            from grpo.recipes.checks import check_arguments
 
         arguments = parse_arguments(argv, check=check_arguments)
         teller.output_dir = Path(arguments.training.output_dir)
 
-        from grpo.recipes.training import run, run_demo
+        with importing():
+            from grpo.recipes.training import run, run_demo
 
         trainer = run_demo(arguments, demo_model) if arguments.is_demo else run(arguments)
         trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
+from grpo.job.importing import importing
 from grpo.job.launch import read_launch
 from grpo.recipes.arguments import Arguments
 from grpo.recipes.checks import rewards_of
@@ -64,10 +64,6 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
         train_dataset=demo_dataset("train"),
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
     )
-    # Its own bar instead of the default one, which prints fifty metrics at every log; they are in metrics.jsonl.
-    trainer.remove_callback(ProgressCallback)
-    if not training.disable_tqdm:
-        trainer.add_callback(RewardProgress)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if launch.rank == 0:
         say(
@@ -78,19 +74,10 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     return trainer
 
 
-class RewardProgress(ProgressCallback):
-    """A progress bar that shows the reward beside the steps."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if self.training_bar is not None and logs and "reward" in logs:
-            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}")
-
-
 def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
     """A `GRPOTrainer` from the parsed arguments; `kwargs` are its `model`, `reward_funcs`, data sets and the like."""
-    from grpo.trainer import GRPOTrainer
+    with importing():
+        from grpo.trainer import GRPOTrainer
 
     model, training = arguments.model, arguments.training
     training.model_init_kwargs = {

@@ -35,7 +35,7 @@ class GenerationBatch:
     reports: list[GenerationReport]
     """Of each node."""
     policy_version: int
-    """Optimizer steps of the weights that have sampled them."""
+    """Optimizer steps of the weights that it was submitted to; of each completion: `Completions.policy_versions`."""
     lag: PolicyLag
     """When the batch is first used."""
 
@@ -80,11 +80,14 @@ class GenerationBatches:
         else:
             submitted = self._submit(rows)
         completions, reports = self._collect(submitted)
+        old_share = 1 - sum(each.num_renewed for each in reports) / max(1, sum(r.num_completions for r in reports))
         return GenerationBatch(
             completions=completions,
             reports=reports,
             policy_version=submitted.at.step,
-            lag=PolicyLag(pushes=now.pushes - submitted.at.pushes, steps=now.step - submitted.at.step),
+            lag=PolicyLag(
+                pushes=(now.pushes - submitted.at.pushes) * old_share, steps=(now.step - submitted.at.step) * old_share
+            ),
         )
 
     def sample_ahead(self, rows: PackedRows) -> None:
@@ -110,12 +113,16 @@ class GenerationBatches:
             submitted.collected = self._sampler.collect(submitted.pending)
         return submitted.collected
 
-    def _submit(self, rows: PackedRows) -> _Submitted:
+    def next_base_seed(self) -> tuple[Progress, int]:
+        """Where training stands, and the seed of the batch that is sampled next; see `seed_base`."""
         now = self._progress()
         last_step, draws = self._draws.get(now.mode, (now.step, 0))
         draw = draws if last_step == now.step else 0
         self._draws[now.mode] = (now.step, draw + 1)
-        base = seed_base(seed=self._seed, step=now.step, mode=now.mode, draw=draw, user_seed=self._user_seed)
+        return now, seed_base(seed=self._seed, step=now.step, mode=now.mode, draw=draw, user_seed=self._user_seed)
+
+    def _submit(self, rows: PackedRows) -> _Submitted:
+        now, base = self.next_base_seed()
         return _Submitted(pending=self._sampler.submit(rows, base), at=now)
 
 

@@ -7,7 +7,10 @@ and its completions come back to the node that asked.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from grpo.job.node_groups import NodeGroups
+from grpo.job.wire import Wire
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
@@ -24,6 +27,22 @@ class Move:
     """The node that samples."""
     requests: tuple[int, ...]
     """Numbers of the source's requests, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Travelling(Wire):
+    """A `Request` on its way."""
+
+    token_ids: list[int]
+    n: int
+    seed: int
+
+    @classmethod
+    def of(cls, request: Request) -> "_Travelling":
+        return cls(token_ids=request.token_ids.tolist(), n=request.n, seed=request.seed)
+
+    def arrived(self) -> Request:
+        return Request(token_ids=np.array(self.token_ids, np.int32), n=self.n, seed=self.seed)
 
 
 def plan_moves(completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float]) -> list[Move]:
@@ -92,27 +111,22 @@ class NodeBalance:
             if new > 0:
                 self._tokens_per_s[node] = SMOOTHING * new + (1 - SMOOTHING) * (old or new)
 
-    def share_out(self, requests: Sequence[Request] | None) -> Shares:
-        """Agree on the moves and exchange the requests that move. Over the local mains.
-
-        Args:
-            requests: of this node's ranks; None when they were refused: then nothing moves anywhere.
-        """
-        offers = self._groups.all_gather_between_nodes(None if requests is None else [r.n for r in requests])
-        if requests is None or any(offer is None for offer in offers):
-            return Shares(asked=requests or [], moves=[], sampled=requests or [])
+    def share_out(self, requests: Sequence[Request]) -> Shares:
+        """Agree on the moves of this node's requests and the others', and exchange what moves. Over the local mains."""
+        offers = self._groups.all_gather_between_nodes([request.n for request in requests], list[int])
         known = all(self._tokens_per_s)
         moves = plan_moves(offers, self._tokens_per_s if known else [1.0] * len(offers))
         if not moves:
             return Shares(asked=requests, moves=[], sampled=requests)
         mine = [move for move in moves if move.source == self._node]
         travelling = self._groups.all_gather_between_nodes(
-            {move.target: [requests[number] for number in move.requests] for move in mine}
+            {move.target: [_Travelling.of(requests[number]) for number in move.requests] for move in mine},
+            dict[int, list[_Travelling]],
         )
         gone = {number for move in mine for number in move.requests}
         sampled = [request for number, request in enumerate(requests) if number not in gone]
         for from_node in travelling:
-            sampled += from_node.get(self._node, [])
+            sampled += [request.arrived() for request in from_node.get(self._node, [])]
         return Shares(asked=requests, moves=moves, sampled=sampled)
 
     def bring_back(self, shares: Shares, completions: Completions) -> Completions:

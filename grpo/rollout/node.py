@@ -1,26 +1,26 @@
 """A generation batch's way through a node: prompts up to the local main, out to the engines, completions down again."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from grpo.engine.client import EngineError
-from grpo.job.failure import JobFailed
+from grpo.job.failure import FailureRecord, JobFailed, StepFailed
 from grpo.job.node_groups import NodeGroups
 from grpo.job.watch import FailureWatch
+from grpo.job.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
+from grpo.rollout.batch import Batch
 from grpo.rollout.packing import (
     Completions,
     PackedRows,
-    Request,
-    check_prompt_lengths,
     collapse,
     concat_rows,
     split_completions,
 )
-from grpo.rollout.pool import Batch, EnginePool
-from grpo.rollout.report import GenerationReport
+from grpo.rollout.pool import DeadlyRequests, EnginePool
+from grpo.rollout.report import GenerationReport, Period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,16 +39,35 @@ class PendingOnNode(Pending):
     """Of the node's ranks."""
     shares: Shares | None
     """What is sampled where, with `vllm_balance_nodes`."""
-    batch: Batch | ValueError
-    """What the engines were given; or why the prompts were refused before that."""
+    batch: Batch
+    """What the engines were given."""
+    policy_version: int
+    """Optimizer steps of the weights that the engines had then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled(Wire):
+    """A node that has no engine left, and not all completions."""
+
+    for_good: FailureRecord | None = None
+    """Why it should get no engine again."""
+
+
+def _none_comes() -> None:
+    raise RuntimeError("a node has lost its last engine, and nobody starts another one")
 
 
 class NodeSampler:
-    """Samples generation batches on the node's engines. Every rank has one; a local main a `LocalMainSampler`."""
+    """Samples generation batches on the node's engines. Every rank has one; a local main a `LocalMainSampler`.
 
-    def __init__(self, groups: NodeGroups, watch: FailureWatch) -> None:
+    Args:
+        revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
+    """
+
+    def __init__(self, groups: NodeGroups, watch: FailureWatch, *, revive: Callable[[], None] = _none_comes) -> None:
         self._groups = groups
         self._watch = watch
+        self._revive = revive
 
     def submit(self, rows: PackedRows, base_seed: int) -> Pending:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
@@ -72,25 +91,30 @@ class NodeSampler:
         Raises:
             JobFailed: on every rank, when an engine failed on any node.
         """
-        reports = self._end_phase(None)
+        while not (reports := self._end_phase(None)):
+            self._revive()
         return Completions.from_message(self._groups.scatter([])), reports
 
     def drop(self, pending: Pending) -> None:
         """Forget a batch that nobody will collect. Not collective."""
 
-    def _end_phase(self, report: GenerationReport | None) -> list[GenerationReport]:
+    def _end_phase(self, report: GenerationReport | Stalled | None) -> list[GenerationReport]:
+        """The reports of all nodes, or nothing if one has no engine left."""
         # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of the training's
         # NCCL group, whose watchdog would shoot it. And the status goes before the data.
-        reports = self._groups.exchange(self._watch, None, report)
-        return [report for report in reports if report is not None]
+        of_ranks = self._groups.exchange(self._watch, None, report, GenerationReport | Stalled | None)
+        of_nodes = [each for each in of_ranks if each is not None]
+        stalled = [each for each in of_nodes if isinstance(each, Stalled)]
+        for each in stalled:
+            if each.for_good is not None:
+                raise StepFailed(each.for_good)
+        return [] if stalled else of_nodes
 
 
 class LocalMainSampler(NodeSampler):
     """The local main's side: what its node's ranks ask for, it has sampled.
 
     Args:
-        max_model_len: tokens of prompt and completion that an engine holds.
-        max_tokens: of a completion.
         timeout_s: of a batch, from its submission on.
         balance_nodes: whether prompts may be sampled on other nodes, see `grpo.rollout.balance`.
     """
@@ -101,63 +125,56 @@ class LocalMainSampler(NodeSampler):
         watch: FailureWatch,
         pool: EnginePool,
         *,
-        max_model_len: int,
-        max_tokens: int,
+        revive: Callable[[], None] = _none_comes,
         timeout_s: float,
         balance_nodes: bool = False,
     ) -> None:
-        super().__init__(groups, watch)
+        super().__init__(groups, watch, revive=revive)
         self._pool = pool
-        self._max_model_len = max_model_len
-        self._max_tokens = max_tokens
         self._timeout_s = timeout_s
         self._balance = NodeBalance(groups) if balance_nodes and groups.topology.num_nodes > 1 else None
-        self._collected_at: float | None = None
+        self._period = Period()
 
     def submit(self, rows: PackedRows, base_seed: int) -> PendingOnNode:
         parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
-        requests: list[Request] | None = None
-        refusal: ValueError | None = None
-        try:
-            self._check_lengths(parts)
-            requests = collapse(concat_rows(parts), base_seed, self._groups.topology.node)
-        except ValueError as error:
-            refusal = error
+        requests = collapse(concat_rows(parts), base_seed, self._groups.topology.node)
         shares = None if self._balance is None else self._balance.share_out(requests)
-        sampled = (requests or []) if shares is None else shares.sampled
         return PendingOnNode(
             rows=rows,
             rows_by_rank=[part.num_rows for part in parts],
             shares=shares,
-            batch=refusal or self._pool.submit(sampled),
+            batch=self._pool.submit(requests if shares is None else shares.sampled),
+            policy_version=self._pool.policy_version,
         )
-
-    def _check_lengths(self, parts: Sequence[PackedRows]) -> None:
-        first_row = 0
-        for part in parts:
-            check_prompt_lengths(
-                part, max_model_len=self._max_model_len, max_tokens=self._max_tokens, first_row=first_row
-            )
-            first_row += part.num_rows
 
     def collect(self, pending: Pending) -> tuple[Completions, list[GenerationReport]]:
         assert isinstance(pending, PendingOnNode)
-        begun = time.monotonic()
-        try:
-            if isinstance(pending.batch, ValueError):
-                raise pending.batch
-            completions = self._pool.collect(pending.batch, self._timeout_s, self._watch.check)
-        except (EngineError, ValueError) as error:
-            self._fail_phase(error)
-        except BaseException:  # an interrupted notebook cell, too
-            self.drop(pending)
-            raise
-        reports = self._end_phase(self._report(pending.batch, completions, begun))
+        begun, completions, report = time.monotonic(), None, None
+        while True:
+            if completions is None and (completions := self._wait_for(pending)) is not None:
+                report = self._report(pending, completions, begun)
+            if reports := self._end_phase(report or Stalled()):
+                break
+            self._revive()
+        assert completions is not None, "all nodes are done, but this one"
         if self._balance is not None and pending.shares is not None:
             self._balance.note([report.tokens_per_s for report in reports])
             completions = self._balance.bring_back(pending.shares, completions)
         parts = split_completions(completions, pending.rows_by_rank)
         return Completions.from_message(self._groups.scatter([part.to_message() for part in parts])), reports
+
+    def _wait_for(self, pending: PendingOnNode) -> Completions | None:
+        """The node's completions; None where no engine is left for some of them."""
+        try:
+            return self._pool.collect(pending.batch, self._timeout_s, self._watch.check)
+        except DeadlyRequests as error:
+            self._end_phase(Stalled(for_good=self._watch.make_record(error)))
+            raise
+        except EngineError as error:
+            self._fail_phase(error)
+        except BaseException:  # an interrupted notebook cell, too
+            self.drop(pending)
+            raise
 
     def _fail_phase(self, error: Exception) -> NoReturn:
         try:
@@ -166,17 +183,21 @@ class LocalMainSampler(NodeSampler):
             raise failed from error
         raise AssertionError("a phase that failed on this rank has ended well")
 
-    def _report(self, batch: Batch, completions: Completions, begun: float) -> GenerationReport:
-        now = time.monotonic()
-        before, self._collected_at = self._collected_at, now
+    def _report(self, pending: PendingOnNode, completions: Completions, begun: float) -> GenerationReport:
+        refusals = pending.batch.refusals
         return GenerationReport(
-            generate_s=batch.seconds,
-            wait_s=now - begun,
+            generate_s=pending.batch.seconds,
+            wait_s=time.monotonic() - begun,
             idle_s=self._pool.take_idle_s(),
-            period_s=None if before is None else now - before,
+            period_s=self._period.take_s(),
             num_tokens=len(completions.token_ids),
+            num_completions=completions.num_completions,
+            num_reissued=self._pool.take_num_reissued(),
+            num_renewed=int((completions.policy_versions > pending.policy_version).sum()),
+            num_refused=len(refusals),
+            refusal=self._watch.make_record(next(iter(refusals.values()))) if refusals else None,
         )
 
     def drop(self, pending: Pending) -> None:
-        if isinstance(pending, PendingOnNode) and isinstance(pending.batch, Batch):
+        if isinstance(pending, PendingOnNode):
             self._pool.drop(pending.batch)

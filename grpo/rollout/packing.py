@@ -6,15 +6,30 @@ completion i, whichever engine sampled it.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+
+REFUSED = -1
+_ENGINES_OF_A_NODE = 1024
 
 NODE_SEED_STRIDE = 2**32 + 2**20
 """Distance between the seeds of two nodes. The seeds of two rows of a job differ as whole numbers (rows < 2**32), and
 also in their low 32 bits (rows < 2**20, nodes < 2**12), which are all that torch's CPU generator keeps of a seed."""
+
+
+def engine_id(node: int, engine: int) -> int:
+    """One number for an engine of the job."""
+    return node * _ENGINES_OF_A_NODE + engine
+
+
+def node_and_engine(engine_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `engine_id` was given; `REFUSED` and `REFUSED` where there was none."""
+    nodes, engines = np.divmod(engine_ids, _ENGINES_OF_A_NODE)
+    return np.where(engine_ids == REFUSED, REFUSED, nodes), np.where(engine_ids == REFUSED, REFUSED, engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +70,10 @@ class Request:
     """Completions to sample, >= 1."""
     seed: int
     """Of the first completion; completion i has seed + i."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling arguments of these completions alone, in place of the engine's."""
+    home: int | None = None
+    """The engine of the node that has sampled what the prompt begins with, and may hold it in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,27 +86,42 @@ class Completions:
     """[C] int32, tokens per completion; sums to T."""
     engine_logprobs: np.ndarray
     """[T] float32, natural log, of each token in `token_ids`."""
+    policy_versions: np.ndarray
+    """[C] int32, optimizer steps of the weights that sampled each completion; `REFUSED` where no engine took the
+    prompt, and there are no tokens."""
+    engines: np.ndarray
+    """[C] int32, who sampled each completion: `engine_id(node, engine of the node)`; `REFUSED` likewise."""
 
     def __post_init__(self) -> None:
         sizes = (self.lengths.sum(), len(self.token_ids), len(self.engine_logprobs))
         assert sizes[0] == sizes[1] == sizes[2], sizes
+        of_rows = (len(self.lengths), len(self.policy_versions), len(self.engines))
+        assert of_rows[0] == of_rows[1] == of_rows[2], of_rows
 
     @property
     def num_completions(self) -> int:
         return len(self.lengths)
 
     def to_message(self) -> np.ndarray:
-        """[1 + C + 2 T] int32: number of completions, lengths, token ids, and the bits of the log-probabilities."""
+        """[1 + 3 C + 2 T] int32: number of completions, lengths, token ids, the bits of the log-probabilities, policy
+        versions, engines."""
         bits = self.engine_logprobs.view(np.int32)
-        return np.concatenate([[self.num_completions], self.lengths, self.token_ids, bits], dtype=np.int32)
+        parts = [self.lengths, self.token_ids, bits, self.policy_versions, self.engines]
+        return np.concatenate([[self.num_completions], *parts], dtype=np.int32)
 
     @staticmethod
     def from_message(message: np.ndarray) -> "Completions":
         """What `to_message` was given, as views; `message` may go on behind it."""
         rows = PackedRows.from_message(message)
         begin = 1 + rows.num_rows + len(rows.token_ids)
-        bits = message[begin : begin + len(rows.token_ids)]
-        return Completions(lengths=rows.lengths, token_ids=rows.token_ids, engine_logprobs=bits.view(np.float32))
+        end = begin + len(rows.token_ids)
+        return Completions(
+            lengths=rows.lengths,
+            token_ids=rows.token_ids,
+            engine_logprobs=message[begin:end].view(np.float32),
+            policy_versions=message[end : end + rows.num_rows],
+            engines=message[end + rows.num_rows : end + 2 * rows.num_rows],
+        )
 
 
 def _pack(rows: Iterable[Sequence[float] | np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
@@ -134,6 +168,18 @@ def seed_base(*, seed: int, step: int, mode: str, draw: int, user_seed: int | No
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
+def turn_seed(base: int, *, rank: int, row: int, turn: int) -> int:
+    """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
+
+    base: as `seed_base` gives it; row: of the rank's rows. Turns have bases of their own; within a turn the rows of a
+    job differ as those of single-turn batches do.
+    """
+    if turn:
+        digest = hashlib.blake2b(json.dumps([int(base), int(turn)]).encode(), digest_size=8).digest()
+        base = int.from_bytes(digest, "big") >> 2
+    return (base + rank * NODE_SEED_STRIDE + row) % 2**63
+
+
 def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
     """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
 
@@ -155,13 +201,23 @@ def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
 
 
 def pack_completions(
-    token_rows: Sequence[Sequence[int] | np.ndarray], logprob_rows: Sequence[Sequence[float] | np.ndarray]
+    token_rows: Sequence[Sequence[int] | np.ndarray],
+    logprob_rows: Sequence[Sequence[float] | np.ndarray],
+    policy_versions: Sequence[int],
+    engines: Sequence[int],
 ) -> Completions:
-    """Row i of `logprob_rows` has one number for each token of row i of `token_rows`."""
+    """Row i of `logprob_rows` has one number for each token of row i of `token_rows`; each row has a policy version and
+    an engine."""
     token_ids, lengths = _pack(token_rows, np.int32)
     engine_logprobs, logprob_lengths = _pack(logprob_rows, np.float32)
     assert np.array_equal(lengths, logprob_lengths), (lengths, logprob_lengths)
-    return Completions(token_ids=token_ids, lengths=lengths, engine_logprobs=engine_logprobs)
+    return Completions(
+        token_ids=token_ids,
+        lengths=lengths,
+        engine_logprobs=engine_logprobs,
+        policy_versions=np.asarray(policy_versions, dtype=np.int32),
+        engines=np.asarray(engines, dtype=np.int32),
+    )
 
 
 def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Completions]:
@@ -174,6 +230,8 @@ def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Co
             token_ids=completions.token_ids[tokens[start] : tokens[stop]],
             lengths=completions.lengths[start:stop],
             engine_logprobs=completions.engine_logprobs[tokens[start] : tokens[stop]],
+            policy_versions=completions.policy_versions[start:stop],
+            engines=completions.engines[start:stop],
         )
         for start, stop in pairwise(rows)
     ]
@@ -182,11 +240,13 @@ def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Co
 def concat_completions(parts: Sequence[Completions]) -> Completions:
     """The completions of all parts, in order."""
     if not parts:
-        return pack_completions([], [])
+        return pack_completions([], [], [], [])
     return Completions(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         lengths=np.concatenate([part.lengths for part in parts]),
         engine_logprobs=np.concatenate([part.engine_logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
+        engines=np.concatenate([part.engines for part in parts]),
     )
 
 
@@ -198,20 +258,21 @@ def to_lists(completions: Completions) -> tuple[list[list[int]], list[list[float
     ]
 
 
-def check_prompt_lengths(rows: PackedRows, *, max_model_len: int, max_tokens: int, first_row: int = 0) -> None:
-    """Raises ValueError for a prompt that leaves no room for one sampled token; to be called before anything is sent.
+class SingleValues(Sequence[tuple[float]]):
+    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
 
-    A completion that reaches `max_model_len` before `max_tokens` is cut there by vLLM, which is no error. `first_row`
-    is the number of the first of `rows` in the batch that the error speaks of.
+    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
+    to the ranks does.
     """
-    too_long = np.flatnonzero(rows.lengths >= max_model_len)
-    if not len(too_long):
-        return
-    row, longest_tokens = int(too_long[0]), int(rows.lengths.max())
-    others = f" ({len(too_long)} prompts are too long, the longest has {longest_tokens})" if len(too_long) > 1 else ""
-    raise ValueError(
-        f"the prompt of row {first_row + row} has {int(rows.lengths[row])} tokens{others}, but the engine holds "
-        f"{max_model_len} tokens of prompt and completion, so a prompt may have {max_model_len - 1} at most: set "
-        f"vllm_max_model_length to {longest_tokens + max_tokens} (the longest prompt + max_completion_length), or drop "
-        "such prompts from the dataset"
-    )
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._values[index],) if isinstance(index, int) else SingleValues(self._values[index])
+
+    def __iter__(self) -> Iterator[tuple[float]]:
+        return zip(self._values)

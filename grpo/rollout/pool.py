@@ -5,58 +5,48 @@ more, so that engines are busy while the ranks train; no collective runs in thes
 """
 
 import contextlib
-import math
+import itertools
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from grpo.engine.client import EngineClient, EngineError
+import numpy as np
+
+from grpo.engine.client import EngineClient, EngineDied, EngineError
 from grpo.engine.messages import Sample, Sampled
-from grpo.rollout.packing import Completions, Request, pack_completions
+from grpo.rollout.batch import Batch
+from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
 from grpo.rollout.queue import RequestQueue
+from grpo.rollout.stints import IdleClock, Stints
+from grpo.timeline.recorder import Recorder
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
+_NOTHING = np.empty(0)
+MAX_DEATHS = 2  # of engines that were at work on the same completion
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Requests that were submitted together."""
-
-    requests: Sequence[Request]
-    ids: range
-    """Of their completions, in the order of the requests."""
-    submitted_at: float
-    """time.monotonic()."""
-    answers: dict[int, Sampled] = field(default_factory=dict)
-    """By completion id."""
-    finished_at: float = math.inf
-    """When the last answer came."""
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finished_at < math.inf
-
-    @property
-    def seconds(self) -> float:
-        """From its submission to its last answer."""
-        return self.finished_at - self.submitted_at
-
-    def completions(self) -> Completions:
-        """Of all requests, in their order."""
-        answers = [self.answers[completion] for completion in self.ids]
-        return pack_completions([a.token_ids for a in answers], [a.engine_logprobs for a in answers])
+class DeadlyRequests(EngineError):
+    """Engines died again and again with the same requests in flight."""
 
 
 class EnginePool:
     """Samples batches of requests on all engines of the node.
 
+    What an engine owes when it dies goes to the others; where there is none it waits for `take_up`. A request keeps its
+    seeds, so that it is sampled as it would have been.
+
     Args:
         max_num_seqs: of each engine, the sequences that it runs at once.
         max_tokens: of a completion.
+        max_model_len: tokens of prompt and completion that an engine holds; a prompt without room for one sampled
+            token is not sent.
+        node: of the engines.
+        timeline: where each engine's work is recorded.
     """
 
     def __init__(
@@ -65,66 +55,101 @@ class EnginePool:
         *,
         max_num_seqs: Sequence[int],
         max_tokens: int,
+        max_model_len: int = sys.maxsize,
+        node: int = 0,
+        timeline: Recorder | None = None,
     ) -> None:
-        self._clients = clients
+        self.policy_version = 0
+        """Optimizer steps of the weights that engines have from now on."""
+        self._clients = [*clients]
+        self._node = node
         self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
         self._changed = threading.Condition()
         # What an engine has no room for waits here, unless no other engine could take it.
         self._queue = RequestQueue(max_num_seqs if len(clients) > 1 else [sys.maxsize])
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
+        self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
+        self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it
+        self._num_reissued = 0
         self._batches: dict[int, Batch] = {}  # by completion id, while unanswered
         self._next_id = 0
         self._error: Exception | None = None
+        self._on_trouble: Callable[[Exception | None], None] | None = None
         self._idle = [IdleClock() for _ in clients]
+        self._stints = [Stints(timeline or Recorder(), engine) for engine in range(len(clients))]
         # What is decided under the lock is sent outside of it, in the same order: a socket may block.
         self._outboxes: list[queue.SimpleQueue[Sample | tuple[int, ...] | None]] = [
             queue.SimpleQueue() for _ in clients
         ]
-        self._threads = [
-            threading.Thread(target=self._send, args=[engine], name=f"grpo-{client.name}-sender", daemon=True)
-            for engine, client in enumerate(clients)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
         for engine, client in enumerate(clients):
-            client.listen(partial(self._hear, engine))
+            self._attach(engine, client)
+
+    def _attach(self, engine: int, client: EngineClient) -> None:
+        thread = threading.Thread(
+            target=self._send, args=[client, self._outboxes[engine]], name=f"grpo-{client.name}-sender", daemon=True
+        )
+        self._threads.append(thread)
+        client.listen(partial(self._hear, engine, client))  # first: it may answer at once
+        thread.start()
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> Batch:
-        """Start sampling; returns at once. What goes wrong is raised by `collect`."""
+    def submit(
+        self, requests: Sequence[Request], *, name: str | None = None, on_done: Callable[[Batch], None] | None = None
+    ) -> Batch:
+        """Start sampling; returns at once. What goes wrong is raised by `collect`, or told as `tell` has it.
+
+        Args:
+            name: of the batch, for messages.
+            on_done: called when all its completions are there, from another thread or this one; must not wait.
+        """
         with self._changed:
             num_completions = sum(request.n for request in requests)
             batch = Batch(requests, range(self._next_id, self._next_id + num_completions), time.monotonic())
+            batch.asked_at = batch.submitted_at
+            batch.name, batch.on_done = name or batch.name, on_done
             self._batches.update(dict.fromkeys(batch.ids, batch))
             fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
-            chunks = []
+            chunks, homes = [], {}
             for request in requests:
                 ids = range(self._next_id, self._next_id + request.n)
                 self._next_id = ids.stop
+                if len(request.token_ids) >= self._max_model_len:
+                    why = f"a prompt has {len(request.token_ids)} tokens; the engine holds {self._max_model_len} with "
+                    self._refuse(batch, ids, why + "the completion (vllm_max_model_length)")
+                    continue
                 for begin in range(0, request.n, fair_share):
                     chunk = ids[begin : begin + fair_share]
                     self._unsent[chunk.start] = Sample(
-                        ids=chunk, token_ids=request.token_ids, seed=request.seed + begin
+                        ids=chunk,
+                        token_ids=request.token_ids,
+                        seed=request.seed + begin,
+                        overrides=dict(request.overrides),
                     )
                     chunks.append((len(request.token_ids) + self._max_tokens, chunk))
-            if not requests:
-                batch.finished_at = batch.submitted_at
-            self._queue.add(chunks)
+                    if request.home is not None:
+                        homes[chunk.start] = request.home
+            self._end_if_answered(batch)
+            self._queue.add(chunks, homes)
             self._feed()
         return batch
 
-    def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None] = lambda: None) -> Completions:
+    def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None] = lambda: None) -> Completions | None:
         """Wait until the whole batch has been answered.
 
         Args:
-            timeout_s: from the batch's submission on.
+            timeout_s: from the batch's submission on; again when an engine was replaced.
             check: called again and again meanwhile; what it raises ends the wait.
 
+        Returns:
+            None when all engines are gone before that.
+
         Raises:
-            EngineError: an engine died, refused a request or does not read, or the time is up.
+            EngineError: an engine failed at a request or does not read, or the time is up.
+            DeadlyRequests: engines died of it.
         """
-        deadline = batch.submitted_at + timeout_s
         while True:
             check()
             with self._changed:
@@ -132,7 +157,9 @@ class EnginePool:
                     return batch.completions()
                 if self._error is not None:
                     raise self._error
-                left_s = deadline - time.monotonic()
+                if not self._queue.has_engines():
+                    return None
+                left_s = batch.asked_at + timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise self._too_late(batch, timeout_s)
                 self._changed.wait(min(POLL_S, left_s))
@@ -144,14 +171,51 @@ class EnginePool:
             f"completions after {timeout_s:g} s (vllm_generate_timeout)"
         )
 
+    def tell(self, on_trouble: Callable[[Exception | None], None]) -> None:
+        """Have what `collect` would raise told to who waits for batches otherwise.
+
+        Args:
+            on_trouble: called from another thread, or from this one at once, with the error that ends the pool, and
+                with None when its last engine is gone until `take_up`; must not wait.
+        """
+        with self._changed:
+            self._on_trouble = on_trouble
+            self._say_trouble()
+
+    def _say_trouble(self) -> None:
+        if self._on_trouble is not None and (self._error is not None or not self._queue.has_engines()):
+            self._on_trouble(self._error)
+
     def drop(self, batch: Batch) -> None:
         """Forget a batch, whatever has become of it; engines stop sampling it."""
         with self._changed:
             for completion in batch.ids:
-                self._batches.pop(completion, None)
-                self._unsent.pop(completion, None)
+                for owed in (self._batches, self._unsent, self._sent, self._deaths):
+                    owed.pop(completion, None)
             for engine, completions in self._queue.forget(batch.ids):
                 self._outboxes[engine].put(tuple(completions))
+            self._feed()
+
+    def take_up(self, clients: Sequence[EngineClient], *, policy_version: int) -> None:
+        """Go on with these engines, all of which have the weights of `policy_version`; all were at rest meanwhile."""
+        self.policy_version = policy_version
+        for engine, client in enumerate(clients):
+            if client is not self._clients[engine]:
+                self._replace(engine, client)
+        with self._changed:
+            self._say_trouble()  # of an engine that has died since it was delivered to
+
+    def _replace(self, engine: int, client: EngineClient) -> None:
+        with self._changed:
+            self._outboxes[engine].put(None)  # of one that was closed by us
+            self._clients[engine], self._outboxes[engine] = client, queue.SimpleQueue()
+            owed = self._queue.lose(engine)
+            self._queue.regain(engine)
+            self._issue_again(owed)
+            for batch in {*self._batches.values()}:
+                batch.asked_at = time.monotonic()
+        self._attach(engine, client)
+        with self._changed:
             self._feed()
 
     def close(self) -> None:
@@ -165,6 +229,12 @@ class EnginePool:
             outbox.put(None)
 
     # -- what engines wait for ------------------------------------------------------------------------------------
+
+    def take_num_reissued(self) -> int:
+        """Completions since the last call that were given to an engine again, because the one before it had died."""
+        with self._changed:
+            count, self._num_reissued = self._num_reissued, 0
+        return count
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which an engine had nothing to sample, in the mean over engines."""
@@ -190,36 +260,100 @@ class EnginePool:
         chunks = self._queue.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
-            self._outboxes[engine].put(replace(self._unsent.pop(chunk[0]), together=together))
+            sample = replace(self._unsent.pop(chunk[0]), together=together)
+            self._sent.update(dict.fromkeys(chunk, sample))
+            self._outboxes[engine].put(sample)
         for engine, clock in enumerate(self._idle):
-            clock.set(self._queue.is_idle(engine))
+            is_idle = self._queue.is_idle(engine)
+            clock.set(is_idle)
+            self._stints[engine].set(is_idle, self.policy_version)
+
+    def _lose(self, engine: int, error: EngineDied) -> None:
+        self._outboxes[engine].put(None)
+        owed = self._queue.lose(engine)
+        self._deaths.update(owed)
+        if deadly := [completion for completion in owed if self._deaths[completion] >= MAX_DEATHS]:
+            raise DeadlyRequests(self._about_deadly(deadly, error))
+        self._issue_again(owed)
+        self._feed()
+        self._say_trouble()
+        self._changed.notify_all()
+
+    def _issue_again(self, owed: Sequence[int]) -> None:
+        """Put what an engine owed back into the queue, under its seeds."""
+        chunks = []
+        for _, run in itertools.groupby(owed, key=lambda completion: self._sent[completion].ids.start):
+            for ids in _ranges(run):
+                old = self._sent[ids.start]
+                self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
+                chunks.append((len(old.token_ids) + self._max_tokens, ids))
+        for completion in owed:
+            del self._sent[completion]
+        self._num_reissued += len(owed)
+        self._queue.add(chunks)
+
+    def _about_deadly(self, completions: Sequence[int], error: EngineDied) -> str:
+        batches = {completion: self._batches[completion] for completion in completions}
+        names = " and ".join(sorted({batch.name for batch in batches.values()}))
+        rows = [completion - batch.ids.start for completion, batch in batches.items()]
+        tokens = sorted({len(self._sent[completion].token_ids) for completion in completions})
+        return (
+            f"engines died {MAX_DEATHS} times at work on the same completions: rows {rows} of {names}, with prompts of "
+            f"{tokens} tokens; the last one: {error}"
+        )
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _hear(self, engine: int, answer: Sampled | EngineError) -> None:
-        with self._noting_errors():
-            if isinstance(answer, EngineError):
+    def _hear(self, engine: int, client: EngineClient, answer: Sampled | EngineError) -> None:
+        with self._noting_errors(), self._changed:
+            if client is not self._clients[engine]:
+                return  # of an earlier life
+            if isinstance(answer, EngineDied):
+                self._lose(engine, answer)
+            elif isinstance(answer, EngineError):
                 raise answer
-            with self._changed:
+            else:
                 self._note(engine, answer)
 
     def _note(self, engine: int, answer: Sampled) -> None:
         self._queue.answered(engine, answer.completion_id)
+        self._sent.pop(answer.completion_id, None)
+        self._deaths.pop(answer.completion_id, None)
         batch = self._batches.pop(answer.completion_id, None)
+        self._stints[engine].note(len(answer.token_ids))
         if batch is not None:  # else it was dropped
             batch.answers[answer.completion_id] = answer
-            if len(batch.answers) == len(batch.ids):
-                batch.finished_at = time.monotonic()
-                self._changed.notify_all()
+            batch.policy_versions[answer.completion_id] = self.policy_version
+            batch.engines[answer.completion_id] = engine_id(self._node, engine)
+            if answer.is_refusal:
+                batch.policy_versions[answer.completion_id] = batch.engines[answer.completion_id] = REFUSED
+                batch.refusals[answer.completion_id] = str(answer.error)
+            self._end_if_answered(batch)
         self._feed()
 
-    def _send(self, engine: int) -> None:
+    def _refuse(self, batch: Batch, ids: range, why: str) -> None:
+        for completion in ids:
+            del self._batches[completion]
+            batch.answers[completion] = Sampled(
+                completion_id=completion, token_ids=_NOTHING, engine_logprobs=_NOTHING, error=why, is_refusal=True
+            )
+            batch.policy_versions[completion] = batch.engines[completion] = REFUSED
+            batch.refusals[completion] = why
+
+    def _end_if_answered(self, batch: Batch) -> None:
+        if len(batch.answers) == len(batch.ids):
+            batch.finished_at = time.monotonic()
+            self._changed.notify_all()
+            if batch.on_done is not None:
+                batch.on_done(batch)
+
+    def _send(self, client: EngineClient, outbox: "queue.SimpleQueue[Sample | tuple[int, ...] | None]") -> None:
         with self._noting_errors():
-            while (message := self._outboxes[engine].get()) is not None:
+            while (message := outbox.get()) is not None:
                 if isinstance(message, tuple):
-                    self._clients[engine].abort(message)
+                    client.abort(message)
                 else:
-                    self._clients[engine].submit(message)
+                    client.submit(message)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -229,39 +363,13 @@ class EnginePool:
         except Exception as error:  # noqa: BLE001  thread boundary: the main thread raises it
             with self._changed:
                 self._error = self._error or error
+                self._say_trouble()
                 self._changed.notify_all()
             self._end()
 
 
-class IdleClock:
-    """How long an engine has nothing to sample."""
-
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._since: float | None = time.monotonic()
-        self._idle = True
-        self._paused = False
-
-    def _run(self) -> None:
-        now = time.monotonic()
-        if self._since is not None:
-            self._total_s += now - self._since
-        self._since = now if self._idle and not self._paused else None
-
-    def set(self, idle: bool) -> None:
-        self._idle = idle
-        self._run()
-
-    def pause(self) -> None:
-        self._paused = True
-        self._run()
-
-    def resume(self) -> None:
-        self._paused = False
-        self._run()
-
-    def take_s(self) -> float:
-        """Since the last call."""
-        self._run()
-        total_s, self._total_s = self._total_s, 0.0
-        return total_s
+def _ranges(ascending: Iterable[int]) -> Iterator[range]:
+    """The same numbers as runs without gaps."""
+    for _, run in itertools.groupby(enumerate(ascending), key=lambda each: each[1] - each[0]):
+        numbers = [number for _, number in run]
+        yield range(numbers[0], numbers[-1] + 1)

@@ -1,11 +1,15 @@
 """What generation batches cost, and how old the policy was that sampled them: records, and their metrics."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo.job.failure import FailureRecord
+from grpo.job.wire import Wire
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationReport:
+class GenerationReport(Wire):
     """What one generation batch cost a node."""
 
     generate_s: float
@@ -19,6 +23,15 @@ class GenerationReport:
     """Since the batch before was collected, whatever was done; None for the first."""
     num_tokens: int
     """Completion tokens that the node's engines sampled."""
+    num_completions: int
+    num_reissued: int = 0
+    """Of these, how often one was given to an engine again, because the one before it had died."""
+    num_refused: int = 0
+    """Completions whose prompts no engine took."""
+    refusal: FailureRecord | None = None
+    """Why, for the first of them."""
+    num_renewed: int = 0
+    """Completions that were sampled by a newer policy than the batch was submitted to."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,27 +42,46 @@ class GenerationReport:
 class PolicyLag:
     """How old the policy is that sampled a batch, when the batch is first used."""
 
-    pushes: int
-    """Between sampling and first use."""
-    steps: int
+    pushes: float
+    """Between sampling and first use; mean over the job's completions, as for the other."""
+    steps: float
     """Optimizer steps, likewise."""
 
 
-def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> dict[str, float]:
-    """Of one generation batch: mean, least and largest over the nodes; shares are of the time since the last batch."""
-    of_nodes = {
+def figures_of_nodes(reports: Sequence[GenerationReport]) -> dict[str, list[float]]:
+    """What a generation batch cost each node."""
+    return {
         "rollout/generate_s": [report.generate_s for report in reports],
         "rollout/tokens_per_s": [report.tokens_per_s for report in reports],
         "rollout/wait_s": [report.wait_s for report in reports],
         "engine/idle_s": [report.idle_s for report in reports],
     }
+
+
+def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> dict[str, float]:
+    """Of one generation batch: mean, least and largest over the nodes; shares are of the time since the last batch."""
+    of_nodes = figures_of_nodes(reports)
     periods = [(report, report.period_s) for report in reports if report.period_s is not None]
     if periods:
         of_nodes["rollout/wait_share"] = [report.wait_s / period_s for report, period_s in periods]
         of_nodes["engine/idle_share"] = [report.idle_s / period_s for report, period_s in periods]
-    metrics = {"rollout/policy_lag": float(lag.pushes), "rollout/policy_lag_steps": float(lag.steps)}
+    metrics = {"engine/requests_reissued": float(sum(report.num_reissued for report in reports))}
+    metrics["rollout/refused"] = float(sum(report.num_refused for report in reports))
+    metrics |= {"rollout/policy_lag": lag.pushes, "rollout/policy_lag_steps": lag.steps}
     for name, values in of_nodes.items():
         metrics[name] = sum(values) / len(values)
         metrics[f"{name}_min"] = min(values)
         metrics[f"{name}_max"] = max(values)
     return metrics
+
+
+class Period:
+    """The time from one batch's end to the next one's."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def take_s(self) -> float | None:
+        now = time.monotonic()
+        before, self._last = self._last, now
+        return None if before is None else now - before

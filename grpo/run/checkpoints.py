@@ -1,22 +1,31 @@
-"""Which checkpoints are complete: `complete.json` stands in them, written last, and every file has the size it says.
+"""Which checkpoints are complete: `complete.json` stands in them, written last, and every file is as it says.
 
 No other file proves it: DeepSpeed writes `latest` before its last barrier, and after `trainer_state.json` the other
 ranks still write (deepspeed 0.19, transformers 5.17).
 """
 
 import json
-import os
-import shutil
-import threading
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from grpo.job.same_everywhere import read_versions
+from grpo.run.durable import FileSum, make_durable, sum_of, sync_folder, write_atomically
 
 COMPLETE_FILE = "complete.json"
+PARTIAL_FILE = ".partial"  # stands in a checkpoint that we are writing, until it is complete
 NAME_PREFIX = "checkpoint-"
-BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
+DAMAGED_PREFIX = "damaged-"
+# Of ranks that write: DeepSpeed's partitions, transformers' random states, ours, DeepSpeed's tensors on NVMe.
+_OF_A_RANK = re.compile(
+    r"(?:^|/)(?:(?:bf16_)?zero_pp_rank_|rng_state_|rollout_state_|files-|offloaded_tensors/rank)(\d+)(?=[_./])"
+)
+
+
+class Damaged(ValueError):
+    """A checkpoint was complete, and is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +35,7 @@ class CompleteRecord:
     step: int
     """Optimizer steps that are in the checkpoint."""
     world_size: int
-    """Ranks that wrote it."""
+    """Ranks that it is for: those that wrote it, or those that `grpo reshape` was asked for."""
     files: dict[str, int]
     """Size in bytes by path inside the checkpoint."""
     versions: dict[str, str]
@@ -35,58 +44,171 @@ class CompleteRecord:
     """The settings that say which prompts come at which step."""
     resumable: bool = True
     """False when it holds the model alone (`save_only_model`)."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """CRC-32 by path inside the checkpoint; a file that is not here is known by its size alone."""
+    reshaped_from: int | None = None
+    """Ranks that wrote what `grpo reshape` made this of."""
+
+
+# -- what a rank has written ------------------------------------------------------------------------------------------
+
+
+def writer_of(name: str, world_size: int) -> int:
+    """The rank that writes the file of this name; 0 for what belongs to none."""
+    found = _OF_A_RANK.search(name)
+    return int(found[1]) if found and int(found[1]) < world_size else 0
+
+
+def record_name(rank: int) -> str:
+    """Of the file in which a rank says what it has written."""
+    return f"files-{rank}.json"
+
+
+def files_in(folder: Path) -> list[str]:
+    """Paths inside a checkpoint, sorted, but for `complete.json` and hidden files."""
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(name) for name in names if not name.name.startswith(".") and str(name) != COMPLETE_FILE)
+
+
+def write_rank_record(folder: Path, rank: int, world_size: int) -> None:
+    """Bring what this rank has written of a checkpoint to the disk, then say so in its record.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    own = [name for name in files_in(folder) if writer_of(name, world_size) == rank and name != record_name(rank)]
+    sums = {name: make_durable(folder / name) for name in own}
+    for inner in {(folder / name).parent for name in own} - {folder}:
+        sync_folder(inner)
+    write_atomically(folder / record_name(rank), json.dumps({name: asdict(found) for name, found in sums.items()}))
+
+
+def read_rank_records(folder: Path, world_size: int) -> tuple[dict[str, FileSum], list[int]]:
+    """What all ranks say that they have written, their records too; and the ranks whose record is not there yet."""
+    sums: dict[str, FileSum] = {}
+    missing = []
+    for rank in range(world_size):
+        path = folder / record_name(rank)
+        try:
+            told = json.loads(path.read_text())
+        except FileNotFoundError:
+            missing.append(rank)
+            continue
+        sums |= {name: FileSum(**found) for name, found in told.items()}
+        sums[path.name] = sum_of(path)
+    return sums, missing
+
+
+# -- complete.json ----------------------------------------------------------------------------------------------------
 
 
 def write_complete(
-    folder: Path, *, step: int, world_size: int, sampling: dict[str, int], resumable: bool = True
+    folder: Path,
+    *,
+    step: int,
+    world_size: int,
+    sampling: dict[str, int],
+    resumable: bool = True,
+    sums: Mapping[str, FileSum] | None = None,
+    reshaped_from: int | None = None,
 ) -> None:
-    """Declare `folder` complete, atomically. On global rank 0, once every rank has written all of its files."""
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Declare `folder` complete, atomically and durably. On one process, once every rank has written its files.
+
+    Args:
+        sums: of all files, which are on the disk. None: this process has written all that is in `folder`.
+    """
+    if sums is None:
+        sums = {name: make_durable(folder / name) for name in files_in(folder)}
+        for inner in {(folder / name).parent for name in sums}:
+            sync_folder(inner)
     record = CompleteRecord(
         step=step,
         world_size=world_size,
-        files=files,
+        files={name: found.size_bytes for name, found in sums.items()},
         versions=read_versions(),
         sampling=sampling,
         resumable=resumable,
+        checksums={name: found.crc32 for name, found in sums.items()},
+        reshaped_from=reshaped_from,
     )
+    sync_folder(folder.parent)  # its own entry, before anybody deletes older ones on its account
     write_atomically(folder / COMPLETE_FILE, json.dumps(asdict(record), indent=1))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part; also after the machine has crashed."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with draft.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    (folder / PARTIAL_FILE).unlink(missing_ok=True)
 
 
 def read_complete(folder: Path) -> CompleteRecord:
-    """The record of a complete checkpoint.
+    """The record of a complete checkpoint whose files have their sizes.
 
     Raises:
-        ValueError: says what is missing, and in which checkpoint.
+        Damaged: says what is missing, and in which checkpoint.
+        ValueError: it was never complete.
     """
+    names = {each.name for each in fields(CompleteRecord)}
     try:
         value: dict[str, Any] = json.loads((folder / COMPLETE_FILE).read_text())
-        record = CompleteRecord(**{field.name: value[field.name] for field in fields(CompleteRecord)})
+        record = CompleteRecord(**{name: value[name] for name in names & value.keys()})
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {COMPLETE_FILE}: its writing did not come to an end") from None
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise Damaged(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
     for name, size in record.files.items():
         try:
             found = (folder / name).stat().st_size
         except OSError:
-            raise ValueError(f"{folder} lacks {name}") from None
+            raise Damaged(f"{folder} lacks {name}") from None
         if found != size:
-            raise ValueError(f"{folder / name} has {found} bytes, not the {size} that were written")
+            raise Damaged(f"{folder / name} has {found} bytes, not the {size} that were written")
     return record
+
+
+def read_resumable(folder: Path) -> CompleteRecord:
+    """As `read_complete`; raises ValueError also for one that holds the model alone."""
+    record = read_complete(folder)
+    if not record.resumable:
+        raise ValueError(f"{folder} holds the model alone (save_only_model): training cannot go on from it")
+    return record
+
+
+def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
+    """Read these files of a complete checkpoint, and hold them against their checksums.
+
+    Raises:
+        Damaged: names the file that is not as it was written.
+    """
+    for name in names:
+        if name not in record.checksums:
+            continue
+        try:
+            found = sum_of(folder / name)
+        except OSError as error:
+            raise Damaged(f"{folder / name} cannot be read: {error.strerror or error}") from None
+        if found != FileSum(size_bytes=record.files[name], crc32=record.checksums[name]):
+            raise Damaged(
+                f"{folder / name} is not as it was written: {found.size_bytes} bytes with the checksum "
+                f"{found.crc32:08x}, not {record.files[name]} with {record.checksums[name]:08x}"
+            )
+
+
+def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
+    """Who reads which file to verify it: each rank its own, and the rest shared out by size, the largest first.
+
+    Args:
+        files: size in bytes by name.
+
+    Returns:
+        Names by rank.
+    """
+    found: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    by_size = sorted(files, key=lambda name: (-files[name], name))
+    for name in sorted(by_size, key=lambda name: _OF_A_RANK.search(name) is None):
+        rank = writer_of(name, world_size) if _OF_A_RANK.search(name) else loads.index(min(loads))
+        found[rank].append(name)
+        loads[rank] += files[name]
+    return found
+
+
+# -- which one --------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -97,6 +219,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
         if path.name.removeprefix(NAME_PREFIX).isdigit() and path.is_dir()
     ]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def step_of(folder: Path) -> int:
+    """Optimizer steps in `checkpoint-<step>`, by its name."""
+    return int(folder.name.removeprefix(NAME_PREFIX))
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
@@ -112,108 +239,41 @@ def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def read_resumable(folder: Path) -> CompleteRecord:
-    """As `read_complete`; raises ValueError also for one that holds the model alone."""
-    record = read_complete(folder)
-    if not record.resumable:
-        raise ValueError(f"{folder} holds the model alone (save_only_model): training cannot go on from it")
-    return record
-
-
-def choose_checkpoint(wish: str | bool | None, output_dir: Path) -> tuple[Path | None, list[str]]:
-    """What to resume from, and notes for the user.
-
-    Args:
-        wish: None or False: a fresh start. "auto": the newest complete checkpoint, a fresh start if there is none.
-            True: the same, but there has to be one. A path: that one.
-
-    Raises:
-        ValueError: there is none, or the named one is not complete.
-    """
-    if wish is None or wish is False:
-        return None, []
-    if wish is True or wish == "auto":
-        newest, passed_over = newest_complete(output_dir)
-        notes = [f"passed over: {problem}" for problem in passed_over]
-        if newest is None and wish is True:
-            raise ValueError("; ".join([f"there is no complete checkpoint to resume from in {output_dir}", *notes]))
-        return newest, notes
-    folder = Path(wish)
-    if not folder.is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint is {wish!r}, but that is no folder: name a checkpoint, or 'auto' for the newest "
-            "complete one in output_dir"
-        )
-    read_resumable(folder)
-    return folder, []
-
-
 def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> None:
-    """Raises ValueError when another number of ranks wrote the checkpoint."""
+    """Raises ValueError when the checkpoint is for another number of ranks."""
     if record.world_size == world_size:
         return
     raise ValueError(
-        f"{folder} was written by {record.world_size} training processes, this job has {world_size}: their optimizer "
-        f"states and random numbers belong to {record.world_size} processes. Start {record.world_size} again (another "
-        f"number of reserved GPUs or engines is no matter), or take its weights into a new run, with a new optimizer: "
-        f"grpo export {folder} OUT, then --model_name_or_path OUT and another output_dir"
+        f"{folder} is for {record.world_size} training processes, this job has {world_size}: optimizer states and "
+        f"random numbers belong to {record.world_size} processes. Start {record.world_size} again (another number of "
+        f"reserved GPUs or engines is no matter), or make it one for {world_size}: "
+        f"grpo reshape {folder} --ranks {world_size}"
     )
 
 
-def rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> None:
-    """Delete the oldest complete checkpoints beyond `limit`, and incomplete ones older than the newest complete one.
+def check_reshaped(folder: Path, record: CompleteRecord, sampling: Mapping[str, int]) -> None:
+    """That a checkpoint which `grpo reshape` has made goes on with the batches of the run that it is of.
 
-    The newest one that can be resumed stays whatever the limit says, and so does `keep`: the best, the newly written.
+    Args:
+        sampling: of this job.
+
+    Raises:
+        ValueError: names the settings, and what they have to be.
     """
-    if limit is None or limit <= 0:
+    if record.reshaped_from is None:
         return
-    complete, broken = [], []
-    for folder in checkpoints(output_dir):
-        try:
-            read_complete(folder)
-        except ValueError:
-            broken.append(folder)
-        else:
-            complete.append(folder)
-    if not complete:
-        return
-    protected = keep | {newest_complete(output_dir)[0]}
-    old = [folder for folder in reversed(complete) if folder not in protected]
-    old = old[: max(0, len(complete) - limit)]
-    for folder in [*old, *(b for b in broken if _step(b) < _step(complete[0]))]:
-        (folder / COMPLETE_FILE).unlink(missing_ok=True)  # what is half deleted is not complete
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def set_aside(output_dir: Path, *, after_step: int, name: str) -> list[Path]:
-    """Move checkpoints of later steps into `output_dir/name`: another branch of the run, which nobody goes on with.
-
-    They would otherwise be taken for the newest ones, and the new branch's for old ones.
-
-    Returns:
-        Where they are now.
-    """
-    moved = []
-    for folder in checkpoints(output_dir):
-        if _step(folder) > after_step:
-            target = output_dir / name / folder.name
-            target.parent.mkdir(exist_ok=True)
-            if target.exists():
-                shutil.rmtree(target)
-            os.rename(folder, target)
-            moved.append(target)
-    return moved
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix(NAME_PREFIX))
-
-
-def check_free_space(output_dir: Path, needed_bytes: int) -> None:
-    """Raises OSError, before anything is written, when a checkpoint of that size does not fit."""
-    free = shutil.disk_usage(output_dir).free
-    if free < needed_bytes:
-        raise OSError(
-            f"a checkpoint needs about {needed_bytes / 1e9:.1f} GB, but {output_dir} has {free / 1e9:.1f} GB free: "
-            "free space, or lower save_total_limit; nothing was written, the complete checkpoints are as they were"
+    before = record.sampling
+    fixed: Sequence[str] = ("generation_batch_size", "num_generations", "num_iterations", "seed")
+    wrong = [f"{name} is {sampling[name]}, not {before[name]}" for name in fixed if sampling[name] != before[name]]
+    steps, accumulation = "steps_per_generation", "gradient_accumulation_steps"
+    if before[steps] * sampling[accumulation] != sampling[steps] * before[accumulation]:
+        wrong.append(
+            f"{steps} / {accumulation} is {sampling[steps]} / {sampling[accumulation]}, not in the proportion "
+            f"{before[steps]} / {before[accumulation]}"
+        )
+    if wrong:
+        raise ValueError(
+            f"{folder} was made for {record.world_size} training processes out of one for {record.reshaped_from}, and "
+            f"goes on where that was with the same batches alone, but {'; '.join(wrong)}. per_device_train_batch_size "
+            f"x {record.world_size} training processes x {steps} has to be {before['generation_batch_size']}"
         )

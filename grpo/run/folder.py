@@ -15,14 +15,17 @@ import threading
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from grpo.job.failure import FailureRecord
 from grpo.job.launch import read_launch
 from grpo.job.signals import StopRequest
-from grpo.run.checkpoints import write_atomically
+from grpo.run.durable import write_atomically
+from grpo.run.history import RunHistory
 
 STATE_FILE = "run_state.json"
 NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
@@ -50,6 +53,8 @@ class RunState:
     """Whether the job asks to be started again."""
     can_heal: bool = True
     """False for a failure that the next start would meet again: placement, configuration, an import."""
+    respawns: tuple[str, ...] = ()
+    """Engines that died in this attempt and came back; the last ones."""
     tracker_run: str = ""
     """The id under which W&B and Trackio go on."""
     started: float = 0.0
@@ -74,8 +79,10 @@ class RunFolder:
         self._lock = self._take_lock()
         previous = read_run_state(path)
         self.previous_attempt = previous.attempt if previous else 0
+        self._history = RunHistory(path)
         given = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT")
-        self.attempt = int(given) if given else (previous.attempt + 1 if previous else 0)
+        following = max(previous.attempt + 1 if previous else 0, self._history.next_attempt())
+        self.attempt = int(given) if given else following
         self.state = RunState(
             state="running",
             why="",
@@ -112,23 +119,57 @@ class RunFolder:
 
     def release(self) -> None:
         """Let another job in. Safe to call twice."""
+        with self._updating:
+            self._history.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     # -- the state ------------------------------------------------------------------------------------------------
 
-    def update(self, **changes: Any) -> None:
-        """Change fields of the state and write it. From any thread.
+    def begin_attempt(
+        self,
+        arguments: Mapping[str, Any] | None = None,
+        topology: Mapping[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Add this attempt to `run.json`, which follows the state from now on. Asks git: may take `GIT_S`.
+
+        Args:
+            goes_on: whether it is the one that this process has begun already, if it has.
+        """
+        with self._updating:
+            weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
+            self._history.begin(
+                attempt=self.attempt,
+                job=self.job,
+                started=self._started,
+                arguments=arguments,
+                topology=topology,
+                goes_on=goes_on,
+            )
+
+    def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
+        """Change fields of the state and write it, in `run.json` too. From any thread.
 
         The first failure counts, and what stopped as asked has not failed; only another start changes either.
+
+        Args:
+            from_step: of an attempt that begins to train.
+            failure: the job's record, for `run.json`; it may come after a failure that this rank has told by itself.
         """
         with self._updating:
             over = {"failed"} if changes.get("state") != "failed" else {"failed", "stopped"}
-            if self.state.state in over and changes.get("state") != "running":
-                return
-            self.state = replace(self.state, **changes)
-            write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+            is_over = self.state.state in over and changes.get("state") != "running"
+            try:
+                if not is_over:
+                    self.state = replace(self.state, **changes)
+                    write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+            finally:
+                if not is_over or failure is not None:
+                    record = None if failure is None else failure.as_dict()
+                    self._history.follow(asdict(self.state), from_step=from_step, failure=record)
 
     def tracker_run(self, *, resumed: bool) -> str:
         """The id for W&B and Trackio: the last attempt's when this one goes on where that one was."""
@@ -153,10 +194,10 @@ class RunFolder:
 
     def stop_request(self) -> StopRequest | None:
         """What a file asks for. Two stats: cheap enough for every step."""
-        if self._person_request.exists():
-            return StopRequest(why=f"{self._person_request} was written", requeue=False)
-        if self._own_request.exists():
-            return StopRequest(why=f"{self._own_request} was written", requeue=True)
+        for path, requeue in ((self._person_request, False), (self._own_request, True)):
+            with contextlib.suppress(OSError):  # a file system that does not answer asks for nothing
+                if path.exists():
+                    return StopRequest(why=f"{path} was written", requeue=requeue)
         return None
 
     @property
@@ -220,13 +261,13 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
     previous = read_run_state(path)
     # A scheduler's job keeps its name over its attempts; without one the name holds this process's pid.
     named = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID")
-    own = (folder.job, folder.attempt), (folder.job, folder.state.started)
-    is_own = previous is not None and (
-        ((previous.job, previous.attempt) in own or (previous.job, previous.started) in own)
-        if named
-        else previous.job == folder.job
+    is_told = (
+        previous is not None
+        and (previous.state, previous.job) == ("failed", folder.job)
+        and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
     )
-    if previous is None or previous.state != "failed" or not is_own:  # else the trainer has said more
+    if not is_told:  # else the trainer has said more
+        folder.begin_attempt(goes_on=True)
         folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
     folder.release()
 

@@ -1,49 +1,45 @@
 """Training that can be stopped and goes on exactly where it was: `ResumableTrainer` stands between TRL's and ours.
 
-What TRL 1.16 and transformers 5.17 leave open here: the order of prompts after a resume (`GenerationSampler`), the
-position in the generation batch and the batch itself, the synchronised reference model, whether a checkpoint is whole,
-and a way to ask for one.
+What TRL 1.16 and transformers 5.17 leave open here: the order of prompts after a resume (`GenerationSampler`), and a
+way to ask for a checkpoint and an end. What is in a checkpoint, and whether it is whole: `saving`, `resuming`.
 """
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.utils import send_to_device
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
-from grpo.job.failure import GenerationDropped
+from grpo.job.failure import FailureRecord, GenerationDropped, JobFailed, StepFailed
 from grpo.job.job_group import JobGroup
 from grpo.job.launch import read_launch
 from grpo.job.mistakes import is_before_first_step, is_mistake, note_first_step
 from grpo.job.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
+from grpo.job.topology import NodeTopology
 from grpo.job.watch import FailureWatch
-from grpo.run.checkpoints import (
-    BYTES_PER_PARAMETER,
-    COMPLETE_FILE,
-    check_free_space,
-    check_world_size,
-    choose_checkpoint,
-    newest_complete,
-    read_complete,
-    rotate,
-    set_aside,
-    write_complete,
-)
+from grpo.run.checkpoints import CompleteRecord, check_reshaped, newest_complete
+from grpo.run.completions import plain_tool_calls
+from grpo.run.deepspeed_settings import check_deepspeed
 from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_run, record_mistake
+from grpo.run.progress import ProgressOnScreen
 from grpo.run.prompt_order import GenerationSampler
-from grpo.run.rank_state import load_own_shards, own_shards, random_states, restore_random_states
+from grpo.run.provenance import arguments_of, where_it_runs
+from grpo.run.rank_state import random_states, restore_random_states
+from grpo.run.resuming import CompleteCheckpoint, choose
+from grpo.run.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
+from grpo.run.saving import SavingTrainer, sampling_of
 from grpo.run.screen import say, what_came_of_it
-from grpo.run.trl_trainer import TRLTrainer
+from grpo.run.trackers import naming_run, open_tensorboard
 
-VISIBLE_S = 60.0  # until rank 0 sees what the others have written
+KEPT_RESPAWNS = 20
 
 
-class ResumableTrainer(TRLTrainer):
+class ResumableTrainer(SavingTrainer):
     """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
 
     `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a
@@ -51,21 +47,30 @@ class ResumableTrainer(TRLTrainer):
     """
 
     _signals: StopSignals
-    _job: JobGroup
-    _run: RunFolder | None = None
-    """On global rank 0."""
-    _stop: StopRequest | None = None
-    """What every rank has agreed on."""
-    _step_began_at: int = 0
-    """The number of the first micro-batch of this optimizer step."""
+    _sound: CompleteCheckpoint | None = None
+    """The one whose files the ranks have read last."""
+
+    def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
+        self._screen = ProgressOnScreen()
+        super().__init__(*args, callbacks=[*(callbacks or []), self._screen], **kwargs)
+        self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
 
     # -- the run folder -------------------------------------------------------------------------------------------
 
-    def open_run(self, args: TrainingArguments, signals: StopSignals, watch: FailureWatch | None = None) -> None:
+    def open_run(
+        self,
+        args: TrainingArguments,
+        signals: StopSignals,
+        watch: FailureWatch | None = None,
+        *,
+        topology: NodeTopology | None = None,
+        model: str | None = None,
+    ) -> None:
         """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
 
         Args:
             watch: where this rank has one.
+            topology: with engines; for `run.json`, as is `model`, its name.
 
         Raises:
             ValueError: another job is in the folder, or the checkpoint does not fit this job.
@@ -76,41 +81,58 @@ class ResumableTrainer(TRLTrainer):
         self._at_step_end: dict[str, Any] | None = None
 
         note_run(Path(args.output_dir), os.environ)
+        check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
+
+        hosts = self._job.texts(socket.gethostname())
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
+            named = {} if model is None else {"model_name_or_path": model}
+            self._run.begin_attempt(named | arguments_of(args), where_it_runs(read_launch(os.environ), topology, hosts))
             signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 
-        self.attempt, notes = self._job.by_rank_zero(enter)
+        self.attempt, notes = self._job.by_rank_zero(enter, tuple[int, list[str]])
         self._say(*notes)
         self._choose(args, args.resume_from_checkpoint)
 
-    def _choose(self, args: TrainingArguments, wish: str | bool | None) -> Path | None:
-        """The checkpoint to resume from. Collective; rank 0 looks."""
-
-        def choose() -> tuple[Path | None, list[str]]:
-            folder, notes = choose_checkpoint(wish, Path(args.output_dir))
-            if folder is not None:
-                check_world_size(folder, read_complete(folder), args.world_size)
-            return folder, notes
-
-        folder, notes = self._job.by_rank_zero(choose)
+    def _choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
+        """The checkpoint to resume from, every file of which is as it was written. Collective."""
+        checkpoint, notes = choose(self._job, wish, Path(args.output_dir), args.world_size, known=self._sound)
         self._say(*notes)
-        return folder
+        if checkpoint is not None:
+            check_reshaped(checkpoint.folder, checkpoint.record, sampling_of(args))
+        self._sound = checkpoint
+        return checkpoint
 
     def _say(self, *lines: str) -> None:
         if self._run is not None:  # rank 0
             say(*lines)
 
-    def record_failure(self, cause: str, *, can_heal: bool) -> None:
-        """Write `failed` into the run's state; without effect on other ranks than 0. From any thread."""
+    def record_failure(self, cause: str, *, can_heal: bool, record: FailureRecord | None = None) -> None:
+        """Write `failed` into the run's state; without effect on other ranks than 0. From any thread.
+
+        Args:
+            record: the job's, where it is known; `run.json` keeps it.
+        """
         if self._run is None:
             return
+        done = self.state.global_step if hasattr(self, "state") else 0
+        steps = {"step": done} if done else {}
         try:
-            self._run.update(state="failed", why=cause, can_heal=can_heal, requeue=False)
+            self._run.update(state="failed", why=cause, can_heal=can_heal, requeue=False, failure=record, **steps)
         except OSError as error:  # a full disk may be the cause: it must not hide it
             self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
+
+    def record_respawn(self, what: str) -> None:
+        """Say that an engine died and is back, on the screen and in the run's state."""
+        if self._run is not None:
+            step = self.state.global_step
+            self._say(what)
+            try:
+                self._run.update(respawns=(*self._run.state.respawns, f"after step {step}: {what}")[-KEPT_RESPAWNS:])
+            except OSError as error:  # all is well again, and other ranks go on
+                self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
     @contextlib.contextmanager
     def recording_failures(self, output_dir: str) -> Iterator[None]:
@@ -124,7 +146,8 @@ class ResumableTrainer(TRLTrainer):
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
                 mistake = is_mistake(error, before_first_step=is_before_first_step())
-                self.record_failure(f"{type(error).__name__}: {error}", can_heal=not mistake)
+                record = error.record if isinstance(error, JobFailed) else None
+                self.record_failure(f"{type(error).__name__}: {error}", can_heal=not mistake, record=record)
                 if mistake and self._run is None and read_launch(os.environ).rank == 0:
                     record_mistake(Path(output_dir), os.environ, error)
             raise
@@ -141,63 +164,69 @@ class ResumableTrainer(TRLTrainer):
         with self.recording_failures(self.args.output_dir):
             wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             checkpoint = self._choose(self.args, wish)
-            self._begin(checkpoint)
+            tracker_run = self._begin(checkpoint)
             self._signals.open()
-            output, resume = None, None if checkpoint is None else str(checkpoint)
+            output, resume = None, None if checkpoint is None else str(checkpoint.folder)
             try:
                 try:
-                    output = super().train(resume_from_checkpoint=resume, **kwargs)
+                    with naming_run(self.args, tracker_run):
+                        output = super().train(resume_from_checkpoint=resume, **kwargs)
                 except GenerationDropped as dropped:
                     self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
                     self._save_last_step()
+                except StepFailed:
+                    self._must_resume = True
+                    self._save_last_step()
+                    self._finish_saving()
+                    self._job.meet()  # the first rank to fail ends the others, and the checkpoint is to be complete
+                    raise
                 self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
+                self._screen.close()
                 self._signals.close()  # a second SIGTERM is no reason to fail at the end
             return output
 
-    def _begin(self, checkpoint: Path | None) -> None:
-        """Ready the run folder and ourselves for going on after `checkpoint`. Collective."""
+    def _begin(self, checkpoint: CompleteCheckpoint | None) -> str:
+        """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
         self._stop = self._at_step_end = None
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs = None
-        record = None if checkpoint is None else read_complete(checkpoint)
-        self._complete_step = first_step = 0 if record is None else record.step
-        if record is not None:
+        first_step = self._complete_step = 0 if checkpoint is None else checkpoint.record.step
+        if checkpoint is not None:
             note_first_step()
-        if record is not None and (changed := _differences(record.sampling, self._sampling())):
-            self._say(f"resuming with other settings than the checkpoint's is not exact: {changed}")
+            self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
+        if (kept := kept_limit(self.args.save_total_limit)) != self.args.save_total_limit and kept is not None:
+            self._say(f"save_total_limit {self.args.save_total_limit}: {kept} are kept, in case one is damaged")
 
         def begin() -> str:
             assert self._run is not None
-            name = f"abandoned.attempt-{self._run.previous_attempt}"
-            for folder in set_aside(self._run.path, after_step=first_step, name=name):
-                self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
+            self._clear_away(self._run, first_step)
             self._run.cut_metrics(first_step)
-            tracker_run = self._run.tracker_run(resumed=record is not None)
+            tracker_run = self._run.tracker_run(resumed=checkpoint is not None)
+            open_tensorboard(self.callback_handler.callbacks, self._run.path, tracker_run, first_step=first_step)
             self._run.update(
-                state="running", step=first_step, checkpoint=None if checkpoint is None else str(checkpoint)
+                state="running",
+                step=first_step,
+                checkpoint=None if checkpoint is None else str(checkpoint.folder),
+                from_step=first_step,
             )
             return tracker_run
 
-        tracker_run = self._job.by_rank_zero(begin)
-        os.environ.setdefault("WANDB_RUN_ID", tracker_run)  # read by wandb.init
-        os.environ.setdefault("WANDB_RESUME", "allow")
-        if self.args.run_name is None:
-            self.args.run_name = f"{Path(self.args.output_dir).name}-{tracker_run}"  # Trackio goes on by name
+        tracker_run = self._job.by_rank_zero(begin, str)
         if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
             self.add_callback(_StepEnds(self))
         if checkpoint is not None:
-            self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint}")
+            self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint.folder}")
+        return tracker_run
 
-    def _sampling(self) -> dict[str, int]:
-        return {
-            "generation_batch_size": self.args.generation_batch_size,
-            "num_generations": self.num_generations,
-            "steps_per_generation": self.args.steps_per_generation,
-            "num_iterations": self.num_iterations,
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
-            "seed": self.args.seed,
-        }
+    def _clear_away(self, run: RunFolder, first_step: int) -> None:
+        """Lay aside what other branches of the run have left, and delete what nobody can use. On rank 0."""
+        for folder in delete_partial(run.path):
+            self._say(f"{folder} was not finished by an earlier attempt: deleted")
+        for folder in set_aside(run.path, after_step=first_step, attempt=run.previous_attempt):
+            self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
+        for folder in bound_set_aside(run.path):
+            self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._sampler = GenerationSampler(
@@ -224,26 +253,19 @@ class ResumableTrainer(TRLTrainer):
         """Whether training ends before its last step because somebody asked."""
         return self._stop is not None
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # transformers deletes all but the best checkpoint here, and loads it (5.17): not before a resume.
-        limit, load_best = self.args.save_total_limit, self.args.load_best_model_at_end
-        self.args.save_total_limit = None
-        self.args.load_best_model_at_end = load_best and not self.is_stopping
-        try:
-            return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit, self.args.load_best_model_at_end = limit, load_best
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.log_completions:
+            super().log(logs, start_time)
+            return
+        with self._screen.aside(), plain_tool_calls(self._logs):  # TRL prints a table, and writes one
+            super().log(logs, start_time)
 
     # -- the end of a step ----------------------------------------------------------------------------------------
-
-    @property
-    def _steps_per_batch(self) -> int:
-        """Micro-batches that a generation batch is trained on."""
-        return self.args.steps_per_generation * self.num_iterations
 
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         note_first_step()
+        self._look_at_saving()
         before, self._step_began_at = self._step_began_at, self._step
         self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
@@ -264,6 +286,7 @@ class ResumableTrainer(TRLTrainer):
 
     def _end(self, stop: StopRequest | None) -> None:
         """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
+        self._finish_saving()
         step = self.state.global_step
         if self._run is not None:
             newest, _ = newest_complete(self._run.path)
@@ -295,60 +318,6 @@ class ResumableTrainer(TRLTrainer):
         if self._run is not None:
             self._run.release()
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that says when it is complete; older ones go only after that. Collective."""
-        begun = time.monotonic()
-        args, step = self.args, self.state.global_step
-        run_dir = Path(self._get_output_dir(trial=trial))
-        folder = run_dir / f"checkpoint-{step}"
-
-        def prepare() -> None:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (folder / COMPLETE_FILE).unlink(missing_ok=True)
-            newest, _ = newest_complete(run_dir)
-            num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
-            size = sum(read_complete(newest).files.values()) if newest else num_parameters * BYTES_PER_PARAMETER
-            check_free_space(run_dir, size)
-
-        self._job.by_rank_zero(prepare)
-        limit, args.save_total_limit = args.save_total_limit, None  # transformers deletes before all have written
-        only_model = args.save_only_model
-        args.save_only_model = only_model and self._stop is None  # a stop is meant to be resumed
-        try:
-            super()._save_checkpoint(model, trial)
-            resumable = not args.save_only_model
-        finally:
-            args.save_total_limit, args.save_only_model = limit, only_model
-        folder.mkdir(exist_ok=True)  # with save_only_model transformers makes it on rank 0 alone
-        torch.save(self._rollout_state(), folder / f"rollout_state_{args.process_index}.pt")
-        self._job.meet()
-
-        def complete() -> None:
-            deadline = time.monotonic() + VISIBLE_S
-            while missing := [r for r in range(args.world_size) if not (folder / f"rollout_state_{r}.pt").exists()]:
-                if time.monotonic() < deadline:
-                    time.sleep(0.5)  # what a network file system knows of a folder may be some seconds old
-                    continue
-                raise ValueError(
-                    f"rank 0 does not see in {folder} what ranks {missing} wrote: put output_dir on a file system that "
-                    "all nodes share"
-                )
-            write_complete(
-                folder, step=step, world_size=args.world_size, sampling=self._sampling(), resumable=resumable
-            )
-            best = self.state.best_model_checkpoint
-            rotate(run_dir, limit=limit, keep={folder, *([Path(best)] if best else [])})
-            if self._run is not None and resumable:
-                self._run.update(step=step, checkpoint=str(folder))
-
-        self._job.by_rank_zero(complete)
-        if resumable:
-            self._complete_step = step
-        self._lead.saved(begun, time.monotonic())
-        self._metrics["train"]["run/save_s"] = [self._lead.save_s]
-
     def _save_last_step(self) -> None:
         """After a generation that was dropped: the state of the last finished step. Collective."""
         if self._at_step_end is None or self._complete_step == self.state.global_step:
@@ -356,26 +325,6 @@ class ResumableTrainer(TRLTrainer):
         self._step, self._buffered_inputs = self._step_began_at, self._at_step_end["batch"]
         restore_random_states(self._at_step_end["rng"])
         self._save_checkpoint(self.model_wrapped, None)
-
-    def _rollout_state(self) -> dict[str, Any]:
-        """What this rank needs beyond transformers' own files to go on in the middle of a generation batch."""
-        state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
-        if self._step % self._steps_per_batch:
-            state["batch"] = self._buffered_inputs
-        if self.args.sync_ref_model and self.ref_model is not None:
-            state["reference"] = own_shards(self.ref_model)
-        return state
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = Path(checkpoint) / f"rollout_state_{self.args.process_index}.pt"
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self._step = self._step_began_at = state["step"]
-        self._buffered_inputs = send_to_device(state["batch"], self.args.device)
-        if state["reference"] is not None and self.ref_model is not None:
-            load_own_shards(self.ref_model, state["reference"])
 
 
 class _StepEnds(TrainerCallback):
@@ -394,5 +343,13 @@ class _StepEnds(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
-def _differences(before: dict[str, int], now: dict[str, int]) -> str:
-    return ", ".join(f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name) != now[name])
+def what_differs(record: CompleteRecord, now: dict[str, int]) -> list[str]:
+    """What to say of a resume that does not go on with the settings of the checkpoint."""
+    if record.reshaped_from is not None:
+        return [
+            f"the checkpoint was written by {record.reshaped_from} training processes and made for "
+            f"{record.world_size}: weights, moments and prompts are the same, random numbers are not (docs/resume.md)"
+        ]
+    before = record.sampling
+    changed = ", ".join(f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name) != now[name])
+    return [f"resuming with other settings than the checkpoint's is not exact: {changed}"] if changed else []

@@ -1,27 +1,54 @@
 """What a run says of itself on rank 0's screen: what runs where when it begins, what came of it when it ends."""
 
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from grpo.job.topology import NodeTopology
 
+_bar_console: Console | None = None
+
+
+def speak_above(console: Console | None) -> None:
+    """Until the next call `say` writes above the bar that is drawn on this console."""
+    global _bar_console
+    _bar_console = console
+
 
 def say(*lines: str) -> None:
-    """Beside a progress bar, not into it."""
-    for line in lines:
-        tqdm.write(f"[grpo] {line}")
-    sys.stdout.flush()
+    """Beside a progress bar, not into it. From any thread; a screen that is gone or full is no reason to fail."""
+    try:
+        for line in lines:
+            if (console := _bar_console) is not None:
+                console.print(f"[grpo] {line}", markup=False, highlight=False, soft_wrap=True)
+            elif sys.stdout is not None:  # None where the process began without one
+                tqdm.write(f"[grpo] {line}")
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            _write_to_nobody()
+    except ValueError:  # a closed file
+        sys.stdout = None  # print takes it for no screen
+
+
+def _write_to_nobody() -> None:
+    """Whoever read standard output is gone: what others print, and Python at its end, would fail as well."""
+    with open(os.devnull, "w") as nobody, contextlib.suppress(OSError, ValueError):
+        os.dup2(nobody.fileno(), sys.stdout.fileno())
 
 
 def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
     """Of this node by name, of the others by number: where the ranks train, where the engines generate."""
     nodes, engines = _count(topology.num_nodes, "node"), _count(topology.num_engines, "engine")
-    first = topology.node * topology.local_world_size
-    ranks = _span("rank", [str(rank) for rank in range(first, first + topology.local_world_size)])
+    ranks = _span("rank", [str(rank) for rank in topology.node_ranks])
     if topology.devices:
         trained_on = _span("GPU", topology.devices[: topology.local_world_size])
         served_on = _span("GPU", topology.reserved_devices)

@@ -6,6 +6,8 @@ whole or not at all. The groups here may be larger than the engine's layers, nev
 arrives and refuses a push that splits one.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -49,14 +51,18 @@ def _group(model: nn.Module, name: str, blocks: set[str]) -> str:
     return f"{parent}.*"  # may be fused with the other projections beside it
 
 
-def frozen_names(model: nn.Module) -> frozenset[str]:
+def frozen_names(model: nn.Module, *, changing: Collection[str] = ()) -> frozenset[str]:
     """Parameters of the groups in which nothing is trained: `requires_grad` is False on all of them.
+
+    Args:
+        changing: parameters that change all the same, by the adapters that are merged into them.
 
     Buffers are not among them: code that balances experts changes them while nothing is trained, and they are small, so
     they travel in every push. The parameters beside one, in a module that the engine counts together, go with it.
     """
     groups = layer_groups(model)
     travelling = {groups[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    travelling |= {groups[name] for name in changing}
     for buffer in persistent_buffers(model):
         path, _, leaf = buffer.rpartition(".")
         if leaf not in UNCOUNTED_BUFFERS:

@@ -3,6 +3,7 @@
 Imports vLLM only where the group is opened: the rest runs, and is tested, with torch alone.
 """
 
+import base64
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from grpo.weights.buckets import Bucket, described, meta_bytes, packed_places
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
+_NO_NCCL = "vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL"
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 
@@ -54,15 +56,19 @@ class NcclTransport:
             EngineError: an engine refused.
             RuntimeError: vLLM could not load NCCL here, or the workers did not come.
         """
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer import nccl_common
-        from vllm.utils.network_utils import get_open_port
 
         # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set since it was
         # imported (0.31).
         torch.cuda.set_stream(torch.cuda.current_stream())
+        try:
+            unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        except (OSError, ValueError, AttributeError) as error:  # no library, a torch without one, an older one
+            raise RuntimeError(_NO_NCCL) from error
+        # The id goes over the engines' sockets. vLLM's other way is a store on a port, from which the workers unpickle.
         info = nccl_common.NCCLWeightTransferInitInfo(
-            master_address="127.0.0.1",
-            master_port=get_open_port(),
+            nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
             rank_offset=1,
             world_size=1 + self._num_workers,
             packed=True,
@@ -80,16 +86,16 @@ class NcclTransport:
 
             answer.add_done_callback(tell)
             try:
-                self._communicator = nccl_common.trainer_init(info)
+                self._communicator = nccl_common.uid_init_process_group(
+                    unique_id, 0, info.world_size, torch.accelerator.current_device_index()
+                )
             except Exception:  # workers that failed do not come
                 if answer.done():
                     answer.result()
                 raise
-            # vLLM goes on without NCCL when it cannot load it, and its broadcasts then do nothing.
+            # VLLM_DISABLE_PYNCCL does this, and broadcasts then do nothing.
             if getattr(self._communicator, "disabled", False):
-                raise RuntimeError(
-                    "vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL"
-                )
+                raise RuntimeError(_NO_NCCL)
             answer.result()
         finally:
             pool.shutdown(wait=False)

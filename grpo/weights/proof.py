@@ -70,11 +70,17 @@ class Prover:
         """Of the mean gap in the next proof."""
         return gap_limit(self._dtype, asked=self._asked_limit, first=self.first_gap)
 
-    def prove(self, push_number: int, *, engines_work: bool) -> LogprobGap | None:
+    @property
+    def first_limit(self) -> float:
+        """Of the first push, before it is known what rounding costs."""
+        return gap_limit(self._dtype, asked=self._asked_limit, first=None)
+
+    def prove(self, push_number: int, *, engines_work: bool, limit: float | None = None) -> LogprobGap | None:
         """Score the probe on both sides.
 
         Args:
             engines_work: whether this node's engines have taken the push; if not, they are not asked.
+            limit: of the mean gap; None: the present one.
 
         Returns:
             The worst gap of this node's engines; None where none was asked.
@@ -82,23 +88,27 @@ class Prover:
         Raises:
             EngineError: an engine did not answer, or does not compute what the trainer does.
         """
-        expected = trainer_logprobs(
-            self._model, self._probe, self._autocast(), cast_lm_head_to_fp32=self._cast_lm_head_to_fp32
-        )
+        expected = self.trainer_logprobs()
         if not engines_work or not self._clients:
             return None
-        gaps = []
+        gaps, limit = [], self.limit if limit is None else limit
         for client in self._clients:
             scored = client.call("prompt_logprobs", self._timeout_s, prompts=self._probe)
             gaps.append(gap := gap_between(scored, expected))
-            if gap.mean > self.limit:
+            if gap.mean > limit:
                 first = f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else ""
                 raise client.error(
                     f"does not compute what the trainer does after push {push_number}: log-probabilities of the "
                     f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
-                    f"mean is {self.limit:.3g} for {self._dtype}{first}; vllm_max_logprob_gap sets another"
+                    f"mean is {limit:.3g} for {self._dtype}{first}; vllm_max_logprob_gap sets another"
                 )
         return max(gaps, key=lambda gap: gap.mean)
+
+    def trainer_logprobs(self) -> np.ndarray:
+        """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
+        return trainer_logprobs(
+            self._model, self._probe, self._autocast(), cast_lm_head_to_fp32=self._cast_lm_head_to_fp32
+        )
 
 
 def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[int] = ()) -> list[list[int]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo.engine.client import EngineClient, EngineError
+from grpo.timeline.recorder import Recorder
+from grpo.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
 from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport
@@ -61,6 +63,10 @@ class NodeEngines:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._on_all("finish_weight_update", [{"weight_version": weight_version} for _ in self._clients])
 
+    def take_adapter(self, number: int, policy_version: str) -> None:
+        """Not of vLLM's client: use the adapter that the update has brought."""
+        self._on_all("take_adapter", [{"number": number, "policy_version": policy_version} for _ in self._clients])
+
     def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         futures = [
@@ -84,10 +90,11 @@ class Pusher:
     bucket, and over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
 
     Args:
-        clients: the node's engines on its local main; none on every other rank.
+        clients: the node's engines on its local main, the present ones at any time; none on every other rank.
         timeout_s: deadline of one call to an engine.
         tell: told at once, from any thread, of a failure that this rank may not get to raise, because a library holds
             its main thread: an engine's refusal to open the push group, a broadcast that does not begin.
+        timeline: where both halves of a push are recorded.
     """
 
     def __init__(
@@ -99,26 +106,37 @@ class Pusher:
         tensor_parallel_size: int,
         timeout_s: float,
         tell: Callable[[EngineError], None] = lambda error: None,
+        timeline: Recorder | None = None,
     ) -> None:
         self.source = source
         self._clients = clients
+        self._backend = backend
+        self._tensor_parallel_size = tensor_parallel_size
         self._timeout_s = timeout_s
         self._tell = tell
-        self._engines = NodeEngines(clients, tensor_parallel_size=tensor_parallel_size, timeout_s=timeout_s)
-        self._transport: Transport | None = None  # on other ranks, and after `close`
-        if clients:
-            num_workers = len(clients) * tensor_parallel_size
-            self._transport = TRANSPORTS[backend](buffer_bytes=source.buffer_bytes, num_workers=num_workers)
+        self._timeline = timeline or Recorder()
+        self._num_adapters = 0
+        self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
         """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
 
+        Again when an engine of the node was replaced, all of them at rest: then with a new group for all.
+
         Raises:
             EngineError: an engine refused, on the local main.
         """
-        if self._transport is not None:
-            self._engines.on_failure = self._transport.abort
-            self._transport.open(self._engines, self._tell)
+        if not self._clients:
+            return
+        self.close()
+        self._engines = NodeEngines(
+            self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s
+        )
+        self._transport = TRANSPORTS[self._backend](
+            buffer_bytes=self.source.buffer_bytes, num_workers=len(self._clients) * self._tensor_parallel_size
+        )
+        self._engines.on_failure = self._transport.abort
+        self._transport.open(self._engines, self._tell)
 
     def push(self, version: int) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
@@ -129,10 +147,10 @@ class Pusher:
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
         """
-        begun = time.perf_counter()
+        begun = time.monotonic()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whatever stream wrote the weights last
-        self.source.meet(receives=self._transport is not None)
+        self.source.meet(receives=bool(self._clients))
         plan = self.source.plan()
         sender = None
         if self._transport is not None:
@@ -151,6 +169,7 @@ class Pusher:
                     sender.send(buffer, bucket)
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
+            gathered = time.monotonic()
             error = None if sender is None else sender.finish(lambda: self._finish(version))
         except BaseException as broken:  # an interrupted notebook cell, too
             if sender is not None:
@@ -160,10 +179,13 @@ class Pusher:
             self.source.end_push()
             if self._transport is not None:
                 self._transport.end()
+        self._timeline.add(PUSH_GATHER, begun, gathered, "push")
+        if sender is not None:
+            self._timeline.add(PUSH_SEND, begun, time.monotonic(), "push: send", bytes=plan.num_bytes)
         if error is None:
             self.source.mark_sent()
         report = PushReport(
-            total_s=time.perf_counter() - begun,
+            total_s=time.monotonic() - begun,
             gather_s=gather_s,
             send_s=0.0 if sender is None else sender.busy_s,
             num_bytes=0 if sender is None else plan.num_bytes,
@@ -172,6 +194,9 @@ class Pusher:
 
     def _finish(self, version: int) -> None:
         self._engines.finish_weight_update(str(version))
+        if self.source.has_adapters:
+            self._num_adapters += 1
+            self._engines.take_adapter(self._num_adapters, str(version))
         for client in self._clients:
             if not client.call("reset_prefix_cache", self._timeout_s):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo.job.wire import Wire
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobGap:
+class LogprobGap(Wire):
     """Absolute differences of log-probabilities over the probe, in nats."""
 
     mean: float
@@ -13,7 +15,7 @@ class LogprobGap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
+class PushReport(Wire):
     """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
 
     total_s: float

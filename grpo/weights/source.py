@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,11 @@ from torch import nn
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, make_buckets, meta_bytes, packed_bytes
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.layers import frozen_names, persistent_buffers
-from grpo.weights.names import conversion_units
+from grpo.weights.names import conversion_units, some
 from grpo.weights.wire_format import StackedExperts, WireFormat
+
+if TYPE_CHECKING:
+    from grpo.weights.adapters import LayerAdapter, Lora  # needs PEFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,9 @@ class GatheredSource:
     plan in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered; nor are buffers, which are
     whole on every rank.
 
+    Adapters travel beside the weights, B with its scale, under PEFT's names; or merged into the weights that they
+    change.
+
     A tied weight comes once, under its first name. Experts that transformers holds fused in memory come as they are
     where the engine said so (`adopt`), or split, as `save_pretrained` writes them
     (`transformers.core_model_loading.revert_weight_conversion`).
@@ -62,14 +69,26 @@ class GatheredSource:
         model: the unwrapped transformers model.
         wire_dtype: dtype in which floating-point tensors travel: the engine's, but for what `adopt` says.
         bucket_bytes: upper size of a bucket as it travels; a larger parameter is a bucket of its own.
+        lora: the adapters of a model that PEFT has wrapped, of which `model` is the base.
     """
 
-    def __init__(self, model: nn.Module, *, wire_dtype: torch.dtype, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, wire_dtype: torch.dtype, bucket_bytes: int, lora: "Lora | None" = None
+    ) -> None:
         self._model = model
+        self._lora = lora
         self._wire_dtype = wire_dtype
         self._asked_bytes = bucket_bytes
-        self._tensors = _travelling(model)
-        self._described = self._describe_units()
+        with self._plain_model():  # transformers walks over all modules for each name: twice as many with PEFT's
+            self._tensors = _travelling(model)
+            self._described = self._describe_units()
+        self._scales: dict[str, float] = {}  # by the name under which an adapter's B travels
+        self._adapter_of: dict[str, LayerAdapter] = {}  # by the weight into which it is merged
+        self._adapters: list[_Unit] = []  # what of adapters travels by itself
+        if lora is not None and lora.merges:
+            self._merge(lora.layers())
+        elif lora is not None:
+            self._adapters = [unit for layer in lora.layers() for unit in self._units_of(layer)]
         self._gather: ShardGather | None = None
         self._group: dist.ProcessGroup | None = None
         self.adopt(WireFormat())
@@ -81,7 +100,7 @@ class GatheredSource:
             _in_format(unit, wire_format)
             for unit in self._described
             if not computed.issuperset(meta.name for meta in unit.metas)
-        ]
+        ] + self._adapters
         total = sum(packed_bytes(unit.metas) for unit in self._units)
         self._bucket_bytes = bucket_limit(self._asked_bytes, total)
         self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
@@ -91,7 +110,7 @@ class GatheredSource:
 
     @property
     def checkpoint_metas(self) -> list[ParamMeta]:
-        """All that there is, under the checkpoint's names, experts one by one, in the wire dtype."""
+        """All weights that there are, under the checkpoint's names, experts one by one, in the wire dtype."""
         return [meta for unit in self._described for meta in unit.metas]
 
     @property
@@ -117,7 +136,7 @@ class GatheredSource:
 
     def plan(self) -> PushPlan:
         """The next push: everything, but for layers of which nothing is trained and which the engines have already."""
-        left = frozen_names(self._model) & self._sent
+        left = self._frozen() & self._sent
         if left not in self._plans:
             units = [unit for unit in self._units if not left.issuperset(unit.names)]
             cuts = make_buckets([packed_bytes(unit.metas) for unit in units], self._bucket_bytes)
@@ -129,12 +148,58 @@ class GatheredSource:
             )
         return self._plans[left]
 
+    def elements_converted(self, bucket: Bucket) -> int:
+        """Of the tensors in a bucket that do not travel as they are: taken apart, or merged with adapters."""
+        return sum(whole_shape(t).numel() for name, t in bucket.parameters if name not in self._as_they_are)
+
     def mark_sent(self) -> None:
         """Say that a push of the last plan has reached the engines.
 
         What is trained now may change before it is frozen, and travels once more then.
         """
-        self._sent = frozen_names(self._model)
+        self._sent = self._frozen()
+
+    def forget_sent(self) -> None:
+        """Say that engines have come which have nothing; on every rank."""
+        self._sent = frozenset()
+
+    def _frozen(self) -> frozenset[str]:
+        with self._plain_model():
+            return frozen_names(self._model, changing=self._adapter_of.keys())
+
+    def _plain_model(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._lora is None else self._lora.unwrapped()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters travel by themselves."""
+        return bool(self._adapters)
+
+    def _units_of(self, layer: "LayerAdapter") -> list[_Unit]:
+        """An adapter's matrices as they travel by themselves."""
+        units = []
+        for part, tensor in layer.parts.items():
+            name = layer.name_of(part)
+            self._tensors[name] = tensor
+            meta = ParamMeta(name, self._dtype_of(tensor), tuple(whole_shape(tensor)))
+            units.append(_Unit(names=(name,), metas=(meta,), as_it_is=True))
+            if part.startswith("lora_B"):
+                self._scales[name] = layer.scale
+        return units
+
+    def _merge(self, layers: Sequence["LayerAdapter"]) -> None:
+        """Let each adapter come with the weight that it changes."""
+        self._adapter_of = {layer.weight: layer for layer in layers}
+        lonely = {*self._adapter_of}
+        for index, unit in enumerate(self._described):
+            if (layer := self._adapter_of.get(unit.names[0])) is None:
+                continue
+            lonely.remove(layer.weight)
+            parts = {layer.name_of(part): tensor for part, tensor in layer.parts.items()}
+            self._tensors |= parts
+            self._described[index] = replace(unit, names=(*unit.names, *parts), as_it_is=False)
+        if lonely:
+            raise ValueError(f"adapters of {some(sorted(lonely))} have no weight of their own to be merged into")
 
     def _bucket(self, units: Sequence[_Unit]) -> Bucket:
         return Bucket(
@@ -247,10 +312,16 @@ class GatheredSource:
 
     def _convert(self, bucket: Bucket, wholes: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         to_convert = {name: whole for name, whole in wholes.items() if name not in self._as_they_are}
+        for weight in self._adapter_of.keys() & wholes.keys():
+            layer = self._adapter_of[weight]
+            parts = {part: to_convert.pop(layer.name_of(part)) for part in layer.parts}
+            to_convert[weight] = layer.merged(wholes[weight], parts)
         converted = self._to_checkpoint(to_convert) if to_convert else {}
         for meta, place in zip(bucket.metas, places, strict=True):
             if meta.name in converted:
                 place.copy_(converted[meta.name])
+            if (scale := self._scales.get(meta.name)) is not None:
+                place.mul_(scale)
 
 
 def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:

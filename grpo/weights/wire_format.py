@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.engine.client import EngineClient
+from grpo.job.wire import Wire
 from grpo.weights.buckets import ParamMeta, described
 
 
@@ -23,7 +24,7 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireFormat:
+class WireFormat(Wire):
     """The engines' answer."""
 
     dtypes: dict[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
 from grpo.weights.completeness import IncompletePushError, incomplete_layers, unreached_tensors, unsent_names
 from grpo.weights.destinations import (
     Destination,
@@ -106,14 +107,15 @@ class CountedReload(WeightTransferEngine):
         asked = question["metas"]
         dtypes = {name: getattr(torch, each) for name, each in zip(asked["names"], asked["dtype_names"], strict=True)}
         metas = {name: (dtypes[name], shape) for name, shape in zip(asked["names"], asked["shapes"], strict=True)}
-        initialize_layerwise_reload(self.model)
-        try:
-            arrivals = arrivals_of(self.model, metas, question["buffers"])
-            held = held_dtypes(arrivals, dtypes)
-            loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
-        finally:
-            with _without_warnings():
-                finalize_layerwise_reload(self.model, self.model_config)
+        with without_adapters(self.model):
+            initialize_layerwise_reload(self.model)
+            try:
+                arrivals = arrivals_of(self.model, metas, question["buffers"])
+                held = held_dtypes(arrivals, dtypes)
+                loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
+            finally:
+                with _without_warnings():
+                    finalize_layerwise_reload(self.model, self.model_config)
         self._whole_experts = {name: each for name, each in loads.items() if each is not None}
         self._parts = {each["name"]: list(itertools.chain(*each["parts"])) for each in question["experts"]}
         return {
@@ -126,6 +128,14 @@ class CountedReload(WeightTransferEngine):
         self._received: set[str] = set()
         self._held: set[str] = set()
         self._filled: set[str] = set()  # paths of the engine's tensors
+        self._adapter: dict[str, torch.Tensor] = {}
+        self._reload = contextlib.ExitStack()
+        self._reloads = False
+
+    def _begin_reload(self) -> None:
+        """With the first weight that comes: a push of adapters alone walks over no layer."""
+        self._reloads = True
+        self._reload.enter_context(without_adapters(self.model))
         initialize_layerwise_reload(self.model)
         self._places = destinations(self.model)
         self._watched = WatchedLoaders(self.model, self._watch)
@@ -144,7 +154,14 @@ class CountedReload(WeightTransferEngine):
         return watched
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load what one update brings: experts that came whole part by part, all else through the model's own way."""
+        """Load what one update brings: experts that came whole part by part, all else through the model's own way.
+
+        Adapters are laid aside for `take_adapter`.
+        """
+        self._adapter |= {name: weight.clone() for name, weight in weights if is_adapters(name)}
+        weights = [(name, weight) for name, weight in weights if not is_adapters(name)]
+        if weights and not self._reloads:
+            self._begin_reload()
         for name, weight in weights:
             if loads := self._whole_experts.get(name):
                 for each, part in zip(loads, weight.chunk(len(loads), dim=1), strict=True):
@@ -161,16 +178,27 @@ class CountedReload(WeightTransferEngine):
             IncompletePushError: a layer did not get all of its elements, or a tensor has never been filled by a push;
                 names the layers and what is missing.
         """
+        received = {name for name in self._received if not is_adapters(name)}
         reached = self._reached | self._filled
-        lines = incomplete_layers(self.model, tied=self._tied, received=self._received, pushed_before=bool(self._known))
-        layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
-        for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
-            if line.partition(": ")[0].rpartition(".")[0] not in layers:
-                lines.append(line)
+        lines = self._incomplete(received, reached) if self._reloads else []
         lines += unsent_names(known=self._known, received=self._received, held=self._held)
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
             raise IncompletePushError(f"the push is incomplete in {len(lines)} places: {shown}")
+        if self._reloads:
+            self._finish_reload()
+        self._known |= self._received
+        self._reached = reached
+
+    def _incomplete(self, received: set[str], reached: Collection[str]) -> list[str]:
+        lines = incomplete_layers(self.model, tied=self._tied, received=received, pushed_before=bool(self._known))
+        layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
+        for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
+            if line.partition(": ")[0].rpartition(".")[0] not in layers:
+                lines.append(line)
+        return lines
+
+    def _finish_reload(self) -> None:
         reloaded = {
             layer
             for layer in self.model.modules()
@@ -178,13 +206,17 @@ class CountedReload(WeightTransferEngine):
         }
         with _without_warnings():
             finalize_layerwise_reload(self.model, self.model_config)
-        assert self._watched is not None, "finish_weight_update before start_weight_update"
+        assert self._watched is not None, "a reload ends before it begins"
         self._watched.remove()
         if self.device.type == "cpu":
             refresh_packed_weights(self.model, reloaded)
         self._places = ()
-        self._known |= self._received
-        self._reached = reached
+        self._reload.close()
+
+    def take_adapter(self, lora_manager: Any, number: int) -> None:
+        """Use the adapter that the last push has brought."""
+        take_adapter(lora_manager, number, self._adapter, self.device)
+        self._adapter = {}
 
     def note_received(self, names: list[str], held: list[str]) -> None:
         """Record what one update brings; a name that comes twice would make the count believe in a full layer."""
@@ -208,9 +240,13 @@ class AskedWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`): vLLM's weight transfer has no call that answers."""
 
     weight_transfer_engine: CountedReload
+    model_runner: Any
 
     def grpo_wire_format(self, question: dict[str, Any]) -> dict[str, Any]:
         return self.weight_transfer_engine.wire_format(question)
+
+    def grpo_take_adapter(self, number: int) -> None:
+        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number)
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
@@ -219,6 +255,8 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
     update_info_cls = NCCLUpdateInfo
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        if self.model_update_group is not None:  # the trainer opens a new one, for another engine has been replaced
+            self.model_update_group.destroy()
         super().init_transfer_engine(init_info)
         # vLLM goes on without NCCL when it cannot load it; a push would then "receive" uninitialised memory.
         if getattr(self.model_update_group, "disabled", False):

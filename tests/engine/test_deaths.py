@@ -16,14 +16,15 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo.engine.client import EngineClient, EngineError
+from grpo.engine.client import EngineClient, EngineDied, EngineError
 from grpo.engine.environment import engine_environment
-from grpo.engine.lifetime import session_members
 from grpo.engine.messages import EngineSpec
+from grpo.job.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
 from tests.contract import CONTRACT_S, inner_process
-from tests.launching import ROOT, kill, orphaned_shared_memory, wait_gone
+from tests.launching import ROOT, kill, wait_gone
+from tests.left_over import orphaned_shared_memory
 
 START_S = 240  # 12 s alone
 MAX_TOKENS = 3000
@@ -46,20 +47,20 @@ def engine_spec(model: Path, **engine_args: Any) -> EngineSpec:
 
 @contextlib.contextmanager
 def started(
-    spec: EngineSpec, folder: Path, on_death: Callable[[EngineError], None] | None = None
+    spec: EngineSpec, folder: Path, on_death: Callable[[EngineError], None] | None = None, **more: Any
 ) -> Iterator[EngineClient]:
     """Nothing of it is there afterwards."""
     environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
     before = orphaned_shared_memory()
     client = EngineClient(
-        spec, name="the engine", environment=environment, log_path=folder / "engine.log", on_death=on_death
+        spec, name="the engine", environment=environment, log_path=folder / "engine.log", on_death=on_death, **more
     )
     try:
         yield client
     finally:
         client.close()
     assert not session_members(client.pid)
-    assert not client._private_folder.exists()
+    assert not client.private_folder.exists()
     until(lambda: not orphaned_shared_memory() - before, CONTRACT_S, "shared memory is left")
 
 
@@ -99,8 +100,7 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
             until(lambda: bool(client._calls), CONTRACT_S, "nothing was asked")
             assert not deaths
             kill(inner.pid)
-            with pytest.raises(EngineError, match="engine process died"):
-                pool.collect(batch, CONTRACT_S)
+            assert pool.collect(batch, CONTRACT_S) is None
             with pytest.raises(EngineError, match="engine process died"):
                 call.result(CONTRACT_S)
         with pytest.raises(EngineError, match="engine process died"):
@@ -116,6 +116,28 @@ def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path
         kill(client.pid)
         with pytest.raises(EngineError, match="the engine was killed by signal 9"):
             client.wait_ready(CONTRACT_S)
+
+
+def test_an_engine_with_a_stopped_process_is_ended_and_one_that_is_held_for_a_while_is_not(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    deaths: list[EngineError] = []
+    with started(engine_spec(tiny_model), tmp_path, deaths.append, stopped_timeout_s=6.0) as client:
+        until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
+        process = psutil.Process(client.pid)
+        process.suspend()
+        time.sleep(3.0)
+        process.resume()
+        client.wait_ready(START_S)
+        assert not deaths
+        inner = inner_process(client.pid)
+        inner.suspend()
+        began = time.monotonic()
+        with pytest.raises(EngineDied, match=rf"its process {inner.pid} was stopped \(SIGSTOP\?\) for 6 s"):
+            client.call("weight_version", CONTRACT_S)
+        assert time.monotonic() - began < CONTRACT_S
+        until(lambda: len(deaths) == 1, CONTRACT_S, "nobody was told")
+        assert not session_members(client.pid)
 
 
 def test_a_host_whose_log_is_gone_is_missed_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
@@ -147,7 +169,7 @@ from grpo.engine.messages import EngineSpec
 spec, folder = EngineSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
 environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
 client = EngineClient(spec, name="it", environment=environment, log_path=folder / "engine.log")
-print(client.pid, client._private_folder, flush=True)
+print(client.pid, client.private_folder, flush=True)
 client.wait_ready({START_S})
 """
 

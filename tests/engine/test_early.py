@@ -11,7 +11,7 @@ import pytest
 from grpo.engine import early
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
-from grpo.engine.lifetime import session_members
+from grpo.job.sessions import session_members
 from tests.contract import CONTRACT_S
 from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
 from tests.launching import ROOT

@@ -1,36 +1,21 @@
 """One real engine, and a model beside it in this process: pushes that are right, wrong, and incomplete."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo import GRPOConfig
-from grpo.engine.lifetime import session_members
-from grpo.engine.starting import StartingEngines
-from grpo.engine_settings import EngineModel, engine_spec
 from grpo.job.failure import JobFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.topology import read_topology
-from grpo.job.watch import FailureWatch
-from grpo.local_vllm import LocalVLLM, TrainedModel
+from grpo.job.sessions import session_members
+from grpo.local_vllm import LocalVLLM
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat
+from tests.engine.beside_model import PROMPTS, Progress, sampled_gap, started
 from tests.tiny_models import save_tiny_model
-
-
-class Progress:
-    """The optimizer step, as a test wants it."""
-
-    step = 0
-    mode = "train"
-
-    def __call__(self) -> tuple[int, str]:
-        return self.step, self.mode
 
 
 @pytest.fixture(scope="module")
@@ -41,46 +26,6 @@ def progress() -> Progress:
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-
-
-@contextlib.contextmanager
-def started(
-    tiny_model: Path,
-    model: torch.nn.Module,
-    progress: Progress,
-    output_dir: Path,
-    dtype: torch.dtype = torch.float32,
-    max_gap: float | None = None,
-) -> Iterator[LocalVLLM]:
-    args = GRPOConfig(
-        output_dir=str(output_dir),
-        use_cpu=True,
-        bf16=False,
-        max_completion_length=12,
-        vllm_max_model_length=48,
-        vllm_sync_bucket_mb=1,
-        vllm_max_logprob_gap=max_gap,
-        vllm_engine_kwargs={"enforce_eager": True, "max_num_batched_tokens": 64},
-        report_to="none",
-    )
-    topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
-    engine_model = EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=dtype)
-    watch = FailureWatch(None, node=0, rank=0, host="here", local_pids={})
-    engines = StartingEngines(
-        engine_spec(args, engine_model, topology),
-        topology,
-        watch,
-        log_folder=output_dir / "logs",
-        attempt=0,
-        timeout_s=args.vllm_start_timeout,
-    )
-    trained = TrainedModel(model=model, engine_model=engine_model)
-    local = LocalVLLM(args, engines, trained, NodeGroups(topology, max_wait_s=60), watch, progress)
-    yield local
-    local.close()
-    for client in engines.clients:
-        assert not session_members(client.pid)
-        assert not client._private_folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +49,6 @@ def disturb(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-
-
-def sampled_gap(model: torch.nn.Module, prompts: list[list[int]], completions: list, logprobs: list) -> float:
-    """Largest difference between the engine's log-probabilities of its samples and a forward of the model."""
-    worst = 0.0
-    for prompt, completion, engine in zip(prompts, completions, logprobs, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        ours = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
-        worst = max(worst, (ours - torch.tensor(engine).squeeze(-1)).abs().max().item())
-    return worst
-
-
-PROMPTS = [[5, 6, 7]] * 3 + [[8, 9]] * 2 + [[5, 6, 7, 8, 9, 10]]
 
 
 def test_pushes_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.Module, progress: Progress) -> None:
@@ -161,9 +92,13 @@ def test_prompts_that_do_not_fit_one_step(local: LocalVLLM, model: torch.nn.Modu
 
 def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
     assert local.generate([], None, 1)[1] == []
-    with pytest.raises(JobFailed, match=r"row 1 .*48"):
-        local.generate([[5, 6], [5] * 48], None, 1)
+    _, completions, logprobs, _ = local.generate([[5, 6], [5] * 48], None, 1)
+    assert local.refused_rows == [False, True]
+    assert (len(completions[0]) > 1, completions[1]) == (True, [0])
+    ((logprob,),) = logprobs[1]
+    assert np.isnan(logprob)
     _, completions, _, _ = local.generate([[5] * 46], None, 1)
+    assert local.refused_rows is None
     assert len(completions[0]) <= 2  # cut at the engine's length
 
 
@@ -276,7 +211,7 @@ def test_a_router_keeps_float32_in_a_bfloat16_engine(tmp_path: Path) -> None:
             assert local.last_push.gap is not None
             assert local.last_push.gap.mean < 0.01
         assert local._serving is not None
-        source = local._serving.pusher.source
+        source = local._serving.delivery._pusher.source
         in_float32 = {meta.name for meta in source.plan().metas if meta.dtype == torch.float32}
         router = ("weight", "e_score_correction_bias")
         assert in_float32 == {f"model.layers.{layer}.mlp.gate.{name}" for layer in range(2) for name in router}

@@ -55,7 +55,9 @@ def by_torchrun(script: list[str], *, gpus: int, reserved: int) -> Callable[[int
     return lambda _: [*launcher, "--master_addr=127.0.0.1", f"--master_port={free_port()}", *script]
 
 
-def tiny_script(model: Path, out: Path, *, hold: str = "", **config: Any) -> list[str]:
+def tiny_script(
+    model: Path, out: Path, *, hold: str = "", lora: dict[str, Any] | None = None, **config: Any
+) -> list[str]:
     """`tests/jobs/tiny_job.py` with these settings: three steps in bf16, several buckets a push."""
     settings = {"use_cpu": False, "bf16": True, "vllm_gpu_memory_utilization": 0.2, **config}
     if rehearsed():
@@ -63,7 +65,7 @@ def tiny_script(model: Path, out: Path, *, hold: str = "", **config: Any) -> lis
         del settings["vllm_gpu_memory_utilization"]
         settings |= {"use_cpu": True, "bf16": False, "vllm_sync_backend": "shm"}
         settings["vllm_engines_per_node"] = reserved // settings.get("vllm_tensor_parallel_size", 1)
-    return tiny_job_script(model, out, config=settings, hold=hold)
+    return tiny_job_script(model, out, config=settings, hold=hold, **({} if lora is None else {"lora": lora}))
 
 
 def save_model(family: str, folder: Path) -> Path:

@@ -151,6 +151,7 @@ class SameShapes:
         self._plan = SimpleNamespace(buckets=tuple(buckets), held=(), num_bytes=count * self.buffer_bytes)
         self.most_bytes = 0
         self._device = device
+        self.has_adapters = False
 
     def plan(self) -> Any:
         return self._plan

@@ -57,6 +57,20 @@ def test_one_gpu_trains_and_one_generates(backend: str, tmp_path: Path, figure: 
     figure("largest mean gap", largest_gap(steps), "nats")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "shm"])
+def test_adapters_travel_alone(backend: str, tmp_path: Path, figure: Figure) -> None:
+    """vLLM's kernels for GPUs, in graphs that were captured before any adapter came; the trial is a part of it."""
+    model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    script = tiny_script(model, out, lora=lora, vllm_reserved_gpus=1, vllm_sync_backend=backend, vllm_engine_kwargs={})
+    job = launch(one_rank(script), out)
+    steps = finish(job)
+    assert "adapters alone" in job.output()
+    figure("largest mean gap", largest_gap(steps), "nats")
+    figure("pushed", steps[-1]["push/bytes"] / 1e3, "KB")
+    figure("push", steps[-1]["push/total_s"], "s")
+
+
 def test_model_runners_v1_and_v2_sample_and_score_alike(tmp_path: Path, figure: Figure) -> None:
     """vLLM takes model runner V2 on GPUs, V1 on CPUs, where everything else was seen. Twice V2, once V1, same seeds.
 
@@ -109,9 +123,9 @@ def test_an_engine_that_is_killed_in_a_push_ends_the_job(
     hold: str, target: str, tmp_path: Path, figure: Figure
 ) -> None:
     """The trainer sits in `ncclBroadcast`, the push group's first in the first push, while its abort comes from another
-    thread: the job must still end with the engine's record, and leave nothing."""
+    thread: the job, which may not start another one, must still end with the engine's record, and leave nothing."""
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
-    job = launch(one_rank(tiny_script(model, out, vllm_reserved_gpus=1, hold=hold)), out)
+    job = launch(one_rank(tiny_script(model, out, vllm_reserved_gpus=1, vllm_max_respawns=0, hold=hold)), out)
     try:
         job.wait_for(f"at-{hold}", 300)
         time.sleep(1.0)  # the updates are held on their way to the engine; the broadcast waits already

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from grpo.job import process_groups
 from grpo.job.agreement import agree_on_topology
+from grpo.job.failure import JobFailed
 from grpo.job.job_group import JobGroup
 from grpo.job.node_groups import NodeGroups
 from grpo.job.process_groups import new_gloo_groups
@@ -38,10 +39,19 @@ with watch.guard():
     groups = NodeGroups(topology, max_wait_s=100, watch=watch)
     found = {
         "largest": job.largest(rank),
-        "gathered": groups.all_gather(rank),
-        "exchanged": groups.exchange(watch, None, rank * 10),
+        "gathered": groups.all_gather(str(rank)),
+        "exchanged": groups.exchange(watch, None, rank * 10, int),
+        "decided": job.by_rank_zero(lambda: (rank + 7, [rank, None]), tuple[int, list[int | None]]),
         "bound": dist.group.WORLD.bound_device_id == device,
     }
+
+    def refuse() -> None:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")  # pickle cannot carry every error
+
+    try:
+        job.by_rank_zero(refuse)
+    except (UnicodeDecodeError, JobFailed) as error:
+        found["refused"] = [type(error).__name__, str(error)]
     try:
         dist.new_group([0])  # the trap is set
         found["sprung"] = False

@@ -10,9 +10,11 @@ import os
 import sys
 from pathlib import Path
 
+from grpo import GRPOConfig, GRPOTrainer  # first: it imports what others import, in less time
+
+# isort: split
 from datasets import Dataset
 
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.job import topology
 
 settings = json.loads(Path(sys.argv[1]).read_text())

@@ -1,8 +1,8 @@
 """A training job without an engine that is stopped, killed and resumed: TRL's transformers generation, 2 ranks, ZeRO-3.
 
 `python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, and steps: `signal_at`, at
-which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank 1 is killed. Writes the weights that it ends with, and
-what every reward saw.
+which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank 1 is killed. Writes the weights that it ends with (with
+`states`, master weights and moments too), and what every reward saw; rewards are random in part, but for `noise` false.
 """
 
 import hashlib
@@ -14,11 +14,14 @@ import sys
 import warnings
 from pathlib import Path
 
+from grpo import GRPOConfig, GRPOTrainer  # first: it imports what others import, in less time
+
+# isort: split
 import deepspeed
 import torch
 from datasets import Dataset
-
-from grpo import GRPOConfig, GRPOTrainer
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from peft import LoraConfig
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 settings = json.loads(Path(sys.argv[1]).read_text())
@@ -33,7 +36,8 @@ def reward(completion_ids, **kwargs):
             lines.write(json.dumps({"step": step, "prompts": kwargs["prompts"], "completions": completion_ids}) + "\n")
     if step == settings.get("signal_at") and rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-    return [sum(ids) % 7 + random.random() for ids in completion_ids]  # Python's random numbers resume, too
+    noise = settings.get("noise", True)
+    return [sum(ids) % 7 + noise * random.random() for ids in completion_ids]  # Python's random numbers resume, too
 
 
 class Trainer(GRPOTrainer):
@@ -45,6 +49,7 @@ class Trainer(GRPOTrainer):
 
 trainer = Trainer(
     model=settings["model"],
+    peft_config=LoraConfig(**settings["lora"]) if "lora" in settings else None,
     reward_funcs=reward,
     args=GRPOConfig(
         **{
@@ -72,6 +77,13 @@ with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
     ).hexdigest()
 if rank == 0:
     (out / "weights").write_text(digest)
+if settings.get("states"):
+    states = {}
+    for name, parameter in trainer.model.named_parameters():
+        moments = [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+        states[name] = [safe_get_full_fp32_param(parameter), *moments]
+    if rank == 0:
+        torch.save(states, out / "states.pt")
 trainer.save_model(str(out / "final"))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

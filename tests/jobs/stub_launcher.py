@@ -13,6 +13,7 @@ as `grpo launch` does after such an end.
     vanish     dies without a word
     progress   completes a newer checkpoint, then dies without a word
     lopsided   node 1 dies, node 0 waits until it is ended
+    silent     node 1 says and hears nothing more, and node 0 says so
 """
 
 import argparse
@@ -25,11 +26,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo.job.failure import FailureRecord
 from grpo.launch import attempt, command, next_attempt
 from grpo.launch.agent import Ending
 from grpo.run.folder import RunFolder, note_run
 
-SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NODELIST")
+SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NODES = 2
 PATIENCE_S = 60.0
@@ -56,8 +58,8 @@ class Stub:
         self.args = args
         self.output_dir: Path = args.output_dir
         self.node = int(os.environ.get("SLURM_NODEID") or args.node_rank)
-        restarts = os.environ.get("SLURM_RESTART_COUNT")
-        self.number = int(restarts or len(list(self.output_dir.glob(f"launched.*.{self.node}.json"))))
+        before = len(list(self.output_dir.glob(f"launched.*.{self.node}.json")))  # of another job, too
+        self.number = max(before, int(os.environ.get("GRPO_ATTEMPT") or 0))
         self.launcher: attempt.Attempt | None = None
         self.asked = self.terminated = False
 
@@ -98,6 +100,8 @@ class Stub:
             (checkpoint / "complete.json").write_text("{}")
         if word in ("vanish", "progress") or (word == "lopsided" and run is None):
             return False
+        if word == "silent" and run is None:
+            wait_until(lambda: False, "an end by SIGKILL")
         if run is None:
             wait_until(lambda: next_attempt.read_state(self.output_dir, is_own) is not None, "rank 0's end")
             return word in ("finish", "wait")
@@ -114,6 +118,9 @@ class Stub:
                 wait_until(lambda: False, "an interrupt")
             case "heal":
                 run.update(state="failed", why="a node has lost its network", step=3)
+            case "silent":
+                lost = FailureRecord(node=1, rank=7, host="n1", phase="train", cause="the node has not been heard of")
+                run.update(state="failed", why=str(lost))
             case "hopeless":
                 run.update(state="failed", why="28 training processes were asked for, 24 fit", can_heal=False)
             case _:

@@ -1,26 +1,31 @@
 """A training job for the tests, launched as users launch theirs; no `__main__` guard, on purpose.
 
-`python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `hold` names what to slow down so that
-a test can strike in the middle of it: "push", "train", or "generation-2", the one after two optimizer steps, which goes
-on when the test writes `<output_dir>/go-on`. Writes `<output_dir>/ranks/<rank>.json` with pids, and
-`<output_dir>/at-<phase>` files when a phase is entered.
+`python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
+names what to slow down so that a test can strike in the middle of it: "push", "train", or "generation-2", the one
+after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. Writes
+`<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase is entered.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+from grpo import GRPOConfig, GRPOTrainer  # first, as in `train.py`: it imports what others import, in less time
+
+# isort: split
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo import GRPOConfig, GRPOTrainer
 from grpo.engine.client import EngineClient
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.bound_group import bind_default_group
+from tests.contract import inner_process
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 out = Path(settings["config"]["output_dir"])
@@ -44,10 +49,23 @@ def reward(prompts, completions, completion_ids, **kwargs):
         lines.write(json.dumps(row) + "\n")
     if hold == "reward-error" and rank == 1:
         raise ZeroDivisionError("a reward of the user's went wrong")
+    for engine in trainer._local.engines.clients if trainer._local is not None else ():
+        strike("reward", engine)
     if hold == "train" and trainer.state.global_step >= 1:
         mark("train")
         time.sleep(600)
     return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+strikes = {(phase, step): target for phase, step, target in settings.get("strikes", [])}
+
+
+def strike(phase: str, engine: EngineClient) -> None:
+    """Kill the engine, or vLLM's process inside, if that is to be done here."""
+    target = strikes.pop((phase, trainer.state.global_step), None)
+    if target is not None:
+        pid = engine.pid if target == "host" else inner_process(engine.pid).pid
+        os.kill(pid, signal.SIGKILL)
 
 
 class HeldEngine(EngineClient):
@@ -68,13 +86,15 @@ class HeldEngine(EngineClient):
         if hold == f"generation-{step}":
             mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
             until_told_to_go_on()
-        return super().submit(sample)
+        super().submit(sample)
+        strike("generate", self)
 
     def call(self, method, timeout_s, **kwargs):
         is_held = hold == "first-push" or (hold == "push" and trainer.state.global_step >= 1)
         if method == "update_weights" and is_held:
             mark(hold)
             time.sleep(4)
+        strike(method, self)
         return super().call(method, timeout_s, **kwargs)
 
 
@@ -119,8 +139,12 @@ model, tokenizer = settings["model"], None
 if settings["as_object"]:
     model = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
+peft_config = LoraConfig(**settings["lora"]) if "lora" in settings else None
+if peft_config is not None and settings.get("wrapped"):
+    model, peft_config = get_peft_model(model, peft_config), None
 trainer = Trainer(
     model=model,
+    peft_config=peft_config,
     processing_class=tokenizer,
     reward_funcs=reward,
     args=config,

@@ -2,9 +2,10 @@
 torchrun.
 
 `python zero_memory_job.py SETTINGS.json`, a list of cases: `ranks`, how many of the job's take part; `model`, a
-configuration's folder; `deepspeed`, its configuration; `sequences`, `tokens`, `checkpointing`, `tile_columns` of a
-micro-batch; `bucket_bytes` and `wire` of a push; `defaults` to report; `out`, a folder for `<rank>.json`. A case has a
-process of its own, forked when all is imported: nothing of the one before is alive in it.
+configuration's folder; `lora`, settings of adapters, or null; `deepspeed`, its configuration; `sequences`, `tokens`,
+`checkpointing`, `tile_columns` of a micro-batch; `bucket_bytes` and `wire` of a push; `defaults` to report; `out`, a
+folder for `<rank>.json`. A case has a process of its own, forked when all is imported: nothing
+of the one before is alive in it.
 """
 
 import gc
@@ -22,10 +23,12 @@ import torch.distributed as dist
 import trl.kernels.chunked_logprob
 import trl.trainer.utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.plan.push_memory import experts_at_once
+from grpo.weights.adapters import Lora
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
 from grpo.weights.gather import ShardGather
 from grpo.weights.source import GatheredSource
@@ -63,8 +66,14 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
     model.train()
     if settings["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    lora = None
+    if settings["lora"] is not None:
+        wrapped = get_peft_model(model, LoraConfig(**settings["lora"]), autocast_adapter_dtype=False)  # as TRL's
+        model.enable_input_require_grads()
+        lora = Lora(wrapped, merges=False)
     trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # as transformers' default
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)  # as transformers' default
     engine, zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings["deepspeed"])
     ids = torch.randint(2, model.config.vocab_size, (settings["sequences"], settings["tokens"]))
     mask = torch.ones_like(ids)
@@ -80,7 +89,10 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
         Over NCCL all ranks receive, and the packed buffers are on the device; shared memory is no rank's own.
         """
         source = GatheredSource(
-            engine.module, wire_dtype=getattr(torch, settings["wire"]), bucket_bytes=settings["bucket_bytes"]
+            engine.module,
+            wire_dtype=getattr(torch, settings["wire"]),
+            bucket_bytes=settings["bucket_bytes"],
+            lora=lora,
         )
         source.adopt(experts_at_once(source))
         sends = dist.get_rank() == 0
@@ -105,8 +117,10 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
     states = [zero.lp_param_buffer, zero.grad_partitions_flat_buffer, *zero.fp32_partitioned_groups_flat, *moments]
     states += [master.grad for master in zero.fp32_partitioned_groups_flat if master.grad is not None]  # offload
     whole = [parameter.data for parameter in model.parameters() if parameter.ds_persist]
+    base = [parameter.ds_tensor for parameter in model.parameters() if not parameter.requires_grad]
     gc.collect()
     measured = {
+        "base": storage_bytes(base),
         "states": storage_bytes(states),
         "reduce_bucket": storage_bytes(bucket.buffer for bucket in zero.ipg_buckets.values()),
         "persistent": storage_bytes(whole),
@@ -114,7 +128,7 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
     }
     if dist.get_world_size() == 1:
         measured["persistent"] = 0  # views of the only shard
-    del moments, states, whole
+    del moments, states, whole, base
     live = LiveTensors()
     measured["phases"] = {"always": live.now}
     measured["phases"]["forward and backward"] = live.peak_of(forward_and_backward)

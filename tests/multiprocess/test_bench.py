@@ -28,10 +28,20 @@ SHORT_FORMS = {
     ),
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
+    "conversations": (("TRL's loop / side by side",), {"side by side": "s", "TRL's loop": "s"}),
+    "lora": (("with an adapter / without",), {"with an adapter": "tokens/s", "without": "tokens/s"}),
     "balance": (("balanced / every node for itself",), {"balanced": "tokens/s"}),
     "startup": (
         ("one after the other / side by side", "bound by CPU time"),
         {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},
+    ),
+    "save": (
+        ("as before / beside training", "at once / beside training", "beside training / shards alone"),
+        {"held for a GB, as before": "s/GB", "held, beside training": "s", "until complete, beside training": "s"},
+    ),
+    "timeline": (
+        ("0.2 % of a step of 1 s / what watching it costs",),
+        {"spans of a step, written": "µs", "one look at all devices": "µs", "of a step of 1 s": "%"},
     ),
     "scale": (
         tuple(f"assumed, 4 nodes: {layout}" for layout in ("node-local", "central server", "central pool", "coloc")),
@@ -40,9 +50,10 @@ SHORT_FORMS = {
 }
 
 
-OF_THEIR_OWN = ("push", "overlap")  # pin themselves, or start ranks
-# The first one forks: before there are threads.
-IN_ONE_PROCESS = ("balance", "dispatch", "generate", "startup", "scale")
+# Of several whole stacks, one after the other: `make test-bench` alone runs them.
+LONG = ("push", "generate", "conversations", "overlap", "save", "startup", "balance", "lora")
+OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
+IN_ONE_PROCESS = ("dispatch", "timeline", "scale")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:
@@ -65,7 +76,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_none_is_left_out() -> None:
-    assert {*OF_THEIR_OWN, *IN_ONE_PROCESS} == set(SHORT_FORMS)
+    assert {*LONG, *IN_ONE_PROCESS} == set(SHORT_FORMS)
 
 
 @pytest.mark.parametrize("name", OF_THEIR_OWN)

@@ -1,5 +1,6 @@
 """`grpo export` of real checkpoints: two ranks train one step, and the export is what they held, bit for bit."""
 
+import argparse
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +18,7 @@ from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.export.command import export
+from grpo.reshape.zero import reshape_zero
 from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import save_tiny_model
 
@@ -68,7 +71,11 @@ def assert_same_bits(got: dict[str, torch.Tensor], held: dict[str, torch.Tensor]
     assert got.keys() == held.keys()
     for name, tensor in held.items():
         assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name].detach().view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(bits(got[name]), bits(tensor)), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("case", ["tied", "untied", "experts", "experts-gathered", "zero2"])
@@ -123,6 +130,40 @@ def test_a_partition_that_is_missing_or_cut_short(
     assert cli.main([*command, "--allow-incomplete"]) == 1
     assert "Expected 2 of '*_optim_states.pt'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
+def universal(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Master weights and moments of every parameter, whole, by DeepSpeed's own converter."""
+    arguments = argparse.Namespace(
+        input_folder=str(folder),
+        output_folder=str(out),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    ds_to_universal.main(arguments)
+    found = {}
+    for path in (out / "zero").rglob("*.pt"):
+        if path.name != "optimizer_state.pt":
+            value = torch.load(path, weights_only=False)
+            found[str(path.relative_to(out))] = value["param"] if isinstance(value, dict) else torch.as_tensor(value)
+    return found
+
+
+@pytest.mark.parametrize("case", ["tied", "untied", "experts", "zero2"])
+def test_reshaped_files_hold_the_same_numbers(trained: Path, case: str, tmp_path: Path) -> None:
+    """In many sub-groups; for DeepSpeed's converter they are of that many ranks as any others."""
+    before = trained / case / "checkpoint-1" / "global_step1"
+    held = universal(before, tmp_path / "held" / "universal")
+    assert {Path(name).name for name in held} >= {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"}
+    for ranks in (1, 3):
+        reshape_zero(before, tmp_path / f"{ranks}", before=2, ranks=ranks)
+        assert_same_bits(universal(tmp_path / f"{ranks}", tmp_path / f"of-{ranks}" / "universal"), held)
+    reshape_zero(tmp_path / "3", tmp_path / "back", before=3, ranks=2)
+    assert_same_bits(universal(tmp_path / "back", tmp_path / "of-back" / "universal"), held)
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in before.iterdir()}
 
 
 def test_vllm_loads_the_export_and_computes_the_same(trained: Path, tmp_path: Path) -> None:

@@ -14,7 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension, free_port, metrics_in, tiny_job_script
+from tests.launching import (
+    BIN,
+    BUILT_EXTENSIONS,
+    ROOT,
+    build_extension,
+    end_tree,
+    free_port,
+    metrics_in,
+    tiny_job_script,
+)
 
 TOLD_JOB = str(ROOT / "tests" / "jobs" / "told_job.py")
 ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -57,11 +66,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     running = Nodes(tmp_path / "job")
     yield running
     for process in running.started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(process.pid)
-            for each in [*parent.children(recursive=True), parent]:
-                each.kill()
-        process.wait()
+        end_tree(process)
 
 
 def by_names(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig
 
+from grpo.engine_settings import AdapterSlot
 from grpo.plan import training_memory
+from grpo.plan.lora import PlannedLora
 from grpo.plan.memory_budget import Budget
-from grpo.plan.model_shape import shape_of
+from grpo.plan.model_shape import ModelShape, meta_model, shape_of
 from grpo.plan.push_memory import push_lines, push_shape
 from grpo.plan.training_memory import MicroBatch, training_budget
 from grpo.plan.zero_memory import Sharding, read_sharding, states_of
+from grpo.preflight.lora import LoraChoice, wrapped_without_weights
 from tests.launching import ROOT, start, torchrun_command
 from tests.tiny_models import tiny_config
 
@@ -34,6 +38,7 @@ class Case:
     checkpointing: bool = True
     tokens: int = 128
     sizes: dict[str, int] = field(default_factory=lambda: {"intermediate_size": 1024, "vocab_size": 9001})
+    lora: dict[str, Any] | None = None
 
     @property
     def zero(self) -> dict[str, Any]:
@@ -56,6 +61,9 @@ CASES = {
     "offload": Case(offload="cpu"),
     "wide layers": Case(tokens=1024, sizes={"intermediate_size": 4096, "vocab_size": 600}),
     "one rank": Case(ranks=1, checkpointing=False),
+    "adapters, one rank": Case(
+        ranks=1, checkpointing=False, lora={"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    ),
     "experts, one rank": Case(family="qwen3-moe", ranks=1, sizes={"moe_intermediate_size": 512, "vocab_size": 2001}),
 }
 
@@ -73,6 +81,7 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "ranks": case.ranks,
         "model": str(folder),
+        "lora": case.lora,
         "deepspeed": {
             "train_micro_batch_size_per_gpu": SEQUENCES,
             "zero_optimization": case.zero,
@@ -113,12 +122,25 @@ def test_what_ranks_hold_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         what_a_push_adds_agrees(case, folders[name], measured)
 
 
+def lora_of(case: Case, folder: Path) -> PlannedLora | None:
+    if case.lora is None:
+        return None
+    model = meta_model(AutoConfig.from_pretrained(folder))
+    choice = LoraChoice(way="adapter", why="", slot=AdapterSlot(rank=case.lora["r"], layers=()))
+    return PlannedLora(choice=choice, wrapped=wrapped_without_weights(model, LoraConfig(**case.lora)))
+
+
+def shape_in(case: Case, folder: Path) -> ModelShape:
+    lora = lora_of(case, folder)
+    return shape_of(AutoConfig.from_pretrained(folder), "tiny", wrapped=None if lora is None else lora.wrapped)
+
+
 def planned(case: Case, folder: Path, transport: str) -> Budget:
     """The budget of a rank: with the buffers of the push on the device, or as a job without GPUs has them."""
     config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, case.dtype)
     on_device = transport == "nccl"
     push = push_lines(
-        push_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES),
+        push_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES, lora=lora_of(case, folder)),
         case.sharding,
         backend=transport,
         has_gpus=on_device,
@@ -132,15 +154,15 @@ def planned(case: Case, folder: Path, transport: str) -> Budget:
         checkpointing=case.checkpointing,
         flash_attention=False,
     )
-    return training_budget(shape_of(config, "tiny"), case.sharding, batch, push=push, gpu_bytes=None)
+    return training_budget(shape_in(case, folder), case.sharding, batch, push=push, gpu_bytes=None)
 
 
 def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
-    shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
+    shape = shape_in(case, folder)
     assert shape.num_parameters > 4_000_000
     states = states_of(shape, case.sharding)
     budget = planned(case, folder, "nccl")
-    estimated = {key: budget.bytes_of(key) for key in ("reduce_bucket", "persistent")}
+    estimated = {key: budget.bytes_of(key) for key in ("reduce_bucket", "persistent", "base")}
     estimated["states"] = states.device_bytes + states.host_bytes
     for held in measured:
         for name, value in estimated.items():
@@ -153,8 +175,7 @@ def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, 
 
 def every_phase_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
     """To within a tenth."""
-    shape = shape_of(AutoConfig.from_pretrained(folder), "tiny")
-    host_bytes = states_of(shape, case.sharding).host_bytes  # the same memory here
+    host_bytes = states_of(shape_in(case, folder), case.sharding).host_bytes  # the same memory here
     for transport in ("nccl", "shm"):
         for held in planned(case, folder, transport).held:
             for rank, result in enumerate(measured):

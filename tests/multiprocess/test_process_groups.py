@@ -30,11 +30,15 @@ def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_nod
     found = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
     assert sorted(found) == [str(rank) for rank in range(world_size)], job.fail("ranks did not get through")
     for rank, results in found.items():
-        late = results.pop("late", None)
+        late, (kind, said) = results.pop("late", None), results.pop("refused")
+        assert kind == ("UnicodeDecodeError" if rank == "0" else "JobFailed")
+        assert "no text" in said
+        assert rank == "0" or "node 0 (" in said, said
         assert results == {
             "largest": world_size - 1,
-            "gathered": list(range(world_size)),
+            "gathered": [str(rank) for rank in range(world_size)],
             "exchanged": [10 * rank for rank in range(world_size)],
+            "decided": [7, [0, None]],
             "bound": True,  # again
             "sprung": results["sprung"],
         }

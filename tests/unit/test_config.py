@@ -1,5 +1,6 @@
 """`GRPOConfig`: what local mode takes, refuses and resolves."""
 
+import importlib.util
 from typing import Any
 
 import deepspeed
@@ -9,7 +10,7 @@ import trl
 from transformers import TrainingArguments
 
 from grpo import GRPOConfig, config
-from grpo.config import OWN_ENGINE_KEYS
+from grpo.config.checks import OWN_ENGINE_KEYS
 
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -55,6 +56,16 @@ REFUSED = {
     "backend": ({"vllm_sync_backend": "mpi"}, r"vllm_sync_backend is 'mpi'"),
     "bucket": ({"vllm_sync_bucket_mb": 0}, r"vllm_sync_bucket_mb is 0; it must be above 0"),
     "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),
+    "heartbeat": ({"heartbeat_timeout": 2}, r"heartbeat_timeout is 2; it must be 5 or more"),
+    "rewards": ({"reward_timeout": 0}, r"reward_timeout is 0; it must be above 0"),
+    "tools": ({"tool_timeout": 0}, r"tool_timeout is 0; it must be above 0"),
+    "threads of tools": ({"max_tool_threads": 0}, r"max_tool_threads is 0; it must be above 0"),
+    "tools that hang": ({"max_abandoned_tools": -1}, r"max_abandoned_tools is -1; it must be 0 or more"),
+    "rollouts": ({"rollout_timeout": 100}, r"tool_timeout is 120 s, but rollout_timeout.* is 100 s: raise"),
+    "rewards outlast collectives": (
+        {"reward_timeout": 1800.0},
+        r"reward_timeout is 1800 s, but .* another's rewards .* after ddp_timeout, 1800 s.*: set ddp_timeout higher",
+    ),
     "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
     "push outlasts collectives": (
         {"vllm_sync_timeout": 1800.0},
@@ -106,7 +117,7 @@ def test_more_ranks_than_gpus_are_refused_before_there_is_a_process_group(
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
     made: list[None] = []
     monkeypatch.setattr(trl.GRPOConfig, "__post_init__", lambda self: made.append(None))
-    monkeypatch.setattr(GRPOConfig, "_check_local", lambda self: None)
+    monkeypatch.setattr("grpo.config.check_local", lambda args: None)
     if refused:
         with pytest.raises(ValueError, match=r"leave 1 training processes, but num_processes is 3.*--gpus-per-node"):
             GRPOConfig(output_dir="unused")
@@ -124,7 +135,7 @@ def test_ddp_backend_counts_beside_a_deepspeed_file(
     monkeypatch.setattr(deepspeed, "init_distributed", lambda dist_backend, **_: asked.append(dist_backend))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(trl.GRPOConfig, "__post_init__", lambda self: None)
-    monkeypatch.setattr(GRPOConfig, "_check_local", lambda self: None)
+    monkeypatch.setattr("grpo.config.check_local", lambda args: None)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name, value in zip(names, "0101", strict=True):
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
@@ -132,3 +143,62 @@ def test_ddp_backend_counts_beside_a_deepspeed_file(
     config = GRPOConfig(output_dir="unused", deepspeed="configs/zero3.json", ddp_backend="gloo")
     assert config._setup_devices == torch.device("cpu")
     assert asked == expected
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_a_mistake_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def found(module: str, package: str | None = None) -> Any:
+        return None if module.lower().startswith(name) else find(module, package)
+
+    assert GRPOConfig(**{**CPU, "report_to": name}).report_to == [name]
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    with pytest.raises(ValueError, match=rf"^report_to asks for {name}, which is .* pip install grpo-local\[track\]"):
+        GRPOConfig(**{**CPU, "report_to": ["none", name]})
+
+
+def test_a_tracker_that_nobody_knows_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"^report_to asks for 'wandbb', .* \(did you mean wandb\?\)$"):
+        GRPOConfig(**{**CPU, "report_to": "wandbb"})
+    with pytest.raises(ValueError, match="does not know: one of azure_ml, "):
+        GRPOConfig(**{**CPU, "report_to": ["?"]})
+    assert GRPOConfig(**{**CPU, "report_to": "mlflow"}).report_to == ["mlflow"]
+
+
+@pytest.mark.parametrize(("num_ranks", "steps"), [(7, 24), (14, 12), (28, 6), (24, 7), (1, 168)])
+def test_completions_per_step_are_the_same_on_any_number_of_ranks(
+    num_ranks: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "num_ranks", num_ranks)
+    monkeypatch.setattr(GRPOConfig, "world_size", num_ranks)
+    config = GRPOConfig(**CPU, completions_per_step=672, per_device_train_batch_size=4, num_generations=8)
+    assert config.gradient_accumulation_steps == config.steps_per_generation == steps
+    assert config.generation_batch_size == 672
+
+
+NO_BATCH = {
+    "number": (
+        {"completions_per_step": 1000},
+        r"completions_per_step is 1000, .*micro-batches of 112 \(28 ranks x per_device_train_batch_size 4\) in groups "
+        r"of num_generations 8: set it to 896 or 1008$",
+    ),
+    "micro-batch": ({"completions_per_step": 392}, "set it to 336 or 448, or per_device_train_batch_size to 2$"),
+    "too few": ({"completions_per_step": 8}, "set it to 112$"),
+    "group": ({"completions_per_step": 336, "num_generations": 32}, "num_generations 32: set it to 224 or 448$"),
+    "one": ({"completions_per_step": 1}, "completions_per_step is 1; it must be 2 or more"),
+    "both": (
+        {"completions_per_step": 672, "gradient_accumulation_steps": 4},
+        "gradient_accumulation_steps is 4, but completions_per_step 672 with 28 ranks x per_device_train_batch_size 4 "
+        "makes it 6: remove one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), NO_BATCH.values(), ids=NO_BATCH.keys())
+def test_completions_per_step_that_no_batch_makes(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "num_ranks", 28)
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**{**CPU, "per_device_train_batch_size": 4, "num_generations": 8, **settings})

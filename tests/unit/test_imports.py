@@ -21,6 +21,10 @@ def test_importing_the_package_loads_nothing() -> None:
     assert not {"torch", "trl", "vllm", "deepspeed", "transformers"} & loaded("import grpo")
 
 
+def test_the_sentinel_loads_the_standard_library_alone() -> None:
+    assert not {"torch", "numpy", "psutil", "pydantic", "multiprocessing"} & loaded("import grpo.job.sentinel")
+
+
 def test_the_engine_host_loads_nothing_of_the_trainer() -> None:
     modules = loaded("import grpo.engine.host, grpo.engine.client, grpo.engine.early, grpo.engine.plugin")
     assert not {"torch", "trl", "deepspeed", "vllm", "grpo.trainer"} & modules

@@ -1,24 +1,19 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
-from datasets import Dataset
 from torch.utils.data import BatchSampler
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
-from grpo import GRPOConfig, GRPOTrainer, local_vllm
 from grpo import trainer as trainer_module
-from grpo.engine.messages import Ready, Sample, Sampled
 from grpo.rollout.pool import EnginePool
 from grpo.run.prompt_order import GenerationSampler, prompts_of_batch
-from grpo.weights.wire_format import WireFormat
+from grpo.weights import delivery
+from tests.unit.scripted_trainer import ScriptedEngine, make_trainer, of_kind, train, use_scripted_engines
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -45,56 +40,12 @@ def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_
             assert ahead == [[row, 99] for row in rows]
 
 
-class ScriptedEngine:
-    """Answers at once, and writes down what it is told."""
-
-    story: list[tuple]
-    tokens_of: dict[tuple[int, ...], str]
-
-    started: list["ScriptedEngine"]
-    is_closed = False
-
-    def __init__(self, spec: Any, *, name: str, on_death: Any, **kwargs: Any) -> None:
-        self.name = name
-        self.on_death = on_death  # a real engine's thread holds it
-        self.started.append(self)
-        self._hear: Callable[[Sampled], None] = lambda answer: None
-
-    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
-        return Ready(max_model_len=64, max_num_seqs=16, startup_s=1.0)
-
-    def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
-        if method == "finish_weight_update":
-            self.story.append(("push", int(kwargs["weight_version"])))
-        if method == "wire_format":
-            return [asdict(WireFormat())]
-        return True
-
-    def listen(self, hear: Callable[[Sampled], None]) -> None:
-        self._hear = hear
-
-    def submit(self, sample: Sample) -> None:
-        for number, completion_id in enumerate(sample.ids):
-            token_ids = np.random.default_rng(sample.seed + number).integers(5, 20, 3).astype(np.int32)
-            logprobs = np.full(3, -2.5, np.float32)
-            self._hear(Sampled(completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs))
-
-    def abort(self, ids: Any) -> None:
-        self.story.append(("abort",))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 @pytest.fixture
 def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     """What happened, in order: pushes, submissions and collections by their prompts, and optimizer steps."""
-    events: list[tuple] = []
+    events = use_scripted_engines(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    monkeypatch.setattr(ScriptedEngine, "story", events, raising=False)
-    monkeypatch.setattr(ScriptedEngine, "started", [], raising=False)
-    monkeypatch.setattr(GRPOTrainer, "start_engine", ScriptedEngine)
-    monkeypatch.setattr(local_vllm, "is_due", lambda push: False)
+    monkeypatch.setattr(delivery, "is_due", lambda push: False)
     submit, collect = EnginePool.submit, EnginePool.collect
 
     def prompts(requests: Any) -> tuple[str, ...]:
@@ -111,65 +62,6 @@ def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     monkeypatch.setattr(EnginePool, "submit", noted_submit)
     monkeypatch.setattr(EnginePool, "collect", noted_collect)
     return events
-
-
-class Steps(TrainerCallback):
-    def __init__(self, story: list[tuple], stop_at: int, output_dir: Path) -> None:
-        self.story, self.stop_at, self.output_dir = story, stop_at, output_dir
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.story.append(("step", state.global_step))
-        if state.global_step == self.stop_at:
-            (self.output_dir / "stop").touch()
-
-
-def make_trainer(
-    tiny_model: Path, output_dir: Path, story: list[tuple], *, num_prompts: int = 40, stop_at: int = 0, **config: Any
-) -> GRPOTrainer:
-    def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        story.append(("score" if trainer.model.training else "evaluate", tuple(dict.fromkeys(prompts))))
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    output_dir.mkdir(exist_ok=True)
-    rows = Dataset.from_dict({"prompt": [f"{10 + row}+{10 + row}=" for row in range(num_prompts)]})
-    settings = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "vllm_max_model_length": 64,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "check_rewards": False,  # it tells the story, and asks the trainer
-    }
-    args = GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config})
-    as_given = dict(vars(args))
-    trainer = GRPOTrainer(
-        model=str(tiny_model),
-        reward_funcs=reward,
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
-        callbacks=[Steps(story, stop_at, output_dir)],
-    )
-    assert vars(args) == as_given  # the user's object
-    return trainer
-
-
-def train(tiny_model: Path, output_dir: Path, story: list[tuple], **settings: Any) -> GRPOTrainer:
-    trainer = make_trainer(tiny_model, output_dir, story, **settings)
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
-
-
-def of_kind(story: list[tuple], *kinds: str) -> list[tuple]:
-    return [event[1] for event in story if event[0] in kinds]
 
 
 def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:

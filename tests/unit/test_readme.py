@@ -58,10 +58,14 @@ TESTED = {
     "sbatch launch/train.sbatch my_script.py --its arguments": (
         "unit/launch/test_slurm_templates.py::test_a_script_of_ones_own"
     ),
+    "GRPO_SPARE_NODES=1 sbatch --nodes=5 launch/train.sbatch": (
+        "multiprocess/test_slurm_spare.py::test_training_goes_on_with_the_spare"
+    ),
     "srun --ntasks-per-node=1 grpo launch my_script.py": (
         "multiprocess/test_slurm.py::test_srun_is_all_that_slurm_needs"
     ),
     "launch/local_2node.sh --max_steps 20": "unit/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
+    "grpo plan --from-run runs/my-run": "unit/plan/test_from_run.py::test_the_command_prints_one_line_or_json",
     "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
     "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300": (
@@ -69,6 +73,16 @@ TESTED = {
     ),
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300 --max-shard-size 5GB --dtype bfloat16": (
         "unit/export/test_command.py::test_shards_and_a_cast"
+    ),
+    "grpo report runs/my-run": "unit/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
+    "grpo report runs/my-run --watch 60": "unit/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
+    "grpo report runs/a runs/b runs/c --out compared.html": (
+        "unit/report/test_compare.py::test_a_run_without_metrics_does_not_keep_the_others_from_being_shown"
+    ),
+    "grpo trace runs/my-run": "unit/trace/test_command.py::test_it_writes_one_file_beside_the_run",
+    "grpo trace runs/my-run --out my-run.json.gz": "unit/trace/test_command.py::test_gz_is_the_same_in_less",
+    "grpo reshape runs/my-run/checkpoint-300 --ranks 14": (
+        "multiprocess/test_reshape.py::test_one_and_three_ranks_go_on_as_two"
     ),
     "python -m tools.reward_curve runs/demo/metrics.jsonl docs/demo-reward.svg": (
         "unit/harness/test_reward_curve.py::test_the_command_says_what_it_drew_or_what_it_lacks"
@@ -89,6 +103,8 @@ RUN_HERE = {
     "grpo doctor --help": 0,
     "grpo export --help": 0,
     f"grpo plan --config_file configs/4node.yaml {GSM8K}": 0,
+    "grpo plan --config_file configs/4node.yaml --config configs/train/math_qwen2.5_7b.yaml": 0,
+    "grpo plan --config_file configs/2gpus.yaml --gpus-per-node 2 --config configs/train/gsm8k_qwen2.5_7b_lora.yaml": 0,
     "grpo plan --num_processes 28 --num_machines 4 --gpus-per-node 8,8,7,8": 1,
 }
 

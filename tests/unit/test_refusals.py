@@ -40,10 +40,22 @@ class Processor(ProcessorMixin):
 
 
 REFUSED = {
-    "tools": ({"tools": [tool]}, r"tools: ranks would call the engine a different number of times.*vllm_mode"),
-    "environments": ({"environment_factory": object}, r"environment_factory: ranks would call"),
-    "rollouts": ({"rollout_func": print}, r"rollout_func: ranks would call"),
-    "lora": ({"peft_config": object()}, r"peft_config: .*cannot push LoRA adapters"),
+    "tools ahead": (
+        {"tools": [tool], "args": config(generation_lookahead=1)},
+        r"generation_lookahead is 1 with tools: .*set generation_lookahead to 0",
+    ),
+    "environments ahead": (
+        {"environment_factory": object, "args": config(generation_lookahead=1)},
+        r"generation_lookahead is 1 with environment_factory",
+    ),
+    "rollouts that move": (
+        {"rollout_func": print, "args": config(vllm_balance_nodes=True)},
+        r"with rollout_func a conversation stays with its rank.*set vllm_balance_nodes to False",
+    ),
+    "rollouts with tools": (
+        {"rollout_func": print, "tools": [tool]},
+        r"rollout_func and tools: a rollout function holds its conversations itself",
+    ),
     "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
     "processor": ({"processing_class": Processor()}, r"processing_class is a Processor: local mode takes text alone"),
     "images": (

@@ -40,7 +40,7 @@ DEFAULTS = {
     "max_steps": 200,
     "save_steps": 50,
     "logging_steps": 1,
-    "report_to": "none",  # wandb, trackio, …; output_dir/metrics.jsonl is written in any case
+    "report_to": "tensorboard",  # in output_dir; or trackio, wandb, none. metrics.jsonl is written in any case
 }
 
 

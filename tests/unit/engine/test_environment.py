@@ -114,18 +114,16 @@ def test_an_engine_of_several_gpus_does_not_get_the_trainers_expandable_segments
     assert environment(conf, devices=("7",))["PYTORCH_CUDA_ALLOC_CONF"] == conf["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def test_what_is_compiled_for_gpus_stays_on_the_node() -> None:
-    first, second = (environment(devices=(device,))["VLLM_CACHE_ROOT"] for device in "67")
-    assert first != second
-    assert first.startswith(tempfile.gettempdir())
+def test_what_is_compiled_stays_on_the_node() -> None:
+    folders = [environment(devices=devices)["VLLM_CACHE_ROOT"] for devices in [("6",), ("7",), ()]]
+    assert len(set(folders)) == 3
+    assert all(folder.startswith(tempfile.gettempdir()) for folder in folders)
     assert environment({"VLLM_CACHE_ROOT": "/fast"}, devices=("6",))["VLLM_CACHE_ROOT"] == "/fast"
-    assert "VLLM_CACHE_ROOT" not in environment()
 
 
 def test_processes_that_have_ended_meanwhile() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    assert not lifetime._is_resource_tracker(gone.pid)
     lifetime._wait_for_death(gone.pid)
 
 

@@ -20,7 +20,7 @@ class MadeUpEngine:
         self.refusal = refusal
         self.cancelled: list[str] = []
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         if self.refusal is not None:
             raise self.refusal
         try:
@@ -66,14 +66,17 @@ class FinishingEngine(MadeUpEngine):
         super().__init__()
         self.asked: list[tuple[str, int, int]] = []
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append((request_id, params.seed, params.n))
         await asyncio.sleep(0)
         yield SimpleNamespace(
+            num_cached_tokens=None,
             outputs=[
-                SimpleNamespace(token_ids=[params.seed + i], logprobs=SimpleNamespace(logprobs=[-1.0]))
+                SimpleNamespace(
+                    token_ids=[params.seed + i], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length"
+                )
                 for i in range(params.n)
-            ]
+            ],
         )
 
 

@@ -1,12 +1,16 @@
 """An engine's private folder goes with it, whoever still writes into it."""
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo.engine.lifetime import remove_traces
+from grpo.job.sessions import end_session, remove_traces
 
 
 def test_a_folder_that_is_written_to_meanwhile_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,4 +27,56 @@ def test_a_folder_that_is_written_to_meanwhile_is_gone(tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     remove_traces(folder)
     assert len(late) == 2
+    assert not folder.exists()
+
+
+SHARING = """
+import multiprocessing, os, signal, sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from grpo.job.sessions import name_shared_memory
+name_shared_memory(Path(sys.argv[1]))
+def share(told):
+    lock = multiprocessing.get_context("spawn").Lock()
+    memory = SharedMemory(create=True, size=100)
+    told.send_bytes(b"shared")
+    signal.pause()
+here, there = multiprocessing.Pipe()
+multiprocessing.get_context("fork").Process(target=share, args=(there,)).start()
+here.recv_bytes()
+print("shared", flush=True)
+signal.pause()
+"""
+
+
+def test_shared_memory_goes_with_the_session_though_every_process_of_it_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / f"grpo-engine-{os.getpid()}"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", SHARING, str(folder)]
+    with subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE) as leader:
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == b"shared\n"
+        os.killpg(leader.pid, signal.SIGKILL)  # resource trackers too
+    assert len([*Path("/dev/shm").glob(f"*{folder.name}-*")]) == 2, "a segment and a semaphore"
+    end_session(leader.pid, folder)
+    assert not [*Path("/dev/shm").glob(f"*{folder.name}*")]
+
+
+LATE = """
+import os, sys
+from pathlib import Path
+from grpo.engine.lifetime import end_session_with
+end_session_with(os.getpid(), private_folder=Path(sys.argv[1]))  # alive, but not the parent
+"""
+
+
+def test_a_host_whose_parent_died_before_it_looked_takes_its_folder_along(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(folder)], env=environment, start_new_session=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGKILL
     assert not folder.exists()

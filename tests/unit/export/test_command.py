@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pickle
 import shutil
 import signal
 import stat
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, m
 from grpo import cli
 from grpo.export.command import DEFAULT_SHARD_SIZE, export
 from grpo.run.checkpoints import write_complete
+from grpo.run.pickles import weights_only
 from tests.tiny_models import save_tiny_model
 
 
@@ -145,6 +147,10 @@ def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) ->
         export(checkpoint, tmp_path / "out")
     with pytest.raises(ValueError, match=r"the weights in .*checkpoint-3 cannot be read: SafetensorError"):
         export(checkpoint, tmp_path / "out", allow_incomplete=True)
+    content = bytearray(file.read_bytes())
+    file.write_bytes(bytes([*content[:-1], content[-1] ^ 1]) + bytes(8))
+    with pytest.raises(ValueError, match=r"model\.safetensors is not as it was written"):
+        export(checkpoint, tmp_path / "out")
     file.unlink()
     with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
         export(checkpoint, tmp_path / "out")
@@ -165,7 +171,7 @@ def test_a_run_folder_and_a_wrong_step_are_answered_with_what_there_is(checkpoin
     with pytest.raises(ValueError, match=r"has no config\.json: give a checkpoint-<step> folder"):
         export(run / "checkpoint-1", tmp_path / "out")
     (checkpoint / "adapter_config.json").touch()
-    with pytest.raises(ValueError, match=r"an adapter, not a whole model: merge it"):
+    with pytest.raises(ValueError, match=r"the adapter's weights in .* cannot be read: No such file"):
         export(checkpoint, tmp_path / "out")
 
 
@@ -205,6 +211,38 @@ def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="max_shard_size is 'much', write it like 500MB"):
         export(checkpoint, tmp_path / "out", dtype=torch.float32, max_shard_size="much")
     assert not (tmp_path / "out").exists()
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["mp_rank_00_model_states.pt"],
+        ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    ],
+)
+def test_code_in_a_pickle_is_not_run(
+    files: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "latest").write_text("global_step3")
+    (checkpoint / "global_step3").mkdir()
+    for name in files:
+        torch.save({"module": {"a": Evil(tmp_path / "ran")}}, checkpoint / "global_step3" / name)
+    declare_complete(checkpoint)
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "out")]) == 1
+    assert f"{files[0]} holds posix.mkdir, which neither torch" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    with weights_only(), pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+        torch.load(checkpoint / "global_step3" / files[0], weights_only=False)  # as DeepSpeed asks for it
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("how", ["error", "SIGTERM"])

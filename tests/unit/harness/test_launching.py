@@ -1,9 +1,13 @@
 """What the tests hold jobs to must not be a matter of luck."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from multiprocessing import shared_memory
+from pathlib import Path
 
-from tests.launching import orphaned_shared_memory
+from tests.left_over import left_over, orphaned_shared_memory, processes_in
 
 
 def test_what_a_living_process_holds_is_no_orphan() -> None:
@@ -16,3 +20,32 @@ def test_what_a_living_process_holds_is_no_orphan() -> None:
         assert held & orphaned_shared_memory() == {f"/dev/shm/{memory.name}"}
     finally:
         memory.unlink()
+
+
+LEAVES = """
+import subprocess, sys, tempfile
+tempfile.mkdtemp(prefix="left-")
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(child.pid)
+"""
+
+
+def test_what_a_job_leaves_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine.mkdir()
+    other.mkdir()
+    before = orphaned_shared_memory()
+    environment = {**os.environ, "TMPDIR": str(mine)}
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES], env=environment, start_new_session=True, capture_output=True, check=True
+    )
+    pid = int(ended.stdout)
+    try:
+        assert list(processes_in(mine)) == [pid]
+        assert processes_in(other) == {}
+        found = left_over(mine, before, patience_s=0)
+        assert {line.partition(":")[0] for line in found if line.startswith("process")} == {f"process {pid}"}
+        assert [line for line in found if "left-" in line]
+        assert left_over(other, before, patience_s=5) == set()
+    finally:
+        os.kill(pid, 9)

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo.job.agreement import _judge, _Verdict, _Word, agree_on_topology, check_nodes
+from grpo.job.agreement import (
+    _find_verdict,
+    _judge,
+    _store_of,
+    _Verdict,
+    _Word,
+    agree_on_topology,
+    check_nodes,
+    give_up,
+)
+from grpo.job.failure import FailureRecord
 from grpo.job.launch import read_launch
 from grpo.job.topology import NodeTopology
 from tests.unit.job.made_up_jobs import job, launch, plan, torchrun_env
@@ -101,6 +111,18 @@ def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> 
     assert (wrong.problem is not None, wrong.is_late, wrong.pids) == (True, False, (11, 12))
     say(1, topologies[1])
     assert _judge(store, 2, timedelta(seconds=1)) == _Verdict(pids=(11, 12))
+
+
+def test_a_rank_that_is_ended_frees_those_that_wait_for_others() -> None:
+    record = FailureRecord(node=1, rank=1, host="h1", phase="start", cause="got SIGTERM")
+    raw = dist.HashStore()
+    store = _store_of(0, raw)
+    store.set("rank0", _Word(topology=job((8, 8), ranks=1)[0], problem=None, pid=11).dumps())
+    give_up(record, 2, raw)
+    for rank in (0, 1):
+        assert _find_verdict(store, rank, 2, timedelta(seconds=1)).failure == record
+    give_up(replace(record, cause="another"), 2, raw)
+    assert _find_verdict(store, 1, 2, timedelta(seconds=1)).failure == record
 
 
 def test_a_stranger_s_word_is_refused_and_runs_nothing(tmp_path: Path) -> None:

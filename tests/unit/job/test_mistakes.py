@@ -146,7 +146,7 @@ def test_behind_the_first_step_only_what_is_on_record_does_not_heal(case: str) -
 
 
 def test_the_watchs_record_says_so() -> None:
-    watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
+    watch = FailureWatch(None, node=0, rank=0, host="a")
     assert not watch.make_record(ValueError("a value"), phase="generate").can_heal
     assert watch.make_record("the process of rank 1 (pid 7) died without a word: killed?").can_heal
 

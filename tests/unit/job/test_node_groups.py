@@ -15,9 +15,9 @@ def test_a_lone_process_answers_itself_and_fails_by_its_own_record(monkeypatch: 
     monkeypatch.setattr("grpo.job.watch.SIGNAL_PATIENCE_S", 0.0)
     (topology, *_) = job((8,), ranks=1)
     groups = NodeGroups(topology, max_wait_s=1.0)
-    watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
-    assert groups.all_gather(7) == [7]
-    assert groups.exchange(watch, None, 7) == [7]
+    watch = FailureWatch(None, node=0, rank=0, host="a")
+    assert groups.all_gather("7") == ["7"]
+    assert groups.exchange(watch, None, 7, int) == [7]
     with pytest.raises(JobFailed, match="EngineError: gone"):
         groups.exchange(watch, RECORD)
     watch.signals.request = StopRequest(why="got SIGUSR1", requeue=True)

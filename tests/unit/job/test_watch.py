@@ -1,31 +1,40 @@
 """The failure record and the watch of a single process; the watch between ranks is in tests/multiprocess."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.liveness import Place
+from grpo.job.mistakes import may_be_an_echo
 from grpo.job.node_groups import NodeGroups
+from grpo.job.sentinel_link import SentinelLink
+from grpo.job.sentinel_start import _started, start_sentinel
 from grpo.job.signals import StopSignals
-from grpo.job.watch import _LEFT_KEY, FailureWatch, _may_be_an_echo
+from grpo.job.watch import FailureWatch
 from tests.unit.job.made_up_jobs import job
 
+TIMEOUT_S = 5.0
 RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
 
 
 def alone() -> FailureWatch:
-    return FailureWatch(None, node=0, rank=0, host="a", local_pids={})
+    return FailureWatch(None, node=0, rank=0, host="a")
 
 
-def test_the_record_survives_the_store_and_reads_well() -> None:
-    assert FailureRecord.loads(RECORD.dumps()) == RECORD
+def test_the_record_reads_well_and_has_a_bounded_length() -> None:
+    long = FailureRecord(node=1, rank=5, host="b", phase="push", cause=f"first{'x' * 100_000}last")
+    assert len(long.cause) < 20_000
+    assert long.cause.startswith("first")
+    assert long.cause.endswith("last")
+    assert FailureRecord(**long.as_dict()) == long
     assert str(JobFailed(RECORD)).startswith("the job failed on node 1 (b), rank 5, phase 'push': EngineError: gone")
 
 
@@ -56,21 +65,22 @@ def test_the_first_record_stays() -> None:
 
 
 @pytest.fixture
-def store() -> dist.Store:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture
-def pair(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
-    """Two ranks' watches in one process; they cannot end it."""
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
+    """Two ranks' watches in one process, on one sentinel; they cannot end it."""
     ended: list[int] = []
     monkeypatch.setattr(FailureWatch, "_end", lambda self, code: (ended.append(code), self.stop()))
     monkeypatch.setattr(StopSignals, "take", lambda self, waker=None: None)
     before = signal.getsignal(signal.SIGTERM)
-    watches = [FailureWatch(store, node=0, rank=rank, host="a", local_pids={}) for rank in (0, 1)]
+    pids = {0: os.getpid(), 1: os.getpid()}
+    settings = {"node": 0, "host": "a", "num_nodes": 1, "pids": pids, "agent": None, "timeout_s": TIMEOUT_S}
+    name, _ = start_sentinel(settings)
+    place = Place(node=0, rank=0, host="a", pid=0)
+    links = [SentinelLink(name, rank, place, timeout_s=TIMEOUT_S) for rank in pids]
+    watches = [FailureWatch(link, node=0, rank=rank, host="a") for rank, link in enumerate(links)]
     yield watches
     for watch in watches:
         watch.stop()
+    assert _started[-1].wait(20) == 0
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -103,7 +113,7 @@ def test_an_echo_waits_for_the_record_of_its_cause(echo: str, pair: list[Failure
 
 
 def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
-    pair: list[FailureWatch], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+    pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def closed(self: NodeGroups, value: object) -> list:
         raise RuntimeError("Connection closed by peer")
@@ -111,10 +121,29 @@ def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
     monkeypatch.setattr(NodeGroups, "all_gather", closed)
     (topology, _) = job((8,), ranks=2)
     groups = NodeGroups(topology, max_wait_s=1.0)  # without a process group
-    groups._alone, groups._store = False, store
+    groups._alone = False
     timer = threading.Timer(1.0, pair[1].report, [RECORD])
     timer.start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"):
+        groups.exchange(pair[0], None)
+
+
+def test_who_does_not_come_to_the_end_of_a_phase_is_named(
+    pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(self: NodeGroups, value: object) -> list:
+        raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
+
+    monkeypatch.setattr(NodeGroups, "all_gather", late)
+    monkeypatch.setattr("grpo.job.watch.BLAME_S", 0.1)
+    (topology, _) = job((8,), ranks=2)
+    groups = NodeGroups(topology, max_wait_s=1.0)  # without a process group
+    groups._alone = False
+    pair[1].enter("reading data")
+    with pytest.raises(JobFailed, match=r"no answer from ranks 1 \(node 0, in phase 'reading data'\) at the end of"):
+        groups.exchange(pair[0], None)
+    assert [pair[1].note_exchange() for _ in range(2)] == [1, 2]  # now all have come
+    with pytest.raises(RuntimeError, match="Timed out"):
         groups.exchange(pair[0], None)
 
 
@@ -139,7 +168,7 @@ import threading, time
 from grpo.job.watch import FailureWatch
 from tests.unit.job.made_up_jobs import job
 
-watch = FailureWatch(None, node=0, rank=0, host="a", local_pids={})
+watch = FailureWatch(None, node=0, rank=0, host="a")
 threading.Timer(0.3, lambda: watch.report(watch.make_record("the engine refused"))).start()
 with watch.guard(), watch.during("push group"):
     time.sleep(120)  # as NCCL: nothing of Python gets through
@@ -169,39 +198,6 @@ def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:
     watch.stop()  # it has no thread
 
 
-class GoneStore:
-    """As it is once its host has ended."""
-
-    def __getattr__(self, name: str) -> Any:
-        def fail(*_: Any) -> None:
-            raise dist.DistNetworkError("Connection reset by peer")
-
-        return fail
-
-
-def test_a_store_that_is_gone_in_training_ends_it_and_afterwards_does_not(pair: list[FailureWatch]) -> None:
-    training, done = pair
-    done._store = GoneStore()  # type: ignore[assignment]
-    assert done._stopped.wait(10)
-    assert done.record is None
-    threading.Timer(0.1, setattr, [training, "_store", GoneStore()]).start()
-    with pytest.raises(JobFailed, match="the job's store is gone, and with it the launcher"), training.guard():
-        busy(10)
-
-
-def test_a_record_is_kept_where_no_store_takes_it(pair: list[FailureWatch]) -> None:
-    pair[0]._main_store = GoneStore()  # type: ignore[assignment]
-    pair[0].report(RECORD)
-    assert pair[0].record == RECORD
-    assert pair[1].record is None
-
-
-def test_a_rank_that_has_left_has_not_been_killed(pair: list[FailureWatch]) -> None:
-    pair[1]._main_store.set(_LEFT_KEY.format(rank=1), "1")
-    pair[0]._look_at_dead_rank(1)
-    assert pair[0].record is None
-
-
 def test_torchs_own_errors_may_be_echoes() -> None:
-    assert _may_be_an_echo(dist.DistNetworkError("reset"))
-    assert not _may_be_an_echo(RuntimeError("no such kernel"))
+    assert may_be_an_echo(dist.DistNetworkError("reset"))
+    assert not may_be_an_echo(RuntimeError("no such kernel"))

@@ -1,6 +1,5 @@
 """A machine for the scripts in launch/: a stub in the place of `grpo`, and a few lines of shell in Slurm's."""
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -8,9 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-from tests.launching import ROOT
+from tests.launching import ROOT, end_tree
 
 LAUNCH = ROOT / "launch"
 DONE, FAILED, START_AGAIN, INTERRUPTED = 0, 1, 85, 130
@@ -19,24 +16,40 @@ STUB = f'exec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 
 # As srun: one copy of the command per node, side by side; the highest exit code of all. It hands out GPUs only to steps
 # that ask for them, and some time after the first has ended it ends the others: seconds here for the script's minutes.
+# Nothing runs on the nodes that FAKE_LOST names, once a step has run on them.
 SRUN = r"""
 set -m # process groups
-gpus=
+gpus= nodes=({0..9})
+options=()
 while [[ $1 == --* ]]; do
-    echo "$1" >>"$FAKE/srun_options"
+    options+=("$1")
     case $1 in
     --output=*) output=${1#*=} ;;
-    --gpus=*) gpus=${1#*=} ;;
+    --gpus=*) gpus=all ;;
+    --gpus-per-node=*) gpus=${1#*=} ;;
+    --nodes=*) count=${1#*=} ;;
+    --nodelist=*) names=${1#*=,} names=${names#*=}; read -ra nodes <<<"${names//[n,]/ }" ;;
     --wait=*) patience_s=$((${1#*=} / 60)) ;;
     esac
     shift
 done
+if [[ $1 == true ]]; then
+    echo "${nodes[0]}" >>"$FAKE/probed"
+    [[ " ${FAKE_LOST:-} " != *" n${nodes[0]} "* ]]
+    exit
+fi
+printf '%s\n' "${options[@]}" >>"$FAKE/srun_options"
 read -ra per_node <<<"$FAKE_GPUS"
 pids=()
-for ((node = 0; node < SLURM_NNODES; node++)); do
+for ((index = 0; index < count; index++)); do
+    node=${nodes[index]}
     unset CUDA_VISIBLE_DEVICES
-    [[ -z $gpus ]] || export CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((per_node[node] - 1)))
-    SLURM_NODEID=$node SLURMD_NODENAME=n$node "$@" >"${output//%n/$node}" 2>&1 &
+    case $gpus in
+    '') ;;
+    all) export CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((per_node[node] - 1))) ;;
+    *) export CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((gpus - 1))) ;;
+    esac
+    SLURM_NODEID=$index SLURMD_NODENAME=n$node "$@" >"${output//%n/$index}" 2>&1 &
     pids+=($!)
 done
 status=0 killer=
@@ -56,8 +69,16 @@ exit $status
 SCONTROL = r"""
 case "$1 $2 $3" in
 "show job --details")
-    total=0; for count in $FAKE_GPUS; do ((total += count)) || true; done
-    echo "JobId=$4 JobName=grpo"; ((total == 0)) || echo "   JOB_GRES=gpu:h100:$total,shard:3" ;;
+    echo "JobId=$4 JobName=grpo"
+    node=0
+    for count in $FAKE_GPUS; do
+        echo "     Nodes=n$node CPU_IDs=0-3 Mem=0 GRES=gpu:h100:$count(IDX:0,2-$count),shard:3(0/3)"
+        ((++node))
+    done ;;
+"show hostnames n[0-1]") printf '%s\n' n0 n1 ;;
+"show hostnames n[0-2]") printf '%s\n' n0 n1 n2 ;;
+"show hostnames n"?) echo "$3" ;;
+"update JobId=$SLURM_JOB_ID "*) echo "$3" >>"$FAKE/shrunk" ;;
 "show job $SLURM_JOB_ID") echo "   Command=/home/me/grpo/launch/train.sbatch --max_steps 5" ;;
 "requeue $SLURM_JOB_ID ") echo requeue >>"$FAKE/requeued"; exit "${FAKE_REFUSES:-0}" ;;
 *) echo "scontrol $*: not expected" >&2; exit 2 ;;
@@ -126,11 +147,7 @@ class Machine:
     def end(self) -> None:
         """Kill what a failed test has left running."""
         for process in self.started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(process.pid)
-                for running in [*parent.children(recursive=True), parent]:
-                    running.kill()
-            process.wait()
+            end_tree(process)
 
     def launched(self, node: int, attempt: int = 0) -> dict:
         return json.loads((self.output_dir / f"launched.{attempt}.{node}.json").read_text())

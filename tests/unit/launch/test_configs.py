@@ -23,6 +23,7 @@ from grpo.launch.line import Rendezvous
 from grpo.plan.job import read_launcher
 from grpo.recipes.arguments import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
 from tests.launching import free_port
+from tests.unit.recipes.made_up_data import RECIPES
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
@@ -30,8 +31,10 @@ CONFIGS = ROOT / "configs"
 # file: machines, GPUs of each, reserved of each, tensor parallel, processes
 LAYOUTS = {
     "cpu.yaml": (1, 0, 0, 1, 2),
+    "2gpus.yaml": (1, 2, 1, 1, 1),
     "1node.yaml": (1, 8, 1, 1, 7),
     "4node.yaml": (4, 8, 1, 1, 28),
+    "4node_offload.yaml": (4, 8, 1, 1, 28),
     "4node_tp2.yaml": (4, 8, 2, 2, 24),
 }
 
@@ -59,7 +62,7 @@ def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 def test_every_config_is_checked():
     assert {file.name for file in CONFIGS.glob("*.yaml")} == set(LAYOUTS)
-    assert {file.name for file in (CONFIGS / "train").iterdir()} == {"demo.yaml", "gsm8k_qwen2.5_7b.yaml"}
+    assert {file.stem for file in (CONFIGS / "train").iterdir()} == {"demo", "gsm8k_qwen2.5_7b", *RECIPES}
     assert {file.name for file in CONFIGS.iterdir()} == {*LAYOUTS, "zero3.json", "train"}
 
 
@@ -78,7 +81,7 @@ def test_accelerate_reads_the_layout(name: str):
         "zero_stage": 3,
         "zero3_init_flag": True,
         "zero3_save_16bit_model": True,
-    }
+    } | ({"offload_optimizer_device": "cpu"} if "offload" in name else {})
     if gpus:
         assert processes == machines * (gpus - reserved)
 
@@ -191,8 +194,9 @@ def test_gsm8k_recipe(world_size: int):
     assert script.dataset_columns == {"question": "prompt", "answer": "solution"}
     assert script.system_prompt.endswith(r"\boxed{}.")
     assert (training.use_vllm, training.vllm_mode, training.bf16) == (True, "local", True)
-    assert training.steps_per_generation == training.gradient_accumulation_steps == 4
+    assert training.completions_per_step % (world_size * training.per_device_train_batch_size) == 0
+    assert training.steps_per_generation == training.gradient_accumulation_steps
     assert training.learning_rate == 1e-6
-    assert world_size * training.per_device_train_batch_size % training.num_generations == 0
+    assert training.completions_per_step % training.num_generations == 0
     assert world_size * training.per_device_eval_batch_size % training.num_generations == 0
     assert training.max_completion_length < training.vllm_max_model_length

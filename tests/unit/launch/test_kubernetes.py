@@ -41,6 +41,8 @@ def test_the_manifest() -> None:
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     assert job["metadata"]["name"] == service["metadata"]["name"] == pod["subdomain"], "pod k is NAME-k.NAME"
     assert pod["restartPolicy"] == "Never"
+    evicted = {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"] if each["effect"] == "NoExecute"}
+    assert evicted == {"node.kubernetes.io/unreachable": 30, "node.kubernetes.io/not-ready": 30}
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] in (7, 8)
     assert [name for name in resources["limits"] if name.startswith("rdma/")], "NCCL goes over TCP without"

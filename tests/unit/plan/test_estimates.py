@@ -1,5 +1,6 @@
 """The formulae of `grpo plan`: parameters, ZeRO states, activations, KV cache, push, by hand and against autograd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,28 +31,41 @@ def test_parameters_are_counted_by_identity(family: str) -> None:
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
     shape = shape_of(config, family)
     assert shape.num_parameters == sum(unique.values())
-    assert sum(count for _, count in shape.tensor_sizes) == len(unique)
+    assert (shape.trained.elements, shape.frozen.elements, shape.trains_head) == (shape.num_parameters, 0, True)
+    assert sum(count for _, count in shape.trained.sizes) == len(unique)
     head = config.vocab_size * config.hidden_size
     buffers = {name for name, _ in model.named_buffers()}
     listed = sum(value.numel() for name, value in model.state_dict().items() if name not in buffers)
     assert listed - shape.num_parameters == (head if config.tie_word_embeddings else 0)
     for world_size in (1, 2, 7):
         held = [-(-size // world_size) for size in unique.values()]
-        assert shape.sharded_elements(world_size) == sum(held)
+        assert shape.trained.sharded(world_size) == sum(held)
     assert shape.num_layers == config.num_hidden_layers
 
 
 def test_fused_experts_count_whole() -> None:
     shape = shape_of(tiny_config("qwen3-moe"), "moe")
-    assert shape.largest_tensor == 512 * 128  # the embedding, as large as all experts' gate and up: 4 x 2 x 64 x 128
+    assert shape.trained.largest == 512 * 128  # the embedding, as large as all experts' gate and up: 4 x 2 x 64 x 128
     (layer,) = shape.layers
     assert layer.parameters > 4 * 3 * 64 * 128
     assert layer.mlp_elements == 2 * (4 * 64 + 2 * 128)  # two experts per token
 
 
-def saved_by_autograd(config: PretrainedConfig, dtype: torch.dtype, sequences: int, tokens: int) -> int:
-    """Bytes that the decoder keeps for the backward, each storage once; parameters are not counted."""
+def saved_by_autograd(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    sequences: int,
+    tokens: int,
+    *,
+    adapt: Callable[[Any], None] = lambda model: None,
+) -> int:
+    """Bytes that the decoder keeps for the backward, each storage once; parameters are not counted.
+
+    Args:
+        adapt: puts adapters into the model.
+    """
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    adapt(model)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -246,6 +260,7 @@ def test_batch_of_several_steps_per_generation() -> None:
         num_generations, per_device_train_batch_size, gradient_accumulation_steps = 4, 6, 2
         generation_batch_size, steps_per_generation, num_iterations = 2 * 6 * 4, 4, 3
         max_completion_length, generation_lookahead = 100, 1
+        completions_per_step = None
 
     batch = plan_batch(
         Settings,  # type: ignore[arg-type]

@@ -22,7 +22,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "data that is not there": ({"dataset_name": "./nowhere.jsonl"}, [], ["./nowhere.jsonl", "does not exist"]),
     "no model for the data": ({"model_name_or_path": None}, [], ["a data set is given, but no model"]),
     "a model that is not there": ({"model_name_or_path": "/no/model"}, [], ["'/no/model'", "does not exist"]),
-    "LoRA": ({}, ["--use_peft"], ["LoRA is not supported", "remove it"]),
+    "LoRA on the head": ({"use_peft": True, "lora_target_modules": ["lm_head"]}, [],
+                         ["target_modules takes the head, lm_head", "leave it out"]),
+    "LoRA on layers that are not there": ({"use_peft": True}, ["--lora_target_modules", "queries"],
+                                          ["peft_config does not fit LlamaForCausalLM", "queries"]),
+    "LoRA on bare parameters": ({"use_peft": True}, ["--lora_target_parameters", "mlp.up_proj.weight"],
+                                ["mlp.up_proj.weight", "name linear layers in target_modules"]),
+    "LoRA with a reference that moves": ({"use_peft": True, "sync_ref_model": True, "beta": 0.1}, [],
+                                         ["sync_ref_model", "without its adapter"]),
+    "DoRA by itself": ({"use_peft": True, "use_dora": True, "vllm_lora": "adapter"}, [],
+                       ["vllm_lora is 'adapter', but vLLM has no DoRA", "'auto' or 'merge'"]),
+    "LoRA on quantised weights": ({"use_peft": True}, ["--load_in_8bit"], ["load_in_8bit", "remove it"]),
+    "a rank without LoRA": ({"lora_r": 8}, [], ["lora_r without use_peft", "--use_peft"]),
     "a quantised model": ({}, ["--load_in_4bit"], ["load_in_4bit"]),
     "FSDP": ({"fsdp": "full_shard"}, [], ["fsdp", "not supported"]),
     "groups that do not divide": ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}, [],
@@ -57,7 +68,7 @@ def test_a_tab_is_told_with_its_line(option: str, cluster: Cluster, tmp_path: Pa
 
 def test_all_that_is_wrong_is_told_at_once(cluster: Cluster) -> None:
     file = cluster.training(reward_funcs=["nowhere.score"], dataset_name="./nowhere.jsonl")
-    plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file, "--", "--use_peft")
+    plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file, "--", "--load_in_4bit")
     assert len(plan["errors"]) == 3
 
 

@@ -171,7 +171,9 @@ def lines_of(
 
 def test_who_holds_what_in_a_push() -> None:
     # two bytes; four ranks pad 10 and 7 to 3 and 2 each: the first bucket is the largest, 20 elements with its padding
-    push = PushShape(buffer_bytes=64, buckets=((10, 7), (16,)), converted_bytes=0, dtype_bytes=2)
+    push = PushShape(
+        buffer_bytes=64, buckets=((10, 7), (16,)), converted_bytes=0, dtype_bytes=2, first_bytes=66, later_bytes=66
+    )
     packed = ("local main", 2 * 64)  # of three, as many as there are buckets
     assert lines_of(push) == {"push_gathered": ("every rank", 40 + 10), "push_packed": packed}
     assert lines_of(push, ranks=1) == {"push_packed": packed}

@@ -101,7 +101,7 @@ MISTAKES = {
     "a hub model offline": Mistake(settings={"model_name_or_path": "nobody/modle"}, env={"HF_HUB_OFFLINE": "1"}, says=("'nobody/modle'", "hf download nobody/modle")),
     "a misspelt folder offline": Mistake(settings={"model_name_or_path": "modle"}, env={"HF_HUB_OFFLINE": "1"}, says=("'modle'", "did you mean model?")),
     "a model without a tokenizer": Mistake(files={"mute/": ""}, settings={"model_name_or_path": "mute"}, says=("'mute'", "tokenizer.json")),
-    "LoRA": Mistake(flags=("--use_peft",), says=("LoRA is not supported", "remove it")),
+    "LoRA half asked for": Mistake(flags=("--lora_r", "8"), says=("lora_r without use_peft", "add --use_peft")),
     "a quantised model": Mistake(flags=("--load_in_4bit",), says=("load_in_4bit", "remove it")),
     "no model for the data": Mistake(settings={"model_name_or_path": None}, says=("a data set is given, but no model", "--model_name_or_path")),
     # data

@@ -1,7 +1,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from grpo.recipes.arguments import DEMO_DEFAULTS, demo_defaults, parse_arguments
 from grpo.recipes.checks import check_task, rewards_of
 from grpo.recipes.data import load_data, local_data
 from grpo.recipes.rewards import exact_match
-from grpo.recipes.training import RewardProgress, demo_summary, run, run_demo
+from grpo.recipes.training import demo_summary, run, run_demo
 from grpo.run.folder import read_run_state
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
@@ -34,12 +33,6 @@ class FakeTrainer:
 
     def train(self, resume_from_checkpoint):
         self.calls.append(("train", resume_from_checkpoint))
-
-    def remove_callback(self, callback):
-        self.calls.append(("remove_callback", callback.__name__))
-
-    def add_callback(self, callback):
-        self.calls.append(("add_callback", callback.__name__))
 
     def save_model(self, folder):
         self.calls.append(("save_model", folder))
@@ -319,12 +312,3 @@ def test_a_system_prompt_for_conversations_is_a_mistake(tmp_path: Path):
     data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": [{"role": "user", "content": "1+1?"}]}])
     with pytest.raises(ValueError, match="the prompts of the data set are conversations already"):
         load_data(parse_arguments([*MODEL, "--dataset_name", str(data), "--system_prompt", "Think."]))
-
-
-def test_the_progress_bar_shows_the_reward():
-    shown: list[str] = []
-    progress = RewardProgress()
-    progress.training_bar = SimpleNamespace(set_postfix_str=shown.append)
-    for logs in (None, {"loss": 1.0}, {"reward": 0.4567}):
-        progress.on_log(None, None, None, logs)
-    assert shown == ["reward 0.46"]

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from grpo.rollout.packing import (
+    REFUSED,
     Completions,
     PackedRows,
     Request,
-    check_prompt_lengths,
     collapse,
     concat_completions,
     concat_rows,
+    engine_id,
+    node_and_engine,
     pack_completions,
     pack_rows,
     seed_base,
@@ -131,7 +133,7 @@ def test_seed_base_is_fixed_and_depends_on_everything():
 
 
 def test_completions_by_hand():
-    completions = pack_completions([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]])
+    completions = pack_completions([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]], [7, 8, 9], [1024, REFUSED, 3])
     assert completions.token_ids.tolist() == [1, 2, 3]
     assert completions.lengths.tolist() == [2, 0, 1]
     assert completions.engine_logprobs.tolist() == [-0.5, -1.0, -2.0]
@@ -141,20 +143,29 @@ def test_completions_by_hand():
     assert to_lists(first) == ([[1, 2]], [[-0.5, -1.0]])
     assert to_lists(none) == ([], [])
     assert to_lists(rest) == ([[], [3]], [[], [-2.0]])
+    assert [part.policy_versions.tolist() for part in (first, none, rest)] == [[7], [], [8, 9]]
+    assert concat_completions([rest, none, first]).policy_versions.tolist() == [8, 9, 7]
+    assert concat_completions([rest, none, first]).engines.tolist() == [REFUSED, 3, 1024]
+    assert [each.tolist() for each in node_and_engine(completions.engines)] == [[1, -1, 0], [0, -1, 3]]
+    assert (engine_id(1, 0), engine_id(0, 3)) == (1024, 3)
     assert np.shares_memory(first.token_ids, completions.token_ids)
     assert to_lists(concat_completions([rest, none, first])) == ([[], [3], [1, 2]], [[], [-2.0], [-0.5, -1.0]])
-    assert to_lists(concat_completions([])) == to_lists(pack_completions([], [])) == ([], [])
+    assert to_lists(concat_completions([])) == to_lists(pack_completions([], [], [], [])) == ([], [])
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[5, 6], [], [7]]])
 def test_a_message_brings_completions_bit_by_bit(rows):
-    sent = pack_completions(rows, [[-0.1 * token for token in row] for row in rows])
+    sent = pack_completions(
+        rows, [[-0.1 * token for token in row] for row in rows], range(len(rows)), range(1, 1 + len(rows))
+    )
     message = sent.to_message()
     assert message.dtype == np.int32
     assert message[: 1 + len(rows)].tolist() == [len(rows), *(len(row) for row in rows)]
     came = Completions.from_message(np.concatenate([message, [99, 99]]).astype(np.int32))  # padded
     assert to_lists(came) == to_lists(sent)
     assert came.engine_logprobs.dtype == np.float32
+    assert came.policy_versions.tolist() == [*range(len(rows))]
+    assert came.engines.tolist() == [*range(1, 1 + len(rows))]
     prompts = pack_rows(rows)
     assert prompts.to_message().dtype == np.int32
     assert as_lists(PackedRows.from_message(np.append(prompts.to_message(), np.int32(99)))) == rows
@@ -162,11 +173,21 @@ def test_a_message_brings_completions_bit_by_bit(rows):
 
 def test_inconsistent_arrays_are_refused():
     with pytest.raises(AssertionError):
-        pack_completions([[1, 2], [3]], [[-1.0], [-1.0, -1.0]])
+        pack_completions([[1, 2], [3]], [[-1.0], [-1.0, -1.0]], [0, 0], [0, 0])
     with pytest.raises(AssertionError):
-        Completions(token_ids=np.arange(3), lengths=np.array([2]), engine_logprobs=np.zeros(3))
+        Completions(
+            token_ids=np.arange(3),
+            lengths=np.array([2]),
+            engine_logprobs=np.zeros(3),
+            policy_versions=np.zeros(1),
+            engines=np.zeros(1),
+        )
     with pytest.raises(AssertionError):
-        split_completions(pack_completions([[1]], [[-1.0]]), [2])
+        pack_completions([[1, 2], [3]], [[-1.0, -1.0], [-1.0]], [0], [0, 0])
+    with pytest.raises(AssertionError):
+        pack_completions([[1, 2], [3]], [[-1.0, -1.0], [-1.0]], [0, 0], [0])
+    with pytest.raises(AssertionError):
+        split_completions(pack_completions([[1]], [[-1.0]], [0], [0]), [2])
 
 
 @pytest.mark.parametrize("trial", range(30))
@@ -189,7 +210,7 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
             token_rows.append([*request.token_ids.tolist(), (request.seed + i) % 2**20][:length])
     assert len(token_rows) == len(rows)
     logprob_rows = [[-float(token) for token in tokens] for tokens in token_rows]
-    completions = pack_completions(token_rows, logprob_rows)
+    completions = pack_completions(token_rows, logprob_rows, [0] * len(rows), [0] * len(rows))
 
     spans = list(itertools.pairwise(cuts))
     parts_of_ranks = split_completions(completions, [stop - start for start, stop in spans])
@@ -199,14 +220,3 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
         expected = [[*row, seed % 2**20][: seed % 4] for row, seed in zip(rows[start:stop], seeds, strict=True)]
         assert token_lists == expected
         assert logprob_lists == [[-float(token) for token in tokens] for tokens in expected]
-
-
-def test_prompt_lengths():
-    rows = pack_rows([[1] * 3, [], [1] * 9])
-    check_prompt_lengths(rows, max_model_len=10, max_tokens=100)  # 9 tokens and one sampled
-    check_prompt_lengths(pack_rows([]), max_model_len=10, max_tokens=100)
-    with pytest.raises(ValueError, match=r"row 2 has 9 tokens, but the engine holds 9 .* 8 at most.*to 14 ") as error:
-        check_prompt_lengths(rows, max_model_len=9, max_tokens=5)
-    assert "vllm_max_model_length" in str(error.value)
-    with pytest.raises(ValueError, match=r"row 16 has 3 tokens \(2 prompts are too long, the longest has 9\)"):
-        check_prompt_lengths(rows, max_model_len=3, max_tokens=5, first_row=16)

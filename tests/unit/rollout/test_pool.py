@@ -3,126 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo.engine.client import EngineError
-from grpo.engine.messages import Sample, Sampled
 from grpo.rollout import pool as engine_pool
-from grpo.rollout.packing import Request, to_lists
-from grpo.rollout.pool import EnginePool, IdleClock
-
-DEADLINE_S = 20.0
-
-
-def answer_to(token_ids: np.ndarray, seed: int) -> list[int]:
-    """What any engine samples for a prompt and a seed."""
-    rng = np.random.default_rng(seed)
-    return [*token_ids.tolist(), *rng.integers(0, 100, size=rng.integers(0, 40)).tolist()]
-
-
-class Owed(NamedTuple):
-    """A completion that an engine has not answered."""
-
-    completion_id: int
-    token_ids: np.ndarray
-    seed: int
-
-
-class FakeEngine:
-    """Runs `num_slots` sequences at a time, one token each in `token_s`, from a thread of its own."""
-
-    def __init__(self, name: str, *, num_slots: int = 4, token_s: float = 0.0) -> None:
-        self.name = name
-        self.num_slots, self.token_s = num_slots, token_s
-        self.told: list[tuple[str, tuple[int, ...]]] = []
-        self.samples: list[Sample] = []
-        self.dies_after: int | None = None
-        self.refuses: Callable[[Owed], bool] = lambda owed: False
-        self.reads = threading.Event()
-        self.reads.set()
-        self.works = threading.Event()
-        self.works.set()
-        self._waiting: list[Owed] = []
-        self._lock = threading.Lock()
-        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    # as EngineClient
-
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        self._hear = hear
-
-    def submit(self, sample: Sample) -> None:
-        assert self.reads.wait(DEADLINE_S)
-        with self._lock:
-            self.samples.append(sample)
-            self.told.append(("sample", tuple(sample.ids)))
-            self._waiting += [Owed(ident, sample.token_ids, sample.seed + i) for i, ident in enumerate(sample.ids)]
-
-    def abort(self, ids: tuple[int, ...]) -> None:
-        assert self.reads.wait(DEADLINE_S)
-        with self._lock:
-            self.told.append(("abort", tuple(ids)))
-            self._waiting = [owed for owed in self._waiting if owed.completion_id not in ids]
-
-    def error(self, what: str) -> EngineError:
-        return EngineError(f"{self.name} {what}")
-
-    # its own thread
-
-    def _run(self) -> None:
-        answered = 0
-        while not self._ended.wait(self.token_s or 0.0001):
-            if not self.works.is_set():
-                continue
-            with self._lock:
-                running = self._waiting[: self.num_slots]
-            for owed in running:
-                tokens = answer_to(owed.token_ids, owed.seed)
-                self._ended.wait(self.token_s * len(tokens) / self.num_slots)
-                if answered == self.dies_after:
-                    self._hear(self.error("was killed by signal 9"))
-                    return
-                with self._lock:
-                    left = [other for other in self._waiting if other.completion_id != owed.completion_id]
-                    if len(left) == len(self._waiting):
-                        continue  # aborted
-                    self._waiting = left
-                answered += 1
-                sampled = Sampled(
-                    completion_id=owed.completion_id,
-                    token_ids=np.array(tokens, np.int32),
-                    engine_logprobs=-np.array(tokens, np.float32),
-                )
-                self._hear(self.error("refused a request: too long") if self.refuses(owed) else sampled)
-
-    def end(self) -> None:
-        self.reads.set()
-        self._ended.set()
-        self._thread.join(DEADLINE_S)
-
-
-class Node:
-    """A pool over fake engines, ended together."""
-
-    def __init__(self) -> None:
-        self.engines: list[FakeEngine] = []
-        self.pools: list[EnginePool] = []
-
-    def pool(self, *engines: FakeEngine, windows: list[int] | None = None) -> EnginePool:
-        self.engines += engines
-        pool = EnginePool(
-            engines,  # type: ignore[arg-type]
-            max_num_seqs=windows or [engine.num_slots for engine in engines],
-            max_tokens=50,
-        )
-        self.pools.append(pool)
-        return pool
+from grpo.rollout.packing import REFUSED, Request, to_lists
+from grpo.rollout.stints import IdleClock
+from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
 
 
 @pytest.fixture
@@ -130,25 +20,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setattr(engine_pool, "POLL_S", 0.02)
     node = Node()
     yield node
-    for pool in node.pools:
-        pool.close()
-    for engine in node.engines:
-        engine.end()
-
-
-def requests_of(rng: np.random.Generator, num_requests: int, *, first_seed: int = 0) -> list[Request]:
-    requests, row = [], 0
-    for _ in range(num_requests):
-        n = int(rng.integers(1, 6))
-        prompt = rng.integers(0, 9, size=rng.integers(0, 5)).astype(np.int32)
-        requests.append(Request(token_ids=prompt, n=n, seed=first_seed + row))
-        row += n
-    return requests
-
-
-def expected_of(requests: list[Request]) -> tuple[list[list[int]], list[list[float]]]:
-    rows = [answer_to(request.token_ids, request.seed + number) for request in requests for number in range(request.n)]
-    return rows, [[-float(token) for token in row] for row in rows]
+    node.end()
 
 
 @pytest.mark.parametrize("trial", range(20))
@@ -208,32 +80,29 @@ def test_submitting_waits_for_no_engine(node: Node) -> None:
     assert [word for word, _ in engine.told][-1] == "abort"  # after what it takes back
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_dead_engine_ends_the_wait_with_its_words(num_engines: int, node: Node) -> None:
-    engines = [FakeEngine(f"engine {number}", token_s=1e-5) for number in range(num_engines)]
-    engines[0].dies_after = 2
-    pool = node.pool(*engines)
-    batch = pool.submit(requests_of(np.random.default_rng(1), 30))
-    with pytest.raises(EngineError, match="engine 0 was killed by signal 9"):
-        pool.collect(batch, DEADLINE_S)
-    with pytest.raises(EngineError, match="engine 0 was killed by signal 9"):
-        pool.collect(pool.submit(requests_of(np.random.default_rng(1), 2)), DEADLINE_S)
-    wait_until(lambda: not any(thread.is_alive() for thread in pool._threads))
-
-
-def test_a_refused_request_ends_the_wait(node: Node) -> None:
+def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
+    """By the engine, and by the pool for want of room, which asks no engine."""
     engine = FakeEngine("engine 0")
     engine.refuses = lambda owed: owed.seed == 5
-    pool = node.pool(engine)
-    with pytest.raises(EngineError, match="engine 0 refused a request: too long"):
-        pool.collect(pool.submit(requests_of(np.random.default_rng(2), 9)), DEADLINE_S)
+    pool = node.pool(engine, max_model_len=3)
+    requests = requests_of(np.random.default_rng(2), 9)
+    rows, _ = expected_of(requests)
+    lengths = [len(request.token_ids) for request in requests for _ in range(request.n)]
+    assert max(lengths) == 3
+    batch = pool.submit(requests)
+    completions = pool.collect(batch, DEADLINE_S)
+    assert completions is not None
+    refused = [length >= 3 or row == 5 for row, length in enumerate(lengths)]
+    assert (completions.policy_versions == REFUSED).tolist() == refused
+    assert to_lists(completions)[0] == [
+        [] if is_refused else row for row, is_refused in zip(rows, refused, strict=True)
+    ]
+    assert {*batch.refusals.values()} == {
+        "ValueError: too odd",
+        "a prompt has 3 tokens; the engine holds 3 with the completion (vllm_max_model_length)",
+    }
+    assert len(batch.refusals) == sum(refused)
+    assert all(len(sample.token_ids) < 3 for sample in engine.samples)
 
 
 def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:

@@ -75,6 +75,14 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
 
 
+def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path, {})
+    monkeypatch.setattr(Path, "exists", lambda path: os.stat("/proc/self/mem/stale"))
+    assert folder.stop_request() is None
+    monkeypatch.undo()
+    folder.release()
+
+
 def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
     """A scheduler's job keeps its name."""
     first = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0", "GRPO_STARTED": "1.5"})

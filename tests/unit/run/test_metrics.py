@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo.run.metrics import count_clipped
+from grpo.run.metrics import count_clipped, models_tokens
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # 4 completions of 9 tokens
 
@@ -27,3 +27,11 @@ def test_the_share_over_ranks_stays_below_one() -> None:
     of_ranks = [count_clipped(torch.zeros(4, 1), MASK, mode="sequence_mask", clip_min=None, clip_max=3.0)] * 2
     clipped, total = torch.stack(of_ranks).sum(0).tolist()
     assert (clipped, total) == (8, 8)
+
+
+def test_what_tools_said_is_not_the_models() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]])
+    tools = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+    assert models_tokens({"completion_mask": mask}).tolist() == mask.bool().tolist()
+    found = models_tokens({"completion_mask": mask, "tool_mask": tools})
+    assert found.tolist() == [[True, False, True, False], [False] * 4]

@@ -1,5 +1,6 @@
 """What of stopping and saving needs no training."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import pytest
 from transformers import TrainerControl
 
+from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.signals import StopLead
-from grpo.run.resumable import ResumableTrainer
+from grpo.run.checkpoints import CompleteRecord
+from grpo.run.resumable import ResumableTrainer, what_differs
+from tests.unit.run.made_up_checkpoints import make
 
 
 def trainer(**fields: Any) -> ResumableTrainer:
@@ -71,6 +75,20 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
     assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
 
 
+def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
+    told: list[dict[str, Any]] = []
+    record = FailureRecord(node=1, rank=8, host="n1", phase="push", cause="EngineDied: it was killed")
+    failing = trainer(_run=SimpleNamespace(update=lambda **changes: told.append(changes)))
+    with pytest.raises(JobFailed), failing.recording_failures("unused"):
+        raise JobFailed(record)
+    failing.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    failing.record_failure(str(record), can_heal=False, record=record)
+    assert [(each["failure"], each["can_heal"], each.get("step")) for each in told] == [
+        (record, True, None),  # there was no step yet: the state's own stays
+        (record, False, 4),
+    ]
+
+
 @pytest.mark.parametrize(("code", "told"), [(0, []), (3, ["SystemExit: 3"])])
 def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
     causes: list[str] = []
@@ -93,3 +111,34 @@ def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypa
     monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))
     trainer(state=SimpleNamespace(global_step=4), **kept)._save_last_step()
     assert saved == []
+
+
+RECORD = CompleteRecord(step=3, world_size=2, files={}, versions={}, sampling={"seed": 1, "num_generations": 4})
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (RECORD, "resuming with other settings than the checkpoint's is not exact: seed was 1, is 2"),
+        (replace(RECORD, sampling={"seed": 2, "num_generations": 4}), None),
+        (replace(RECORD, reshaped_from=3), "was written by 3 training processes and made for 2: weights, moments"),
+    ],
+)
+def test_what_is_not_as_before_is_said(record: CompleteRecord, said: str | None) -> None:
+    told = what_differs(record, {"seed": 2, "num_generations": 4})
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+
+
+def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None:
+    for step in (3, 6, 7, 8):
+        make(tmp_path, step)
+    make(tmp_path, 9, complete=False)
+    said: list[str] = []
+    trainer(_say=said.append)._clear_away(SimpleNamespace(path=tmp_path, previous_attempt=0), 3)  # type: ignore[arg-type]
+    assert said[0] == f"{tmp_path / 'checkpoint-9'} was not finished by an earlier attempt: deleted"
+    assert [line.split(" is ")[0] for line in said[1:4]] == [
+        str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
+    ]
+    assert said[4].endswith("was laid aside, and 2 later ones are: deleted")
+    assert len(said) == 5

@@ -1,11 +1,17 @@
 """What a run says of itself."""
 
+import io
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from grpo.job.launch import Launch
 from grpo.job.topology import plan_node
-from grpo.run.screen import what_came_of_it, what_runs_where
+from grpo.run.screen import say, what_came_of_it, what_runs_where
 
 RUN = Path("runs/it")
 LONE_NODE = Launch(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1)
@@ -51,3 +57,43 @@ def test_what_came_of_it(tmp_path: Path) -> None:
     assert what_came_of_it([], tmp_path, metrics_file="metrics.jsonl") == [where]
     (tmp_path / "logs").rmdir()
     assert what_came_of_it([], tmp_path, metrics_file="m.jsonl") == [f"every step's metrics are in {tmp_path}/m.jsonl"]
+
+
+SPEAKS = """
+import sys
+from grpo.run.screen import say
+{before}
+say("first")
+say("second")
+print("what others print")
+sys.stderr.write("went on")
+"""
+
+
+@pytest.mark.parametrize("before", ["", "sys.stdout.close()", "sys.stdout = None"], ids=["pipe", "closed", "none"])
+def test_a_screen_that_is_gone_is_no_reason_to_fail(before: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-c", SPEAKS.format(before=before)]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "went on")
+
+
+def test_a_full_disk_costs_the_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    screen = Full()
+    monkeypatch.setattr(sys, "stdout", screen)
+    say("lost")
+    screen.is_full = False
+    say("heard")
+    assert screen.getvalue() == "[grpo] heard\n"

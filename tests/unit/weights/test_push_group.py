@@ -1,5 +1,6 @@
 """The push group of a node: its protocol, and all of the NCCL path up to the collective, against vLLM's own classes."""
 
+import base64
 import dataclasses
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.device_communicators import pynccl_wrapper
 from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -96,11 +98,21 @@ class Communicator:
         self.sent.append(tensor.clone())
 
 
+UNIQUE_ID = bytes(range(128))
+
+
+class Library:
+    """Stands for NCCL itself, where a communicator's id comes from."""
+
+    def ncclGetUniqueId(self) -> pynccl_wrapper.ncclUniqueId:
+        return pynccl_wrapper.ncclUniqueId.from_buffer_copy(UNIQUE_ID)
+
+
 @pytest.fixture
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only streams, which need GPUs, stand in."""
     only_streams_stand_in(monkeypatch)
-    monkeypatch.setattr("vllm.utils.network_utils.get_open_port", lambda: 4711)
+    monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
     monkeypatch.setattr(nccl.NcclTransport, "device", "cpu")
 
 
@@ -113,19 +125,48 @@ def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
         def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
             raise EngineError("does not take it")
 
-    def open_endpoint(info: Any) -> None:
+    def open_endpoint(*args: Any) -> None:
         deadline = time.monotonic() + 20
         while not told and time.monotonic() < deadline:
             time.sleep(0.01)
-        raise RuntimeError("wait timeout")  # as vLLM's store, for a worker that does not come
+        raise RuntimeError("NCCL error: remote process exited")
 
-    monkeypatch.setattr(nccl_common, "trainer_init", open_endpoint)
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", open_endpoint)
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 1, "timeout_s": 5.0, "tell": told.append}
     pusher = Pusher(source, [Refusing()], **settings)  # type: ignore[list-item]
     with pytest.raises(EngineError, match="does not take it"):
         pusher.connect()
     assert [str(error) for error in told] == ["does not take it"]
+
+
+def test_a_trainer_without_nccl_says_so_before_any_engine_waits(
+    without_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Missing(Library):
+        def __init__(self) -> None:
+            raise OSError("libnccl.so.2: cannot open shared object file")
+
+    monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Missing)
+    engine = RecordingEngine()
+    with pytest.raises(RuntimeError, match="set vllm_sync_backend to 'shm'"):
+        nccl.NcclTransport(buffer_bytes=16, num_workers=1).open(engine, lambda error: None)  # type: ignore[arg-type]
+    assert engine.calls == []
+
+
+def test_the_worker_joins_by_the_id_and_connects_to_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own code of a worker, up to NCCL."""
+    joined = []
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *args: joined.append(args) or Communicator())
+    monkeypatch.setattr(nccl_common, "stateless_init_process_group", lambda *args, **kwargs: pytest.fail("a store"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    worker = object.__new__(CountedNCCLEngine)  # its constructor wants an engine
+    worker.model_update_group = None
+    worker.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=2, rank=1)
+    encoded = base64.b64encode(UNIQUE_ID).decode()
+    info = NCCLWeightTransferInitInfo(nccl_unique_id_b64=encoded, rank_offset=3, world_size=5, packed=True)
+    worker.init_transfer_engine(info)
+    assert joined == [(UNIQUE_ID, 4, 5, 3)]
 
 
 def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) -> None:
@@ -172,17 +213,19 @@ def test_an_interrupted_push_goes_on_with_nothing(without_gpus: None) -> None:
 def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
     opened, communicator = [], Communicator()
-    monkeypatch.setattr(nccl_common, "trainer_init", lambda info: opened.append(info) or communicator)
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *args: opened.append(args) or communicator)
     engines = [RecordingEngine(), RecordingEngine()]
     trained = tiny_model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
     pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]
     pusher.connect()
-    assert (opened[0].master_address, opened[0].master_port, opened[0].world_size) == ("127.0.0.1", 4711, 5)
+    assert opened == [(UNIQUE_ID, 0, 5, 0)]
     worker_infos = [NCCLWeightTransferInitInfo(**engine.calls[0][1]["init_info"]) for engine in engines]
     assert [info.rank_offset for info in worker_infos] == [1, 3]
-    assert all((info.world_size, info.master_port, info.packed) == (5, 4711, True) for info in worker_infos)
+    assert all((info.world_size, info.packed) == (5, True) for info in worker_infos)
+    for info in worker_infos:  # over the engines' own sockets, and no port where anybody could come first
+        assert (info.nccl_unique_id_bytes, info.master_address, info.master_port) == (UNIQUE_ID, None, None)
 
     report, error = pusher.push(3)
     assert error is None

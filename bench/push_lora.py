@@ -1,0 +1,70 @@
+"""What one rank of `bench.push` measures with LoRA: adapters alone, the whole model, and TRL's merging of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from bench.push_ranks import WIRE_DTYPE, Ranks, dense_model, start_engine, under_zero3
+from bench.report import interleave
+from grpo.weights.adapters import Lora
+from grpo.weights.buckets import meta_bytes
+from grpo.weights.source import GatheredSource
+
+RANK = 16
+
+
+class LoraRanks(Ranks):
+    """An engine of its own, with room for one adapter on all linear layers."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.settings = dist.get_rank(), settings
+        config = dense_model(settings)
+        room = {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK}
+        folder = Path(settings["folder"]) / "lora"
+        self.client = start_engine(settings, folder, config, **room) if self.rank == 0 else None
+        with under_zero3():
+            base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            self.model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
+        lora = Lora(self.model, merges=False)
+        bucket_bytes = settings["bucket_mb"] * 2**20
+        self._meet(GatheredSource(lora.base, wire_dtype=WIRE_DTYPE, bucket_bytes=bucket_bytes, lora=lora))
+
+    def whole_push(self) -> float:
+        """The base too, as to an engine that has just started."""
+        self.source.forget_sent()
+        return self.own_push()
+
+    def trl_push(self) -> float:
+        adapters, self.source._adapters = self.source._adapters, []  # the engine goes on with the one that it has
+        try:
+            return super().trl_push()
+        finally:
+            self.source._adapters = adapters
+
+    def measure(self) -> dict[str, Any]:
+        self.pusher.connect()
+        self.own_push()
+        adapter_bytes = sum(p.ds_numel for p in self.model.parameters() if p.requires_grad) * WIRE_DTYPE.itemsize
+        self.held_by_trl = [meta.name for meta in self.source.plan().metas]
+        pushed_bytes = sum(map(meta_bytes, self.source.plan().metas))
+        largest = max(p.ds_numel for p in self.model.parameters()) * WIRE_DTYPE.itemsize if self.client else 0
+        grown = {
+            "adapters alone": self.growth(self.own_push),
+            "base and adapters": self.growth(self.whole_push),
+            "TRL merges and sends": self.growth(self.trl_push) + largest,  # its buffer, ours here
+        }
+        variants = {
+            "adapters alone": self.own_push,
+            "base and adapters": self.whole_push,
+            "TRL merges and sends": self.trl_push,
+        }
+        return {
+            "seconds": interleave(variants, self.settings["repetitions"]),
+            "grown_bytes": grown,
+            "adapter_bytes": adapter_bytes,
+            "pushed_bytes": pushed_bytes,
+        }

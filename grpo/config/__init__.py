@@ -1,0 +1,302 @@
+"""`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
+
+import math
+import os
+import warnings
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+import trl
+
+from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers, trl_default
+from grpo.config.conversing import ConversationConfig, check_conversing
+from grpo.config.recording import RecordingConfig, check_recording
+from grpo.engine.early import drop_host, start_first_host
+from grpo.job.devices import count_gpus
+from grpo.job.files import is_on
+from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.job.process_groups import leave_out_deepspeeds_op, make_world_group
+from grpo.job.quiet import quiet
+from grpo.job.topology import plan_node
+
+# TRL's defaults of the fields that say where a server is; in local mode there is none.
+LOCAL_GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass
+class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
+    """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
+
+    `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
+    """
+
+    use_vllm: bool = field(
+        default=True,
+        metadata={"help": "Whether to generate with vLLM. On by default here, off in TRL."},
+    )
+    vllm_mode: str = field(
+        default="local",
+        metadata={
+            "help": "'local': every node's local main process hosts vLLM engines on the node's reserved GPUs. 'server' "
+            "and 'colocate' are TRL's own modes."
+        },
+    )
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its "
+            "GPUs to itself, and TRL's 0.3 in colocate mode. Without GPUs the KV cache is sized by "
+            "kv_cache_memory_bytes in vllm_engine_kwargs instead."
+        },
+    )
+    vllm_reserved_gpus: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many GPUs of each node, the last ones, are reserved for engines. None: all on which no rank "
+            "trains; may then differ from node to node."
+        },
+    )
+    vllm_engines_per_node: int | None = field(
+        default=None,
+        metadata={"help": "Engines of a node without GPUs, where nothing is reserved; None means one."},
+    )
+    vllm_balance_nodes: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their "
+            "engines, so that a step does not wait for the slowest. No effect on one node."
+        },
+    )
+    vllm_sync_backend: str = field(
+        default="auto",
+        metadata={"help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."},
+    )
+    vllm_sync_bucket_mb: int = field(
+        default=512,
+        metadata={"help": "Upper size in MB of what is gathered at a time; a larger single parameter still goes."},
+    )
+    vllm_lora: str = field(
+        default="auto",
+        metadata={
+            "help": "How LoRA adapters reach the engines: 'adapter' (the base once, then adapters alone), 'merge' "
+            "(inside of the weights that are pushed), or 'auto': by themselves where vLLM can hold them."
+        },
+    )
+    generation_lookahead: int = field(
+        default=0,
+        metadata={
+            "help": "Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 "
+            "engines and ranks work at the same time, and completions are one push older when they are trained on, "
+            "which importance sampling corrects."
+        },
+    )
+    completions_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions per optimizer step, over all ranks and whatever their number: "
+            "gradient_accumulation_steps follows from it. None: per_device_train_batch_size x "
+            "gradient_accumulation_steps x ranks."
+        },
+    )
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's "
+            "'sequence_mask', and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence "
+            "leaves its bounds almost always."
+        },
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Passed to vLLM's engine as they are (a JSON object on the command line). A key that another "
+            "setting decides is refused by name."
+        },
+    )
+    vllm_max_logprob_gap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Limit of the mean gap between engine and trainer log-probabilities, in nats, when a push is "
+            "proved. None: by the engine's dtype, and tighter once the first push has shown what rounding costs."
+        },
+    )
+    check_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether every reward function is called once before anything is loaded, on rank 0, with made-up "
+            "completions of the data set's first row, so that a mistake in it shows at once. Set it to False for "
+            "functions whose calls have effects, or need what is there only in training."
+        },
+    )
+    vllm_max_respawns: int = field(
+        default=3,
+        metadata={
+            "help": "How often in an hour an engine that dies is started again; it gets the weights, and its requests "
+            "are sampled again. At the next death, and with 0 at the first, the last finished step is saved and the "
+            "job ends."
+        },
+    )
+    vllm_standby: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each node keeps a process ready that has imported vLLM, for an engine that has to be "
+            "started again: seconds for about 1 GB of memory."
+        },
+    )
+    vllm_max_refused: int = field(
+        default=128,
+        metadata={
+            "help": "How many completions may be left out of training because no engine takes their prompts, which are "
+            "longer than vllm_max_model_length, say; with more the job ends."
+        },
+    )
+    vllm_start_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that an engine may take from its start until it is ready."}
+    )
+    vllm_generate_timeout: float = field(
+        default=3600.0, metadata={"help": "Seconds that one generation batch may take."}
+    )
+    vllm_sync_timeout: float = field(default=600.0, metadata={"help": "Seconds that one step of a push may take."})
+
+    reward_timeout: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that a reward function may take for one batch of a rank; then the job ends, and its "
+            "failure shows where the function is."
+        },
+    )
+    heartbeat_timeout: float = field(
+        default=20.0,
+        metadata={
+            "help": "Seconds that a node may be silent, or that a training process or a launcher may be stopped "
+            "(SIGSTOP), until the job ends with a failure that names it; 5 or more."
+        },
+    )
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012  as in TRL
+
+    @property
+    def local_mode(self) -> bool:
+        """Whether this project's engines generate."""
+        return self.use_vllm and self.vllm_mode == "local"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job, known before transformers makes the process group."""
+        return read_launch(os.environ).world_size
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs`, parsed; {} where there are none."""
+        assert not isinstance(self.vllm_engine_kwargs, str), "TrainingArguments parses its dict fields"
+        return self.vllm_engine_kwargs or {}
+
+    def __post_init__(self) -> None:
+        quiet()
+        self._take_launchers_word()
+        if self.vllm_mode not in ("local", "server", "colocate"):
+            raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
+        check_trackers(self.report_to)
+        if self.vllm_gpu_memory_utilization is None:
+            default = trl_default("vllm_gpu_memory_utilization")
+            self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
+        if self.vllm_importance_sampling_mode is None:
+            ahead = self.local_mode and self.generation_lookahead
+            self.vllm_importance_sampling_mode = (
+                "token_truncate" if ahead else trl_default("vllm_importance_sampling_mode")
+            )
+        if self.local_mode:
+            check_counts(self)
+            if self.completions_per_step is not None:
+                self.gradient_accumulation_steps = accumulation_of(self, self.num_ranks)
+        if self.local_mode and not vars(self)["use_cpu"]:
+            # Before anything slow: GPUs that were meant and are not there, or that engines cannot be given.
+            num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
+            launch = read_launch(os.environ)
+            if num_gpus and launch.launched:
+                self._check_placement(launch, num_gpus)
+        if self.local_mode and not torch.accelerator.is_available():
+            # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
+            # transformers then takes each rank for the only one.
+            self.use_cpu = True
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            advice = batch_advice(self, self.world_size) if "divisible" in str(error) else ""
+            raise ValueError(f"{str(error).rstrip('.')}: {advice}" if advice else str(error)) from None
+        if self.local_mode:
+            check_local(self)
+            check_recording(self)
+            check_conversing(self)
+            if read_launch(os.environ).launched:
+                start_first_host()  # unless one waits already
+            return
+        drop_host()
+        defaults = {f.name: f.default for f in fields(self)}
+        changed = [name for name in own_fields(self, trl.GRPOConfig) if getattr(self, name) != defaults[name]]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
+                f"{self.vllm_mode!r}: remove them, or set use_vllm to True and vllm_mode to 'local'"
+            )
+
+    def _take_launchers_word(self) -> None:
+        """`grpo launch --output-dir DIR --resume auto` counts more than the script, whose arguments it leaves alone."""
+        for name, variable in (("output_dir", "GRPO_OUTPUT_DIR"), ("resume_from_checkpoint", "GRPO_RESUME")):
+            value = os.environ.get(variable)
+            own = getattr(self, name)
+            if not value or own == value:
+                continue
+            setattr(self, name, value)
+            if own is not None and read_launch(os.environ).rank == 0:
+                print(f"[grpo] {name} is {value} ({variable}), not {own}", flush=True)
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """Where transformers makes the process group; beside `--deepspeed FILE` it forgets the backend."""
+        if self.use_cpu and (self.deepspeed or is_on(os.environ.get("ACCELERATE_USE_DEEPSPEED"))):
+            leave_out_deepspeeds_op()
+        if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
+            make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
+        return super()._setup_devices
+
+    def _check_placement(self, launch: Launch, num_gpus: int) -> None:
+        """What this rank can tell alone, before transformers makes the process group.
+
+        DeepSpeed opens NCCL's communicator of all ranks there (0.19): a rank without a GPU fails, and the others wait.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
+            plan_node(
+                launch,
+                [str(index) for index in range(num_gpus)],
+                reserved_gpus=self.vllm_reserved_gpus,
+                tensor_parallel_size=self.vllm_tensor_parallel_size,
+                engines_per_node=self.vllm_engines_per_node,
+            )
+
+
+def own_fields(ours: Any, theirs: Any) -> list[str]:
+    """The fields that a dataclass adds to the one that it extends."""
+    return [each.name for each in fields(ours) if each.name not in theirs.__dataclass_fields__]
+
+
+def batch_advice(args: trl.GRPOConfig, world_size: int) -> str:
+    """The settings to change where batches do not divide; '' where they do."""
+    group, micro_batch = args.num_generations, args.per_device_train_batch_size * world_size
+    size, steps = args.generation_batch_size, args.steps_per_generation
+    if size is not None and steps is None and size % micro_batch:
+        return f"set generation_batch_size to {either(multiples_around(size, micro_batch))}"
+    if size is not None and group > 1 and size % group:
+        fitting = [count for count in range(2, min(size, 2 * group) + 1) if size % count == 0]
+        near = sorted(sorted(fitting, key=lambda count: abs(count - group))[:2])
+        step = group // math.gcd(group, size // args.per_device_train_batch_size)
+        text = f"set per_device_train_batch_size to {either(multiples_around(args.per_device_train_batch_size, step))}"
+        return text + (f", or num_generations to {either(near)}" if near else "")
+    group = args.num_generations_eval or group
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size * world_size % group:
+        step = group // math.gcd(group, world_size)
+        return f"set per_device_eval_batch_size to {either(multiples_around(args.per_device_eval_batch_size, step))}"
+    return ""

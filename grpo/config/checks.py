@@ -1,0 +1,206 @@
+"""What settings of local mode say no to, each with the value and the way out."""
+
+import importlib.util
+import math
+from typing import Any
+
+import trl
+
+from grpo.job.launch import either, multiples_around
+from grpo.job.mistakes import did_you_mean
+
+_SERVER_FIELDS = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+)
+
+# Engine arguments that follow from other settings. A second way to set them would be a way to contradict oneself.
+OWN_ENGINE_KEYS = {
+    "model": "model_name_or_path",
+    "tokenizer": "processing_class",
+    "tokenizer_revision": "model_init_kwargs",
+    "skip_tokenizer_init": "nothing: structured output needs the tokenizer",
+    "revision": "model_init_kwargs",
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "bf16 / fp16 / model_init_kwargs['dtype']: the engine computes in the trainer's dtype",
+    "max_model_len": "vllm_max_model_length",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "pipeline_parallel_size": "vllm_tensor_parallel_size",
+    "data_parallel_size": "vllm_reserved_gpus: several engines on a node are several processes",
+    "model_impl": "vllm_model_impl",
+    "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
+    "load_format": "nothing: the first push brings the weights",
+    "weight_transfer_config": "vllm_sync_backend",
+    "worker_extension_cls": "nothing: the workers are asked by one of our own how they hold the weights",
+    "logprobs_mode": "nothing: importance sampling needs processed_logprobs",
+    "enable_lora": "peft_config and vllm_lora",
+    "max_lora_rank": "peft_config",
+    "max_loras": "nothing: there is one adapter, that of the policy",
+    "lora_target_modules": "peft_config",
+    "seed": "seed",
+}
+
+# What these may be. TRL looks at its own ones where it uses them, after the first generation (1.16).
+_WORDS = {
+    "vllm_sync_backend": ("auto", "nccl", "shm"),
+    "vllm_lora": ("auto", "adapter", "merge"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+_TIMEOUTS = ("vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout", "reward_timeout")
+
+
+# What each is installed as. transformers looks at them when it builds the trainer, after the engines have begun (5.17).
+_TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
+
+
+def check_trackers(report_to: str | list[str] | None) -> None:
+    """That those that are asked for are known and installed."""
+    for name in [report_to] if isinstance(report_to, str) else report_to or []:
+        if name in ("none", "all"):
+            continue
+        if name in _TRACKERS:
+            if not any(map(importlib.util.find_spec, _TRACKERS[name])):
+                raise ValueError(
+                    f"report_to asks for {name}, which is not installed: pip install grpo-local[track], or leave it out"
+                )
+            continue
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = did_you_mean(name, INTEGRATION_TO_CALLBACK) or f": one of {', '.join(INTEGRATION_TO_CALLBACK)}"
+            raise ValueError(f"report_to asks for {name!r}, which transformers does not know{near}")
+
+
+def check_counts(args: Any) -> None:
+    """What others divide by, or count up to."""
+    least = {"num_generations": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    least |= {"steps_per_generation": 1, "generation_batch_size": 2, "num_iterations": 1}
+    least |= {"max_completion_length": 1, "vllm_max_model_length": 2, "completions_per_step": 2}
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"{name} is {value}; it must be {smallest} or more")
+
+
+def accumulation_of(args: Any, num_ranks: int) -> int:
+    """Micro-batches of a rank that make `completions_per_step` of all ranks, in whole groups.
+
+    Raises:
+        ValueError: no whole number of them does, or `gradient_accumulation_steps` says another.
+    """
+    asked, size, group = args.completions_per_step, args.per_device_train_batch_size, args.num_generations
+    micro_batch = size * num_ranks
+    if asked % micro_batch or asked % group:
+        near = either(multiples_around(asked, math.lcm(micro_batch, group)))
+        other = next((count for count in range(size - 1, 0, -1) if asked % (count * num_ranks) == 0), None)
+        raise ValueError(
+            f"completions_per_step is {asked}, which is no whole number of micro-batches of {micro_batch} ({num_ranks} "
+            f"ranks x per_device_train_batch_size {size}) in groups of num_generations {group}: set it to {near}"
+            + (f", or per_device_train_batch_size to {other}" if other and asked % group == 0 else "")
+        )
+    steps, written = asked // micro_batch, args.gradient_accumulation_steps
+    if written not in (trl_default("gradient_accumulation_steps"), steps):
+        raise ValueError(
+            f"gradient_accumulation_steps is {written}, but completions_per_step {asked} with {num_ranks} ranks x "
+            f"per_device_train_batch_size {size} makes it {steps}: remove one of the two"
+        )
+    return steps
+
+
+def check_local(args: Any) -> None:
+    changed = [name for name in _SERVER_FIELDS if getattr(args, name) != trl_default(name)]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: local mode has no server, every node hosts its own engines; remove them, or "
+            "set vllm_mode to 'server'"
+        )
+    if args.vllm_enable_sleep_mode:
+        raise ValueError(
+            "vllm_enable_sleep_mode: an engine in local mode has its GPUs to itself and never sleeps; remove it"
+        )
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            "use_transformers_continuous_batching and use_vllm are both on, but only one can generate: set "
+            "one of them to False"
+        )
+    if args.fsdp:
+        raise ValueError(
+            f"fsdp is {args.fsdp!r}: local mode trains with DeepSpeed (configs/1node.yaml), DDP or one process; "
+            "FSDP is not supported"
+        )
+    if not args.ds3_gather_for_generation:
+        raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
+    _check_lookahead(args)
+    for name, words in _WORDS.items():
+        if getattr(args, name) not in words:
+            known = ", ".join(map(repr, words))
+            raise ValueError(f"{name} is {getattr(args, name)!r}; it is one of {known}")
+    for name in ("vllm_sync_bucket_mb", *_TIMEOUTS):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
+    for name in ("vllm_max_respawns", "vllm_max_refused"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
+    if args.heartbeat_timeout < 5:  # a busy machine is not a lost one
+        raise ValueError(f"heartbeat_timeout is {args.heartbeat_timeout:g}; it must be 5 or more")
+    waits = {"vllm_sync_timeout": ("a push", "the engine's"), "reward_timeout": ("another's rewards", "its")}
+    for name, (awaited, whose) in waits.items():
+        if getattr(args, name) >= args.ddp_timeout:
+            raise ValueError(
+                f"{name} is {getattr(args, name):g} s, but ranks that wait for {awaited} in a collective are ended "
+                f"after ddp_timeout, {args.ddp_timeout} s, without {whose} word: set ddp_timeout higher"
+            )
+    if args.vllm_max_logprob_gap is not None and args.vllm_max_logprob_gap <= 0:
+        raise ValueError(f"vllm_max_logprob_gap is {args.vllm_max_logprob_gap}; it must be above 0, or None")
+    if not 0 < args.vllm_gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization is {args.vllm_gpu_memory_utilization}; it is a share, above 0, at most 1"
+        )
+    for key in args.engine_kwargs:
+        if key in OWN_ENGINE_KEYS:
+            raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
+    for key in ("n", "logprobs", "prompt_logprobs", "output_kind", "flat_logprobs"):
+        if key in (args.generation_kwargs or {}):
+            raise ValueError(f"generation_kwargs holds {key!r}, which the trainer sets itself: remove it")
+    if (
+        args.loss_type == "vespo"
+        and args.vllm_importance_sampling_correction
+        and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+    ):
+        raise ValueError(
+            "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
+            f"{args.vllm_importance_sampling_mode!r}"
+        )
+
+
+def _check_lookahead(args: Any) -> None:
+    if args.generation_lookahead not in (0, 1):
+        raise ValueError(
+            f"generation_lookahead is {args.generation_lookahead}; it is 0 or 1: with one batch ahead engines and "
+            "ranks are both busy already, and every further one only makes completions older"
+        )
+    if not args.generation_lookahead:
+        return
+    if not args.vllm_importance_sampling_correction:
+        raise ValueError(
+            "vllm_importance_sampling_correction is False, but with generation_lookahead 1 completions come from "
+            "an older policy than the one that is trained: remove it, or set generation_lookahead to 0"
+        )
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config has {name}, which deals rows out in another order than generation_lookahead "
+                "reads them: remove it, or set generation_lookahead to 0"
+            )
+
+
+def trl_default(name: str) -> Any:
+    return trl.GRPOConfig.__dataclass_fields__[name].default

@@ -1,0 +1,70 @@
+"""What a run leaves to look at: fields of `GRPOConfig`, and their checks."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RecordingConfig:
+    """Fields that say what is recorded of a run, beside metrics and timelines."""
+
+    log_completions_prompts: int = field(
+        default=8,
+        metadata={
+            "help": "For how many prompts of a log step all completions are kept, with rewards, advantages and where "
+            "they were sampled, in completions/ of the output folder (200 MB at most). 0: for none."
+        },
+    )
+    usage_interval_s: float = field(
+        default=5.0,
+        metadata={
+            "help": "Seconds between two looks at what GPUs, memory and processes of each node are used for; "
+            "0: nobody looks."
+        },
+    )
+    report_every_s: float = field(
+        default=0.0,
+        metadata={
+            "help": "Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output "
+            "folder in a process of its own; 0: only when somebody asks for it."
+        },
+    )
+    profile_steps: str | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps, counted from 1, in which torch's profiler runs: '10-12', or '10'. Writes Chrome "
+            "traces to profile/ of the output folder, and logs the shares of computation and communication."
+        },
+    )
+    profile_ranks: str = field(default="0", metadata={"help": "Ranks on which it runs: '0', '0,7,14' or 'all'."})
+
+
+def check_recording(args: Any) -> None:
+    for name in ("log_completions_prompts", "usage_interval_s", "report_every_s"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
+    if profiled_steps(args.profile_steps):
+        profiled_ranks(args.profile_ranks, args.world_size)
+
+
+def profiled_steps(text: str | None) -> range:
+    """`profile_steps`, counted from 1; none for None. Raises ValueError."""
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(text).strip())
+    first = int(found[1]) if found else 0
+    last = int(found[2] or first) if found else 0
+    if not 1 <= first <= last:
+        raise ValueError(f"profile_steps is {text!r}; say '10-12', or '10': steps are counted from 1")
+    return range(first, last + 1)
+
+
+def profiled_ranks(text: str, world_size: int) -> set[int]:
+    """`profile_ranks`. Raises ValueError."""
+    if text == "all":
+        return {*range(world_size)}
+    found = {int(word) if word.strip().isdigit() else -1 for word in str(text).split(",")}
+    if not found <= {*range(world_size)}:
+        raise ValueError(f"profile_ranks is {text!r}; say 'all' or numbers from 0 to {world_size - 1}, as in '0,1'")
+    return found

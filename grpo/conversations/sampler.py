@@ -1,0 +1,130 @@
+"""What a rollout calls to have its turns sampled."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo.conversations.channel import TurnChannel
+from grpo.conversations.messages import Answer
+from grpo.rollout.packing import REFUSED, turn_seed
+
+SAMPLING = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
+    }
+)
+"""Arguments of vLLM's `SamplingParams` that a turn may have of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the model has said in one turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, of each token, under the engine."""
+    finish_reason: str | None
+    """`stop`, or `length` where the limit of tokens or of the context ended it; None where `refusal` says why."""
+    refusal: str | None = None
+    """Why no engine took it: it is longer than the context, say."""
+
+
+class Sampler:
+    """One rank's turns of one batch. From any thread or event loop; not collective.
+
+    Args:
+        base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
+    """
+
+    def __init__(self, channel: TurnChannel, *, base_seed: int, rank: int) -> None:
+        self._channel, self._base_seed, self._rank = channel, base_seed, rank
+        self._calls, self._is_over = 0, False
+        self.refused: dict[int, str] = {}
+        """By row: why no engine took its prompt."""
+        self.engines: dict[int, int] = {}
+        """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
+        self.policy_versions: dict[int, int] = {}
+        """By row: optimizer steps of the weights that have sampled its last turn."""
+        self.counts: Counter[str] = Counter()
+        """Turns, refused ones, tokens that were sampled, tokens before them, and of these those found in a cache."""
+        self.first_ask = self.last_answer = time.monotonic()
+
+    async def sample(
+        self, token_ids: Sequence[int], *, row: int, turn: int, max_tokens: int | None = None, **sampling: Any
+    ) -> Turn:
+        """Continue a conversation.
+
+        Args:
+            token_ids: [L], all that was said before, template and all.
+            row: which of this rank's prompts the conversation belongs to, from 0.
+            turn: from 0; the seed follows from both, so no two calls for a row take the same.
+            max_tokens: to sample at most; None: `max_completion_length`.
+            sampling: of `SAMPLING`, in place of the trainer's.
+
+        Raises:
+            ConnectionError: the job is ending.
+            RuntimeError: the batch is over.
+            TypeError: an argument that is none of `SAMPLING`.
+        """
+        if turn < 0 or row < 0:
+            raise ValueError(f"row {row}, turn {turn}: both count from 0")
+        if unknown := sampling.keys() - SAMPLING:
+            raise TypeError(
+                f"sample() takes no {', '.join(sorted(unknown))}; of vLLM's SamplingParams it takes "
+                f"{', '.join(sorted(SAMPLING))}"
+            )
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
+        return self._note(row, turn, await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling)))
+
+    def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
+        """One turn of each row, in a call that waits; its seed follows from the number of the call."""
+        self._calls += 1
+        turn = -self._calls  # which no call of `sample` has
+        futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
+        return [self._note(row, turn, future.result()) for row, future in enumerate(futures)]
+
+    def close(self) -> None:
+        """The batch is over: whoever asks now is told so."""
+        self._is_over = True
+
+    def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> Any:
+        if self._is_over:
+            raise RuntimeError("the batch that this rollout belongs to is over")
+        if not self.counts["turns"]:
+            self.first_ask = time.monotonic()
+        self.counts["turns"] += 1
+        self.counts["prompt_tokens"] += len(token_ids)
+        return self._channel.ask(
+            np.asarray(token_ids, np.int32),
+            row=row,
+            seed=turn_seed(self._base_seed, rank=self._rank, row=row, turn=turn),
+            name=f"turn {turn} of row {row} of rank {self._rank}",
+            overrides=sampling,
+        )
+
+    def _note(self, row: int, turn: int, answer: Answer) -> Turn:
+        self.last_answer = time.monotonic()
+        if answer.refusal is not None:
+            self.counts["refused"] += 1
+            self.engines.setdefault(row, REFUSED)
+            if turn in (0, -1):
+                self.refused[row] = answer.refusal
+        else:
+            self.engines[row] = answer.engine
+            self.policy_versions[row] = answer.policy_version
+            self.counts["tokens"] += len(answer.token_ids)
+            self.counts["cached_tokens"] += answer.num_cached_tokens
+        return Turn(
+            token_ids=answer.token_ids.tolist(),
+            logprobs=answer.logprobs.tolist(),
+            finish_reason=answer.finish_reason,
+            refusal=answer.refusal,
+        )

@@ -1,0 +1,201 @@
+"""Tools that a model calls: code of the user's, which may raise, return anything, or not return at all."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+_ABANDONED = "has not returned within {} s (tool_timeout)"
+
+
+class TooManyAbandoned(RuntimeError):
+    """More tool calls hang than the user allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """What one conversation may call, by name."""
+
+    sync: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    asynchronous: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+class ToolRunner:
+    """Runs the tool calls of a rank's conversations, inside of an event loop.
+
+    Args:
+        timeout_s: of a call. One that takes longer is left alone, and the model is told that it failed.
+        max_threads: in which calls of synchronous tools run at a time; those that were left alone do not count. With 1
+            it is the same thread for all calls.
+        max_abandoned: calls that may be left alone over the run.
+        say: tells the user of one that was.
+        prepare: called first in each of these threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        max_threads: int,
+        max_abandoned: int,
+        say: Callable[[str], None] = lambda line: None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.counts: Counter[str] = Counter()
+        """Of the present batch: calls, those that failed, and of these those that were left alone."""
+        self.running: dict[int, str] = {}
+        """What runs now, by a number of no meaning."""
+        self._max_abandoned, self._say = max_abandoned, say
+        self._num_abandoned = self._number = 0
+        self._first_abandoned = ""
+        self._max_threads = max_threads
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._prepare = prepare
+        self._idle: list[_Worker] = []
+        self._told: set[str] = set()
+        self.hanging_rows: set[int] = set()
+        """Of the present batch, in which a call was left alone."""
+
+    def begin(self) -> None:
+        """A new batch."""
+        self.hanging_rows.clear()
+        self.counts.clear()
+
+    async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:
+        """The tool messages that answer an assistant's calls, in TRL's order (1.16): asynchronous ones last.
+
+        Synchronous calls of a conversation run one after the other, asynchronous ones together.
+        """
+        self.counts["calls"] += len(calls)
+        if row in self.hanging_rows:  # an environment may be in any state
+            names = [str(call.get("function", {}).get("name")) for call in calls]
+            return [
+                {"role": "tool", "name": name, "content": str(self._failed("an earlier call has not returned"))}
+                for name in names
+            ]
+        results: list[tuple[str, Any]] = []
+        later: list[tuple[str, Any]] = []
+        for call in calls:
+            name = str(call.get("function", {}).get("name") or call.get("name", "unknown"))
+            if call.get("type") != "function":
+                results.append((name, self._failed(f"Unsupported tool call type: {call.get('type')}")))
+                continue
+            arguments = call["function"].get("arguments", {})
+            if name in toolbox.sync:
+                results.append((name, await self._in_thread(name, toolbox.sync[name], arguments, row)))
+            elif name in toolbox.asynchronous:
+                later.append((name, self._awaited(name, toolbox.asynchronous[name], arguments, row)))
+            else:
+                results.append((name, self._failed(f"Tool {name} not found.")))
+        awaited = await asyncio.gather(*(result for _, result in later))
+        results += [(name, result) for (name, _), result in zip(later, awaited, strict=True)]
+        return [{"role": "tool", "name": name, "content": self._content(result)} for name, result in results]
+
+    # -- one call -------------------------------------------------------------------------------------------------
+
+    async def _in_thread(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = (loop, asyncio.Semaphore(self._max_threads))
+        async with self._places[1]:
+            worker = self._idle.pop() if self._idle else _Worker(self._prepare)
+            with self._noted(name, row):
+                done = asyncio.wrap_future(worker.run(lambda: tool(**arguments)))
+                finished, _ = await asyncio.wait([done], timeout=self.timeout_s)
+            if not finished:
+                return self._left_alone(name, row)  # and its thread with it
+            self._idle.append(worker)
+        return self._outcome(name, done)
+
+    async def _awaited(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
+        try:
+            call = asyncio.ensure_future(tool(**arguments))
+        except Exception as error:  # noqa: BLE001  wrong arguments
+            return self._failed(str(error))
+        with self._noted(name, row):
+            finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
+        if not finished:
+            call.cancel()  # which it may not heed
+            return self._left_alone(name, row)
+        return self._outcome(name, call)
+
+    def _outcome(self, name: str, done: "asyncio.Future[Any]") -> Any:
+        if done.cancelled():
+            return self._failed("cancelled")
+        if (raised := done.exception()) is None:
+            return done.result()
+        if name not in self._told:  # the model is told each time, the user once: it may be the tool that is wrong
+            self._told.add(name)
+            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {raised}; the model is told so")
+        return self._failed(str(raised))
+
+    @contextlib.contextmanager
+    def _noted(self, name: str, row: int) -> Iterator[None]:
+        """While a call runs it can be named."""
+        self._number += 1
+        number = self._number
+        self.running[number] = f"tool {name} of row {row}"
+        try:
+            yield
+        finally:
+            del self.running[number]
+
+    def _failed(self, why: str) -> dict[str, str]:
+        self.counts["failures"] += 1
+        return {"error": why}
+
+    def _left_alone(self, name: str, row: int) -> dict[str, str]:
+        self._num_abandoned += 1
+        self.counts["abandoned"] += 1
+        self.hanging_rows.add(row)
+        told = f"tool {name}, called in row {row}, {_ABANDONED.format(f'{self.timeout_s:g}')}"
+        self._first_abandoned = self._first_abandoned or told
+        if self._num_abandoned > self._max_abandoned:
+            raise TooManyAbandoned(
+                f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools); the first one: "
+                f"{self._first_abandoned}"
+            )
+        self._say(f"WARNING: {told}; the model is told so, and its thread is left alone")
+        return self._failed(f"tool {name} {_ABANDONED.format(f'{self.timeout_s:g}')}")
+
+    def _content(self, result: Any) -> Any:
+        if isinstance(result, list) and all(isinstance(each, dict) and "type" in each for each in result):
+            return result  # blocks of text and images, as TRL takes them
+        try:
+            text = str(result)
+        except Exception as error:  # noqa: BLE001  the user's own __str__
+            text = str(self._failed(f"its result cannot be shown: {type(error).__name__}: {error}"))
+        # What is no Unicode (`errors="surrogateescape"`) no tokenizer takes.
+        return text.encode("utf-8", "replace").decode()
+
+
+class _Worker:
+    """A thread that runs one call after the other. No pool's: the interpreter waits at its end for those of a pool, and
+    this one may hang."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=[prepare], name="grpo-tool", daemon=True).start()
+
+    def run(self, call: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be taken back
+        self._calls.put((call, future))
+        return future
+
+    def _work(self, prepare: Callable[[], None]) -> None:
+        prepare()
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  the model is told of it, as of any other
+                future.set_exception(error)
+            del call, future

@@ -1,0 +1,139 @@
+"""Between TRL's trainer and ours: tools, environments and rollout functions, on the node's own engines."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from trl.chat_template_utils import parse_response
+
+from grpo.conversations.rollouts import Rollouts, as_trl_takes_them
+from grpo.conversations.talk import Talk
+from grpo.conversations.tools import Message, Toolbox, ToolRunner
+from grpo.job.watch import FailureWatch
+from grpo.run.observed import ObservedTrainer
+
+
+def _use_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # which is each thread's own
+
+
+class _Engines(Protocol):
+    """What `LocalVLLM` does here."""
+
+    last_talks: tuple[list[Talk], dict[str, int]]
+
+    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]: ...
+
+
+class _TrainersTemplate:
+    """Messages and tokens as TRL has them (1.16), for conversations that go on side by side."""
+
+    def __init__(self, trainer: "ConversingTrainer") -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
+        trainer = self._trainer
+        tools = trainer.tools
+        if trainer.environment_factories is not None:
+            tools = trainer._env_tools[trainer._batch_environments[row]]
+        return parse_response(trainer._tokenizer, token_ids, prefix=prefix, tools=tools)
+
+    def tool_suffix(self, messages: list[Message]) -> list[int]:
+        return self._trainer._get_tool_suffix_ids(messages)
+
+
+class ConversingTrainer(ObservedTrainer):
+    """A trainer whose ranks may ask their engines as often as they like."""
+
+    _local: Any
+    """An `_Engines` of the node, in local mode."""
+    rollout_func: Any
+    _rollouts: Rollouts | None = None
+    _resetting = ExitStack()
+    _watch: FailureWatch
+
+    def _take_rollouts(self) -> Rollouts | None:
+        """What makes several turns of a prompt, and of a rollout function one that the other ranks know of; None where
+        every prompt is sampled once. After TRL's own `__init__`."""
+        if not self.tools and self.rollout_func is None:
+            return None
+        args, rank = self.args, self.accelerator.process_index
+        is_function = self.rollout_func is not None
+        if is_function:
+            self.rollout_func = self._together(self.rollout_func)
+        trainer = weakref.proxy(self)
+        prepare = partial(_use_device, self.accelerator.device)
+        self._rollouts = Rollouts(
+            max_completion_tokens=self.max_completion_length,
+            max_tool_turns=self.max_tool_calling_iterations,
+            tools=ToolRunner(
+                timeout_s=args.tool_timeout,
+                max_threads=args.max_tool_threads,
+                max_abandoned=args.max_abandoned_tools,
+                say=lambda line: print(f"[grpo] rank {rank}: {line}", flush=True),
+                prepare=prepare,
+            ),
+            is_function=is_function,
+            prepare=prepare,
+            template=_TrainersTemplate(self) if self.tools else None,
+            toolbox_of=lambda row: Toolbox(
+                sync=trainer._sync_tool_dicts[row], asynchronous=trainer._async_tool_dicts[row]
+            ),
+            loop=getattr(self, "async_loop", None),
+        )
+        return self._rollouts
+
+    def _together(self, func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        me = weakref.ref(self)
+
+        def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            own = me()
+            assert own is not None, "TRL calls it in a generation"
+            engines: _Engines = own._local
+            output = engines.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
+            own._note_sampling()
+            return output
+
+        return rollout
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """TRL's; `reset` has a deadline, and an environment of which a call still runs is not used again."""
+        with ExitStack() as self._resetting:
+            if self._local is not None and self.environment_factories is not None:
+                cause = (
+                    f"an environment's reset has not returned within {self.args.rollout_timeout:g} s (rollout_timeout)"
+                )
+                limit = self._watch.limited("reset of environments", self.args.rollout_timeout, cause)
+                self._resetting.enter_context(limit)
+            scored = super()._generate_and_score_completions(inputs)
+        self._replace_hanging()
+        return scored
+
+    def _generate(self, prompts: Any) -> Any:
+        self._resetting.close()  # they are reset
+        return super()._generate(prompts)
+
+    def _replace_hanging(self) -> None:
+        if self._rollouts is None or not self.environments:
+            return
+        for row in self._rollouts.tools.hanging_rows:
+            pool = self._environment_pool[self._batch_environments[row]]
+            pool[:] = [each for each in pool if each is not self.environments[row]]
+            if not pool:
+                pool.append(self.environment_factories[self._batch_environments[row]]())
+
+    def _note_sampling(self) -> None:
+        """Log what the last batch cost."""
+        raise NotImplementedError
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
+        """TRL's, of conversations that `_generate_single_turn` has had."""
+        if self._local is None:
+            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
+        engines: _Engines = self._local
+        talks, counts = engines.last_talks
+        return as_trl_takes_them(talks, completions, counts)

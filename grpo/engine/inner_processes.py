@@ -1,0 +1,103 @@
+"""vLLM's processes under an engine host, watched while the engine starts.
+
+vLLM's own watch has gaps there (0.31): EngineCore reads its workers' answers in the order of their ranks, so that it
+does not hear one that failed while an earlier one waits for it in a collective; a process that ends waits for its
+children without a deadline; and the host sees the end of EngineCore only once every process that was forked out of it
+has ended, too. Each of them leaves the others, and the trainer, waiting until `vllm_start_timeout`.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo.engine.plugin import HOST_MARK
+from grpo.job.sessions import session_members
+
+POLL_S = 0.5
+GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
+_FOLDER = "inner"  # in the host's private folder; a file for each process: why it cannot go on, empty while it can
+
+
+def report_failures() -> None:
+    """In an engine host that has imported vLLM: let its processes, which come out of it by fork, say that they fail."""
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    EngineCoreProc.run_engine_core = staticmethod(_reporting(EngineCoreProc.run_engine_core, "vLLM's EngineCore"))
+    WorkerProc.worker_main = staticmethod(_reporting(WorkerProc.worker_main, "a worker of vLLM"))
+    answer = WorkerProc.enqueue_output
+
+    @functools.wraps(answer)
+    def answer_and_report(worker: WorkerProc, output: Any) -> None:
+        if isinstance(output, Exception):
+            _say(f"a worker of vLLM failed: {type(output).__name__}: {output}")
+        answer(worker, output)
+
+    WorkerProc.enqueue_output = answer_and_report
+
+
+def _reporting(run: Callable[..., None], name: str) -> Callable[..., None]:
+    """`run`, a process's whole work, with a record of its begin and its end."""
+
+    @functools.wraps(run)
+    def reporting(*args: Any, **kwargs: Any) -> None:
+        why = ""
+        _say("")
+        try:
+            run(*args, **kwargs)
+        except BaseException as error:
+            why = f": {type(error).__name__}: {error}"
+            raise
+        finally:
+            _say(f"{name} has ended{why}")
+
+    return reporting
+
+
+def _say(what: str) -> None:
+    folder = Path(os.environ[HOST_MARK]) / _FOLDER
+    with contextlib.suppress(OSError):  # the folder goes when the engine is ended
+        folder.mkdir(exist_ok=True)
+        with (folder / str(os.getpid())).open("a") as record:  # the first cause stays the first
+            record.write(what)
+
+
+class StartWatch:
+    """In an engine host, while its engine is built: calls `fail` when one of the inner processes has failed.
+
+    Args:
+        fail: called from another thread, with the cause; vLLM had `grace_s` to say it itself, and has not.
+    """
+
+    def __init__(self, private_folder: Path, fail: Callable[[str], None], *, grace_s: float = GRACE_S) -> None:
+        self._folder = private_folder / _FOLDER
+        self._fail = fail
+        self._grace_s = grace_s
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, name="grpo-start-watch", daemon=True).start()
+
+    def end(self) -> None:
+        """The engine is ready."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(POLL_S):
+            cause = self.cause()
+            if cause and not self._is_over.wait(self._grace_s):
+                self._fail(f"vLLM had {self._grace_s:g} s to say it itself, and has not: {cause}")
+                return
+
+    def cause(self) -> str:
+        """Why the engine cannot become ready; empty if nothing is known against it."""
+        with contextlib.suppress(OSError):
+            running = set(session_members(os.getsid(0)))
+            for record in sorted(self._folder.iterdir(), key=lambda record: int(record.name)):
+                if said := record.read_text():
+                    return said
+                if int(record.name) not in running:
+                    return f"a process of vLLM (pid {record.name}) was killed"
+        return ""

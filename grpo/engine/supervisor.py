@@ -1,0 +1,325 @@
+"""A node's engines over all their lives: they start while the trainer loads its model, and come back when they die."""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo.engine.client import STOPPED_TIMEOUT_S, EngineClient, EngineDied, EngineError
+from grpo.engine.early import drop_host, stand_by
+from grpo.engine.environment import engine_environment
+from grpo.engine.messages import EngineSpec, Ready
+from grpo.job.failure import FailureRecord, StepFailed
+from grpo.job.topology import NodeTopology
+from grpo.job.watch import FailureWatch
+
+StartEngine = Callable[..., EngineClient]
+"""Takes what `EngineClient` takes."""
+
+WINDOW_S = 3600.0  # in which deaths are counted
+MAX_FAILED_STARTS = 2  # of one respawn
+NOTICE_S = 30.0  # from an engine's end until its supervisor has decided what follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Respawn:
+    """An engine that died and is back, without its weights."""
+
+    node: int
+    index: int
+    """Of the node's engines."""
+    host: str
+    phase: str
+    """What its local main was doing when it died."""
+    cause: str
+    """The first line of what is known."""
+    seconds: float
+    """From its death until it took work again."""
+
+    def __str__(self) -> str:
+        return (
+            f"engine {self.index} of node {self.node} ({self.host}) died in phase '{self.phase}' ({self.cause}); "
+            f"it was started again and is back after {self.seconds:.0f} s"
+        )
+
+
+class RespawnLimit:
+    """How often one engine may die."""
+
+    def __init__(self, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
+        self._deaths: deque[float] = deque()
+
+    def allows(self, now: float) -> bool:
+        """Count a death at `now`, by time.monotonic(); whether the engine is started again after it."""
+        while self._deaths and now - self._deaths[0] > WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        return len(self._deaths) <= self._max_deaths
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loss:
+    """An engine that is gone, until its successor takes work."""
+
+    since: float
+    record: FailureRecord
+    successor: EngineClient | None = None
+    failed_starts: int = 0
+    given_up: FailureRecord | None = None
+    """Why there will be no successor."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    start: Callable[[], EngineClient]
+    limit: RespawnLimit
+    loss: _Loss | None = None
+
+
+class EngineSupervisor:
+    """The engines of this node. Every rank has one of these; on other ranks than the local main it holds no engine.
+
+    From `supervise` on an engine that dies is started again at once, on its devices and from a thread of its own;
+    `replace_lost` puts it into the place of the old one. Before that, a death is the job's failure.
+
+    Engines end with this object, at the latest with the interpreter: a notebook's next trainer needs the GPUs.
+
+    Args:
+        log_folder: where each engine writes its own log.
+        attempt: of the run, for the names of the logs.
+        timeout_s: from the start of an engine until it is ready.
+        max_respawns: of one engine in an hour.
+        stopped_timeout_s: after which an engine with a stopped process is ended.
+        standby: keep a process ready that has imported vLLM, for the next engine that is started again.
+        start_engine: `EngineClient`, or what a test puts in its place.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        topology: NodeTopology,
+        watch: FailureWatch,
+        *,
+        log_folder: Path,
+        attempt: int,
+        timeout_s: float,
+        max_respawns: int = 0,
+        standby: bool = False,
+        stopped_timeout_s: float = STOPPED_TIMEOUT_S,
+        start_engine: StartEngine = EngineClient,
+    ) -> None:
+        self.topology = topology
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._max_respawns = max_respawns
+        self._standby = standby
+        self._supervises = self._closed = False
+        self._changed = threading.Condition()
+        me = weakref.ref(self)  # the engines' threads would keep this object alive
+
+        def starter(index: int, environment: dict[str, str]) -> Callable[[], EngineClient]:
+            def on_death(error: EngineDied) -> None:
+                if (supervisor := me()) is not None:
+                    supervisor._note_death(index, error)
+
+            return lambda: start_engine(
+                spec,
+                name=f"engine {index} of node {topology.node}",
+                environment=environment,
+                log_path=log_folder / f"engine-node{topology.node}-{index}.attempt-{attempt}.log",
+                on_death=on_death,
+                stopped_timeout_s=stopped_timeout_s,
+            )
+
+        self._environments = [
+            engine_environment(
+                os.environ,
+                devices=devices,
+                tensor_parallel_size=topology.tensor_parallel_size,
+                engines_per_node=topology.num_engines,
+            )
+            for devices in (topology.engines if topology.is_local_main else ())
+        ]
+        self._slots = [
+            _Slot(start=starter(index, environment), limit=RespawnLimit(max_respawns))
+            for index, environment in enumerate(self._environments)
+        ]
+        self.clients: list[EngineClient] = [slot.start() for slot in self._slots]
+        drop_host()  # one that no engine of this node has taken
+        self._every = [*self.clients]  # whose processes may still be there
+        for client in self.clients:
+            watch.covers(client.private_folder, client.pid)
+        self._ender = weakref.finalize(self, _close_all, self._every, watch)
+
+    def wait_ready(self) -> list[Ready]:
+        """Wait until all engines take work for the first time; not collective.
+
+        Raises:
+            EngineError: one ended first, or the deadline passed.
+            JobFailed: the job failed elsewhere meanwhile.
+        """
+        return [client.wait_ready(self._timeout_s, self._watch.check) for client in self.clients]
+
+    def supervise(self) -> None:
+        """From now on engines that die come back."""
+        with self._changed:
+            self._supervises = True
+        self._stand_by()
+
+    def close(self) -> None:
+        """End the engines. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._ender()
+        if self._standby and self._slots:
+            drop_host()
+
+    # -- deaths ---------------------------------------------------------------------------------------------------
+
+    def has_lost(self, within_s: float = 0.0) -> bool:
+        """Whether an engine is gone and not replaced yet; waits a moment for one that may be about to end."""
+        with self._changed:
+            if self._changed.wait_for(self._misses_one, within_s):
+                return True
+            is_dead = any(client.is_dead for client in self.clients)  # its own thread will say so at once
+            return is_dead and self._changed.wait_for(self._misses_one, NOTICE_S)
+
+    def _misses_one(self) -> bool:
+        return any(slot.loss is not None for slot in self._slots)
+
+    def replace_lost(self) -> list[Respawn]:
+        """Put the successors of all lost engines into their places, once they take work; they have no weights yet.
+
+        Raises:
+            StepFailed: one will not come back; says why.
+            JobFailed: the job failed elsewhere meanwhile.
+        """
+        respawns = []
+        for index, slot in enumerate(self._slots):
+            if (loss := slot.loss) is None:
+                continue
+            while slot.loss is not None:
+                successor = self._await_successor(slot, loss)
+                with self._changed:
+                    if loss.successor is successor:  # else it has just died
+                        self._forget(self.clients[index])
+                        self.clients[index], slot.loss = successor, None
+            respawns.append(
+                Respawn(
+                    node=self.topology.node,
+                    index=index,
+                    host=self.topology.host,
+                    phase=loss.record.phase,
+                    cause=_first_line(loss.record.cause),
+                    seconds=time.monotonic() - loss.since,
+                )
+            )
+        if respawns:
+            self._stand_by()
+        return respawns
+
+    def renew(self) -> None:
+        """Start those that have survived a broken push anew: they hold parts of two policies, and may be stuck."""
+        for index, slot in enumerate(self._slots):
+            if slot.loss is not None:
+                continue
+            record = self._watch.make_record(f"{self.clients[index].name} was in a push that another engine broke")
+            self.clients[index].close()
+            with self._changed:
+                if slot.loss is None:  # else it has died by itself meanwhile
+                    slot.loss = _Loss(since=time.monotonic(), record=record)
+                    self._start_successor(slot, slot.loss)
+
+    def _await_successor(self, slot: _Slot, loss: _Loss) -> EngineClient:
+        while True:
+            with self._changed:
+                if loss.given_up is not None or loss.successor is None:
+                    raise StepFailed(loss.given_up or loss.record)
+                successor = loss.successor
+            try:
+                successor.wait_ready(self._timeout_s, self._watch.check)
+                return successor
+            except EngineDied as error:  # its own thread decides what follows
+                if not self._changes(loss, successor):
+                    raise StepFailed(self._record(loss, f"nobody has answered its death: {error}")) from error
+            except EngineError as error:  # too late
+                successor.close()
+                with self._changed:
+                    loss.given_up = self._record(loss, f"{error}")
+
+    def _changes(self, loss: _Loss, successor: EngineClient) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: loss.successor is not successor, NOTICE_S)
+
+    def _forget(self, dead: EngineClient) -> None:
+        """Its pid may be another process's some day."""
+        self._every.remove(dead)
+        self._watch.uncovers(dead.private_folder)
+
+    def _note_death(self, index: int, error: EngineDied) -> None:
+        """In a thread of the dead engine."""
+        record = self._watch.make_record(error)
+        stops = self._watch.stop_was_asked()
+        with self._changed:
+            if self._closed:
+                return
+            if self._supervises:
+                self._answer_death(self._slots[index], record, stops)
+                self._changed.notify_all()
+                return
+        if not stops:
+            self._watch.fail(error)
+
+    def _answer_death(self, slot: _Slot, record: FailureRecord, stops: bool) -> None:
+        cause = record.cause
+        if slot.loss is None:
+            slot.loss = _Loss(since=time.monotonic(), record=record)
+            allowed = slot.limit.allows(slot.loss.since)
+            if self._max_respawns:
+                cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns): {cause}"
+        else:
+            slot.loss.failed_starts += 1
+            if slot.loss.successor is not None:
+                self._forget(slot.loss.successor)
+            allowed = slot.loss.failed_starts < MAX_FAILED_STARTS
+            cause = f"could not be started again, {slot.loss.failed_starts} times: {cause}"
+        loss = slot.loss
+        loss.successor = None
+        if stops or not allowed:
+            loss.given_up = self._record(loss, record.cause if stops else cause)
+        else:
+            self._start_successor(slot, loss)
+
+    def _start_successor(self, slot: _Slot, loss: _Loss) -> None:
+        if self._closed:
+            return
+        try:
+            loss.successor = slot.start()
+        except OSError as error:  # no room for its log, say
+            loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
+        else:
+            self._every.append(loss.successor)
+            self._watch.covers(loss.successor.private_folder, loss.successor.pid)
+
+    def _record(self, loss: _Loss, cause: str) -> FailureRecord:
+        return replace(loss.record, cause=cause)
+
+    def _stand_by(self) -> None:
+        if self._standby and self._environments:
+            stand_by(self._environments[0])
+
+
+def _first_line(cause: str) -> str:
+    return cause.removeprefix("EngineDied: ").partition("; the last lines of")[0].splitlines()[0]
+
+
+def _close_all(clients: Sequence[EngineClient], watch: FailureWatch) -> None:
+    for client in clients:
+        client.close()
+        watch.uncovers(client.private_folder)

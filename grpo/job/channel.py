@@ -1,0 +1,143 @@
+"""Lines of JSON between the nodes' sentinels, after each side has shown the other that it knows the job's secret.
+
+Nothing is unpickled, and a line has a bounded length.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+from typing import Any
+
+MAX_LINE_BYTES = 1 << 20
+MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
+MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
+CONNECT_S = 5.0
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """A connection that never blocks. `is_open` turns False when the other side has ended it, or it is lost."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.is_open = True
+        self.max_line_bytes = MAX_GREETING_BYTES
+        self._read = b""
+        self._unsent = b""
+
+    def send(self, kind: str, **values: Any) -> None:
+        """What does not go out now goes with the next `send` or `flush`."""
+        self._unsent += json.dumps({"kind": kind, **values}).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._unsent and self.is_open:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        except BlockingIOError:
+            self.is_open = len(self._unsent) < MAX_UNSENT_BYTES
+        except OSError:
+            self._unsent = b""  # whether it has said something before it went, `receive` tells
+
+    def receive(self) -> list[Message]:
+        """The messages that have come. A line that is too long or no message ends the connection."""
+        try:
+            while chunk := self.socket.recv(1 << 16):
+                self._read += chunk
+                if len(self._read) > self.max_line_bytes and b"\n" not in self._read:
+                    break
+            self.is_open = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_open = False
+        *lines, self._read = self._read.split(b"\n")
+        messages = []
+        for line in lines:
+            message = None
+            with contextlib.suppress(ValueError):
+                message = json.loads(line) if len(line) <= self.max_line_bytes else None
+            if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+                self.is_open = False
+                break
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self.is_open = False
+        self.socket.close()
+
+
+def keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Let the kernel give a peer up that is off, later than we do."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(timeout_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(timeout_s / 2)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * timeout_s))
+
+
+def new_challenge() -> str:
+    return secrets.token_hex(32)
+
+
+def proof(secret: str, role: str, challenge: str, own_challenge: str, node: int) -> str:
+    """That one knows the secret, as `role` of node `node`, for the challenge of the other side."""
+    text = f"{role}|{challenge}|{own_challenge}|{node}"
+    return hmac.new(bytes.fromhex(secret), text.encode(), "sha256").hexdigest()
+
+
+def is_proof(given: Any, expected: str) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
+
+
+def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: float) -> Channel:
+    """A channel to the first address behind which somebody knows the secret. Blocks `CONNECT_S` for each at most.
+
+    Raises:
+        OSError: there is none; says why, for each.
+    """
+    problems = []
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=CONNECT_S)
+        except OSError as error:
+            problems.append(f"{address}: {error}")
+            continue
+        try:
+            _introduce(connection, secret, node)
+            keep_alive(connection, timeout_s)
+        except (OSError, ValueError, KeyError) as error:
+            connection.close()
+            problems.append(f"{address}: {error}")
+            continue
+        channel = Channel(connection)
+        channel.max_line_bytes = MAX_LINE_BYTES
+        return channel
+    raise ConnectionError(f"port {port} cannot be reached: {'; '.join(problems)}")
+
+
+def _introduce(connection: socket.socket, secret: str, node: int) -> None:
+    theirs, ours = str(_read_greeting(connection)["challenge"]), new_challenge()
+    greeting = {"kind": "hello", "node": node, "challenge": ours, "proof": proof(secret, "node", theirs, ours, node)}
+    connection.sendall(json.dumps(greeting).encode() + b"\n")
+    if not is_proof(_read_greeting(connection).get("proof"), proof(secret, "hub", ours, theirs, node)):
+        raise ConnectionError("somebody else is there")
+
+
+def _read_greeting(connection: socket.socket) -> Message:
+    """Byte by byte: what follows is the channel's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if len(line) > MAX_GREETING_BYTES or not (byte := connection.recv(1)):
+            raise ConnectionError("it ends the connection")
+        line += byte
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ConnectionError("it speaks another language")
+    return message

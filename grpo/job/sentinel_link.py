@@ -1,0 +1,118 @@
+"""A rank's side of its node's sentinel: what it tells, and what it hears."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+from grpo.job.failure import FailureRecord
+from grpo.job.liveness import AwakeClock, Place, beat_interval_s
+from grpo.job.sentinel import MAX_PACKET_BYTES
+from grpo.job.stacks import Stacks
+
+CONNECT_S = 60.0
+
+
+class SentinelLink:
+    """This rank's connection to its node's sentinel. Whatever tells may be called from any thread, and never blocks.
+
+    Args:
+        name: where it listens, as `start_sentinel` has told.
+        place: this rank's, until the sentinel has told its own.
+        timeout_s: without a word of the sentinel until it is taken for lost.
+    """
+
+    def __init__(self, name: str, rank: int, place: Place, *, timeout_s: float) -> None:
+        self.interval_s = beat_interval_s(timeout_s)
+        self.is_gone = False
+        self.stacks = Stacks()
+        """Which the sentinel reads."""
+        self._place, self._timeout_s = place, timeout_s
+        self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
+        self._phase: dict[str, Any] = {}
+        self._is_unsaid = False  # the sentinel does not know of the present phase
+        self._table: dict[str, list[Any]] = {}
+        self._answered = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(CONNECT_S)
+        self._socket.connect(f"\0{name}")
+        socket.send_fds(self._socket, [json.dumps({"rank": rank}).encode()], [self.stacks.fd])
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """Whether it went out: a sentinel that is held reads nothing, one that is gone neither."""
+        try:
+            self._socket.send(json.dumps({"kind": kind, **values}).encode())
+        except OSError:
+            return False
+        return True
+
+    def say_phase(self, phase: str, exchanges: int, limit: tuple[float, str] | None) -> None:
+        """What this rank does; again later where it does not go out.
+
+        Args:
+            exchanges: how many ends of a phase it has come to.
+            limit: seconds for the phase, and what to say then.
+        """
+        timeout_s, overdue = limit or (None, "")
+        self._phase = {"phase": phase, "exchanges": exchanges, "timeout_s": timeout_s, "overdue": overdue}
+        self._is_unsaid = not self.say("phase", **self._phase)
+
+    # -- what is heard --------------------------------------------------------------------------------------------
+
+    def hear(self) -> FailureRecord | None:
+        """Once an interval, and when something has come: the job's record; None while it is well."""
+        found = None
+        while not self.is_gone and found is None:
+            try:
+                packet = self._socket.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                packet = b""
+            silent_s, self._heard_s = self._clock.tick() - self._heard_s, self._clock.now_s
+            if packet:
+                found = self._take(json.loads(packet))
+            else:
+                self.is_gone = True
+                found = self._place.is_gone(silent_s, self._timeout_s)
+        if self._is_unsaid:
+            self._is_unsaid = not self.say("phase", **self._phase)
+        if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
+            found = self._place.is_silent(self._timeout_s)
+            if self._place.pid:  # it has told it
+                os.kill(self._place.pid, signal.SIGKILL)  # stopped for good, perhaps: nobody else would end it
+        return found
+
+    def _take(self, message: dict[str, Any]) -> FailureRecord | None:
+        match message:
+            case {"kind": "place", **place}:
+                self._place = Place(**place)
+            case {"kind": "beat", "phase": phase}:
+                self._place.phase = phase
+            case {"kind": "record", "record": record}:
+                return FailureRecord(**record)
+            case {"kind": "table", "table": table}:
+                self._table = table
+                self._answered.set()
+        return None
+
+    def ask(self) -> threading.Event:
+        """Ask for the phases of all ranks; `not_come` knows them when the event is set, by whoever calls `hear`."""
+        self._answered.clear()
+        self.say("ask")
+        return self._answered
+
+    def not_come(self, exchange: int) -> dict[int, str]:
+        """The ranks that have not come to that end of a phase, counted from 1, and the phases they are in."""
+        return {int(rank): phase for rank, (phase, reached) in self._table.items() if reached < exchange}

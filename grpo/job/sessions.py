@@ -1,0 +1,86 @@
+"""The processes of a session, and what an engine's leave behind: an engine host leads a session of its own.
+
+For whoever ends engines: their client, the host itself, the node's sentinel. Loads nothing.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+REMOVAL_S = 2.0
+
+
+def process_state(pid: int) -> str:
+    """The letter that stands for it in /proc/PID/stat: `T` is stopped, `t` held by a debugger; '' when it is gone."""
+    try:
+        # Behind the command, which may itself hold spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def session_members(session_id: int) -> list[int]:
+    """Pids of the live processes in the session `session_id`."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _session_of(pid) == session_id and process_state(pid) not in ("", "Z", "X")]
+
+
+def stopped_members(session_id: int, among: Iterable[int]) -> list[int]:
+    """Those of the processes in the session that have been stopped, and not by a debugger."""
+    return [pid for pid in among if process_state(pid) == "T" and _session_of(pid) == session_id]
+
+
+def _session_of(pid: int) -> int | None:
+    """Of a process that is there."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def end_session(session_id: int, private_folder: Path, *, timeout_s: float = 10.0) -> None:
+    """SIGKILL every process of an engine's session but the caller's own, and remove what they leave behind."""
+    deadline = time.monotonic() + timeout_s
+    while (others := set(session_members(session_id)) - {os.getpid()}) and time.monotonic() < deadline:
+        _kill(others)  # again: dying, or started while we looked
+        time.sleep(0.02)
+    remove_traces(private_folder)
+
+
+def _kill(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def name_shared_memory(private_folder: Path) -> None:
+    """Whatever `multiprocessing` makes in /dev/shm, here and in processes forked from here, bears the folder's name.
+
+    `remove_traces` finds it by that: Python's own resource tracker, which would remove it, dies with the session.
+    """
+    from multiprocessing import process, shared_memory
+
+    prefix = f"/{private_folder.name}-"
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 8  # type: ignore[attr-defined]
+    process.current_process()._config["semprefix"] = f"/{private_folder.name}"  # type: ignore[attr-defined]
+
+
+def remove_traces(private_folder: Path) -> None:
+    """Remove an engine's private folder, and the shared memory that bears its name or that of a file in it.
+
+    Again while it is there: who goes on for a moment, the caller's own threads, may put something into it meanwhile.
+    """
+    for named in (private_folder, *private_folder.glob("vllm_dist_*")):  # the latter by vLLM's CPU workers
+        for prefix in ("", "sem."):
+            for segment in Path("/dev/shm").glob(f"{prefix}{named.name}-*"):
+                segment.unlink(missing_ok=True)
+    deadline = time.monotonic() + REMOVAL_S
+    shutil.rmtree(private_folder, ignore_errors=True)
+    while private_folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        shutil.rmtree(private_folder, ignore_errors=True)

@@ -1,0 +1,42 @@
+"""What this node's launcher tells the others' ranks when its own have failed: some may wait for them."""
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from grpo.launch.agent import Ending
+from grpo.launch.line import Rendezvous
+from grpo.meeting.deadline import within
+
+STORE_S = 10.0
+
+
+def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
+    """End what waits for a failed rank of this node before there is a watch (`agree_on_topology`).
+
+    Returns after `STORE_S` at the latest. On the first node there is nothing to do: the store has gone with the ranks'
+    launcher.
+    """
+    if ending.rank is None or at.node_rank == 0:
+        return
+    import torch.distributed as dist
+
+    from grpo.job.agreement import PHASE, give_up
+    from grpo.job.failure import FailureRecord
+
+    record = FailureRecord(
+        node=at.node_rank,
+        rank=ending.rank,
+        host=socket.gethostname(),
+        phase=PHASE,
+        cause=ending.mistake or f"rank {ending.rank} has failed: the output of its node says why",
+        can_heal=ending.mistake is None,
+    )
+
+    def tell() -> None:
+        timeout = timedelta(seconds=STORE_S)
+        store = dist.TCPStore(at.head_address, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        give_up(record, at.num_nodes * at.ranks_per_node, store)
+
+    with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it whoever waited
+        within(STORE_S, tell)

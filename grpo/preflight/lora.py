@@ -1,0 +1,298 @@
+"""LoRA, looked at before anything is started: what is adapted, and on which way that reaches the engines."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from grpo.config import GRPOConfig
+from grpo.engine_settings import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config
+
+# What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
+STARTS = (True, False, "gaussian", "orthogonal")
+# Kinds of LoRA that neither way serves.
+KINDS = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "megatron_config",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+)
+
+
+_QUANTISED = (
+    "the engines' base would have to be what training sees, which nobody has checked on a GPU yet; train the adapter "
+    "on a base in bfloat16, without it"
+)
+# Architectures whose classes in vLLM have no LoRA (0.31).
+WITHOUT_LORA = (
+    "BloomForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "DbrxForCausalLM",
+    "FalconForCausalLM",
+    "GPTJForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma3nForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "StableLmForCausalLM",
+    "Zamba2ForCausalLM",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraChoice:
+    """How adapters reach the engines."""
+
+    way: Literal["adapter", "merge"]
+    why: str
+    """Why not by themselves; '' where they do."""
+    slot: AdapterSlot
+
+    def __str__(self) -> str:
+        rank = f"LoRA of rank {self.slot.rank} on {', '.join(self.slot.layers)}"
+        if self.way == "adapter":
+            return f"{rank}: the engines get the base once, then adapters alone"
+        return f"{rank}: adapters are merged into what is pushed, because {self.why}"
+
+
+def choose_lora(
+    model: Any, peft_config: Any, quantization_config: Any, args: GRPOConfig, *, has_gpus: bool
+) -> LoraChoice | None:
+    """What `vllm_lora` comes to; None for a model without adapters.
+
+    Args:
+        model: a name, a transformers model, or one that PEFT has wrapped.
+
+    Raises:
+        ValueError: names what local mode does not serve, and the way out.
+    """
+    given = getattr(model, "peft_config", None) if not isinstance(model, str) else None
+    if peft_config is None and not given:
+        return None
+    if peft_config is not None and given:
+        raise ValueError("the model is a PeftModel, and peft_config is given too: give one of the two")
+    if quantization_config is not None:
+        raise ValueError(f"quantization_config beside peft_config (QLoRA): {_QUANTISED}")
+    if given:
+        names = model.active_adapters
+        if len(names) > 1:
+            raise ValueError(f"the model has the adapters {', '.join(names)} active: activate the one to train")
+        if names[0] != "default":
+            raise ValueError(
+                f"the adapter is named {names[0]!r}: TRL and checkpoints want the name 'default', under which "
+                "PeftModel.from_pretrained loads one that is given none"
+            )
+        peft_config = model.peft_config[names[0]]
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "no parameter of the PeftModel has a gradient: load it by PeftModel.from_pretrained(..., "
+                "is_trainable=True)"
+            )
+    check_lora(peft_config, args)
+    if getattr(model_config(model if isinstance(model, str) else base_of(model), args), "quantization_config", None):
+        raise ValueError(f"the base of peft_config is quantised (QLoRA): {_QUANTISED}")
+    wrapped = model if given else wrapped_without_weights(_without_weights(model, args), peft_config)
+    return choose_way(wrapped, peft_config, args, compute_dtype(base_of(model), args), has_gpus=has_gpus)
+
+
+def with_revision(peft_config: Any, args: GRPOConfig) -> Any:
+    """The user's, or a copy that names the base's revision too, for whoever loads the adapter later: TRL leaves it out
+    (1.16)."""
+    revision = (args.model_init_kwargs or {}).get("revision")
+    if peft_config is None or revision is None or getattr(peft_config, "revision", None) is not None:
+        return peft_config
+    copied = copy.copy(peft_config)
+    copied.revision = revision
+    return copied
+
+
+def choose_way(wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dtype, *, has_gpus: bool) -> LoraChoice:
+    """What `vllm_lora` comes to, by the model that PEFT has wrapped, with or without its weights.
+
+    Args:
+        dtype: the engine's.
+
+    Raises:
+        ValueError: as `choose_lora`.
+    """
+    ranks = _ranks(wrapped)
+    layers = tuple(sorted({path.rpartition(".")[2] for path in ranks}))
+    slot = AdapterSlot(rank=max(ranks.values()), layers=layers)
+    why = _why_merge(wrapped, peft_config, ranks, slot, dtype, has_gpus=has_gpus)
+    if args.vllm_lora == "adapter" and why:
+        raise ValueError(f"vllm_lora is 'adapter', but {why}: set it to 'auto' or 'merge'")
+    if peft_config.lora_dropout:
+        warnings.warn(
+            f"lora_dropout is {peft_config.lora_dropout}: old and new log-probabilities of a step are computed with "
+            "different masks, which is noise in the importance ratio; 0 has none",
+            stacklevel=2,
+        )
+    if args.vllm_lora == "merge":
+        return LoraChoice(way="merge", why=why or "vllm_lora is 'merge'", slot=slot)
+    return LoraChoice(way="merge" if why else "adapter", why=why, slot=slot)
+
+
+def check_lora(config: Any, args: GRPOConfig) -> None:
+    """What can be told without the model.
+
+    Raises:
+        ValueError: as `choose_lora`.
+    """
+    from peft import LoraConfig
+
+    if args.sync_ref_model:
+        raise ValueError("sync_ref_model: with LoRA the reference is the model without its adapter; remove it")
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}: local mode trains LoRA (peft.LoraConfig); set vllm_mode to "
+            "'server' or 'colocate', where TRL takes others"
+        )
+    if config.init_lora_weights not in STARTS:
+        raise ValueError(
+            f"init_lora_weights is {config.init_lora_weights!r}, which changes the base's weights or needs data: local "
+            f"mode starts from one of {', '.join(map(repr, STARTS))}"
+        )
+    if config.bias != "none" and args.beta:
+        raise ValueError(
+            f"bias is {config.bias!r} with beta {args.beta:g}: the reference is the model with its adapter off, but "
+            "biases of the base that are trained stay as they are then; set bias to 'none', or beta to 0"
+        )
+    if config.target_parameters:  # PEFT puts experts' projections there by itself (0.21)
+        raise ValueError(
+            f"peft_config adapts parameters that are no layers, {sorted(config.target_parameters)}, such as experts': "
+            "name linear layers in target_modules, such as q_proj, k_proj, v_proj and o_proj"
+        )
+    if config.use_dora and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "use_dora with ZeRO-3: PEFT's DoRA (0.21) computes with matrices that ZeRO-3 has partitioned, and fails; "
+            "train with ZeRO-2 or DDP, or without it"
+        )
+    for name in KINDS:
+        if getattr(config, name, None):
+            raise ValueError(
+                f"peft_config has {name} {getattr(config, name)!r}: local mode serves LoRA, rsLoRA and DoRA; remove it"
+            )
+
+
+def wrapped_without_weights(plain: Any, config: Any) -> Any:
+    """As the trainer will have it.
+
+    Args:
+        plain: a model on the meta device, which becomes a part of it.
+
+    Raises:
+        ValueError: PEFT's, in one line.
+    """
+    from peft import get_peft_model
+
+    with torch.device("meta"), _without_zero3(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # given by the trainer's own
+        try:
+            return get_peft_model(plain, copy.deepcopy(config))
+        except ValueError as error:
+            raise ValueError(f"peft_config does not fit {type(plain).__name__}: {error}") from None
+
+
+def _without_weights(model: Any, args: GRPOConfig) -> Any:
+    settings = model_config(model, args)
+    with torch.device("meta"), _without_zero3():
+        if isinstance(model, str):
+            return AutoModelForCausalLM.from_config(settings, trust_remote_code=args.trust_remote_code)
+        return type(model)(copy.deepcopy(settings))
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """transformers partitions what it builds, as soon as there are `TrainingArguments` with ZeRO-3 (5.17)."""
+    from transformers.integrations import deepspeed
+
+    held = deepspeed._hf_deepspeed_config_weak_ref
+    settings = held() if held is not None else None
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if settings is not None:
+            deepspeed.set_hf_deepspeed_config(settings)
+
+
+def _ranks(wrapped: Any) -> dict[str, int]:
+    """The rank of each layer that has an adapter, by its path in the base."""
+    from peft.tuners.lora import LoraLayer
+
+    name = wrapped.active_adapters[0]
+    base = wrapped.get_base_model()
+    found = {
+        path: module.r[name]
+        for path, module in base.named_modules()
+        if isinstance(module, LoraLayer) and name in module.r
+    }
+    for path in found:
+        inner = base.get_submodule(path).get_base_layer()
+        if not isinstance(inner, torch.nn.Linear | torch.nn.Embedding):
+            raise ValueError(
+                f"target_modules takes {path}, a {type(inner).__name__}: local mode adapts linear layers and "
+                "embeddings; name those, such as q_proj, k_proj, v_proj and o_proj"
+            )
+        if inner is base.get_output_embeddings() or base.get_submodule(path) is base.get_output_embeddings():
+            raise ValueError(f"target_modules takes the head, {path}, which TRL's loss goes around: leave it out")
+        if isinstance(inner, torch.nn.Embedding) and base.config.get_text_config().tie_word_embeddings:
+            raise ValueError(f"target_modules takes {path}, which is the head's weight too in this model: leave it out")
+    if base.config.get_text_config().tie_word_embeddings and not _are_tied(base):
+        raise ValueError(
+            "modules_to_save takes the embedding or the head, which are one weight in this model, and one in the "
+            "engines: PEFT would train a copy of the one alone; leave it out"
+        )
+    return found
+
+
+def _are_tied(base: Any) -> bool:
+    """Whether embedding and head are one parameter still."""
+    own, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if own is None or head is None:
+        return True
+    return not any(type(each).__name__ == "ModulesToSaveWrapper" for each in (own, head))
+
+
+def _why_merge(
+    wrapped: Any, config: Any, ranks: dict[str, int], slot: AdapterSlot, dtype: torch.dtype, *, has_gpus: bool
+) -> str:
+    """Why vLLM cannot hold the adapters by themselves; '' where it can."""
+    base = wrapped.get_base_model()
+    if (name := type(base).__name__) in WITHOUT_LORA:
+        return f"vLLM has no LoRA for {name}"
+    if config.use_dora:
+        return "vLLM has no DoRA"
+    if config.bias != "none":
+        return f"bias {config.bias!r} trains biases of the base"
+    if config.modules_to_save:
+        return f"modules_to_save trains {', '.join(config.modules_to_save)} of the base"
+    if slot.rank > VLLM_LORA_RANKS[-1]:
+        return f"vLLM takes ranks up to {VLLM_LORA_RANKS[-1]}"
+    if getattr(base.config.get_text_config(), "kv_lora_rank", None) and "kv_b_proj" in slot.layers:
+        return "vLLM's latent attention goes around adapters of kv_b_proj"
+    for path in ranks:
+        if isinstance(base.get_submodule(path).get_base_layer(), torch.nn.Embedding):
+            return f"vLLM adapts no embedding such as {path}"
+    blocks = {path.rpartition(".")[0] for path, _ in base.named_modules() if path.rpartition(".")[2] == "experts"}
+    inside = [path for path in ranks if any(path.startswith(f"{block}.") for block in blocks)]
+    if inside:
+        return f"{inside[0]} belongs to a block of experts"
+    if blocks and not has_gpus:
+        return "vLLM's LoRA for models with experts needs a GPU"
+    if dtype == torch.float32 and has_gpus:
+        return "vLLM's LoRA kernels on GPUs take 16 bits, and this engine computes in float32"
+    return ""

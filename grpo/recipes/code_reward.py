@@ -1,0 +1,73 @@
+"""A reward for programs: the code block of a completion runs on the row's test cases, in a sandbox."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from grpo.job.launch import read_launch
+from grpo.recipes.sandbox import Limits, can_isolate, run_program
+
+PROGRAM_S = 60.0  # all test cases of a completion; a rank's completions have `reward_timeout` together
+MOST_AT_ONCE = 16
+_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def code_reward(
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
+    verification_info: Sequence[Mapping[str, Any] | str],
+    **_: Any,
+) -> list[float | None]:
+    """1.0 where the last ```python block answers every test case of its row, else 0.0; several run side by side.
+
+    None, no reward, for a row without test cases, or with ones that are no text in and text out; and where the
+    sandbox itself failed.
+
+    Args:
+        verification_info: `{"language": "python", "test_cases": [{"type", "input", "output", "fn_name"}, …]}`, or that
+            as JSON.
+    """
+    texts = [each if isinstance(each, str) else str(each[-1]["content"]) for each in completions]
+    rows = [json.loads(each) if isinstance(each, str) else each for each in verification_info]
+    isolated = can_isolate()
+    with ThreadPoolExecutor(_places()) as pool:
+        futures = [pool.submit(_score, text, row, isolated=isolated) for text, row in zip(texts, rows, strict=True)]
+        return [future.result() for future in futures]
+
+
+def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None:
+    cases = row["test_cases"]
+    if row.get("language", "python") != "python" or not cases:
+        return None
+    if any(case.get("fn_name") or case.get("type") not in (None, "stdin_stdout") for case in cases):
+        return None
+    blocks = _BLOCK.findall(text)
+    if not blocks:
+        return 0.0
+    until = time.monotonic() + PROGRAM_S
+    for case in cases:
+        limits = Limits()
+        limits = replace(limits, wall_s=min(limits.wall_s, until - time.monotonic()))
+        if limits.wall_s <= 0:
+            return 0.0
+        ended = run_program(blocks[-1], case["input"].encode(), limits, isolated=isolated)
+        if ended.why not in ("", "late", "output"):
+            return None
+        if ended.code != 0 or lines_of(ended.output.decode(errors="replace")) != lines_of(case["output"]):
+            return 0.0
+    return 1.0
+
+
+def lines_of(text: str) -> list[str]:
+    """As judges compare them: without what stands at the end of a line and of the text."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _places() -> int:
+    """This rank's share of the node's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MOST_AT_ONCE, cores // read_launch(os.environ).local_world_size))

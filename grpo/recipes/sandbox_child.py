@@ -1,0 +1,233 @@
+"""Runs one Python program inside what can be had of a sandbox: `python -I -S sandbox_child.py SETTINGS`.
+
+A file of its own with nothing but the standard library: it is started for every program. Three processes stand above
+the program where there are namespaces, so that none of its own can outlive them: this one, which counts the seconds;
+the one that makes the namespaces; and the first one inside, with whose end the kernel ends all others inside.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any, NoReturn
+
+NEW_USER, NEW_NET, NEW_PID, NEW_MOUNTS, NEW_IPC, NEW_UTS = (
+    0x10000000,
+    0x40000000,
+    0x20000000,
+    0x00020000,
+    0x08000000,
+    0x04000000,
+)
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442, -100, 0x8000, 1 | 2
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+NOBODY = 65534  # who the program is where this runs as root: root's processes are counted by no limit
+SEEN = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
+CLEANUP_S = 5.0
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Stopped(Exception):
+    """SIGTERM: the one that reads the output has seen enough."""
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Writes to `status_fd` one JSON object: `code`, or `late`, or `error` where no sandbox could be made."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    os.set_inheritable(settings["status_fd"], False)  # or the program could say how it ended
+    _die_with_parent()
+    _check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    answer: dict[str, Any] = {}
+    try:
+        answer = _run(settings)
+    except Stopped:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_all()
+    os.write(settings["status_fd"], json.dumps(answer).encode())
+
+
+def _run(settings: dict[str, Any]) -> dict[str, Any]:
+    told, tell = os.pipe()
+    ready, say_ready = os.pipe()
+    may_go, say_go = os.pipe()
+    is_root = os.getuid() == 0
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            if settings["isolated"]:
+                _isolated(settings, is_root, say_ready, may_go, tell)
+            _limited(settings)
+        except BaseException as error:  # noqa: BLE001  nobody above it can say more
+            _tell(tell, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    os.close(tell)
+    os.close(say_ready)
+    if settings["isolated"]:
+        if os.read(ready, 1) and is_root:
+            _write_maps(pid, f"0 0 1\n{NOBODY} {NOBODY} 1")
+        os.write(say_go, b"g")
+    if not select.select([os.pidfd_open(pid)], [], [], settings["wall_s"])[0]:
+        return {"late": True}
+    os.set_blocking(told, False)
+    with open(told) as lines:
+        said = lines.readline()  # of two, the first is the program's own: it could not be started
+    return json.loads(said) if said else {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+
+
+def _limited(settings: dict[str, Any]) -> NoReturn:
+    _die_with_parent()
+    _limit(settings)
+    _start_program(settings["python"], settings["folder"])
+
+
+def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: int) -> NoReturn:
+    """No network, nobody else's processes, and no files but Python's own, read only, and an empty folder in memory."""
+    with open(os.path.join(settings["folder"], "program.py"), "rb") as file:
+        source = file.read()
+    user, group = os.getuid(), os.getgid()
+    _check(libc.unshare(NEW_USER | NEW_NET | NEW_PID | NEW_MOUNTS | NEW_IPC | NEW_UTS), "unshare")
+    _die_with_parent()  # new credentials have switched it off
+    if not is_root:
+        _write_maps(os.getpid(), f"{user} {user} 1", f"{group} {group} 1")
+    os.write(say_ready, b"r")
+    os.read(may_go, 1)
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        os._exit(0)
+    _die_with_parent()
+    _make_root(settings, source)
+    program = os.fork()
+    if not program:
+        os.setsid()
+        if is_root:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        _limit(settings)
+        _start_program(settings["python"], "/work")
+    while (ended := os.wait())[0] != program:
+        pass
+    _tell(tell, {"code": os.waitstatus_to_exitcode(ended[1])})
+    os._exit(0)
+
+
+def _make_root(settings: dict[str, Any], source: bytes) -> None:
+    """A root of its own, in memory; `file_bytes` is all that it holds."""
+    root = settings["folder"]
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={settings['file_bytes']}")
+    seen: list[str] = []
+    for path in (*SEEN, settings["prefix"]):
+        if not os.path.exists(path) or any(f"{path}/".startswith(f"{each}/") for each in seen):
+            continue
+        inside = root + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), inside)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(inside)
+        else:
+            open(inside, "w").close()
+        _mount(path, inside, None, MS_BIND | MS_REC)
+        attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID, 0, 0, 0)
+        where = ctypes.c_char_p(inside.encode())
+        _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, attributes, 32), f"mount_setattr {path}")
+        seen.append(path)
+    for name in ("work", "tmp"):
+        os.mkdir(f"{root}/{name}")
+        os.chmod(f"{root}/{name}", 0o1777)
+    with open(f"{root}/work/program.py", "wb") as file:
+        file.write(source)
+    os.chroot(root)
+    os.chdir("/work")
+
+
+def _limit(settings: dict[str, Any]) -> None:
+    for name, value in (
+        ("CPU", settings["cpu_s"]),
+        ("AS", settings["memory_bytes"]),
+        ("FSIZE", settings["file_bytes"]),
+        ("NPROC", settings["processes"]),
+        ("NOFILE", 64),
+        ("CORE", 0),
+    ):
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (limit, limit))
+
+
+def _start_program(python: str, folder: str) -> NoReturn:
+    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    os.chdir(folder)
+    os.execve(python, [python, "-I", "-S", "-B", "-X", "utf8", "program.py"], {})
+
+
+def _tell(pipe: int, what: dict[str, Any]) -> None:
+    os.write(pipe, json.dumps(what).encode() + b"\n")
+
+
+def _end_all() -> None:
+    """Every process below this one: whose parent has ended becomes a child of this one."""
+    until = time.monotonic() + CLEANUP_S
+    while time.monotonic() < until:
+        for pid in _children():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def _write_maps(pid: int, users: str, groups: str | None = None) -> None:
+    if groups is not None:  # who is not root may map groups only where it gives setgroups up
+        _write(f"/proc/{pid}/setgroups", "deny")
+    _write(f"/proc/{pid}/uid_map", users)
+    _write(f"/proc/{pid}/gid_map", groups or users)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    words = [None if each is None else each.encode() for each in (source, target, kind)]
+    _check(libc.mount(*words, ctypes.c_ulong(flags), None if data is None else data.encode()), f"mount {target}")
+
+
+def _die_with_parent() -> None:
+    _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

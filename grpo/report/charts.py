@@ -1,0 +1,239 @@
+"""Charts as Vega-Lite specifications, made with Altair, and the tables of numbers that they draw.
+
+A specification names its fields x0, y0, lo0, hi0 … and holds no data: the page has each table once, and fills them in.
+It holds no colour of text or grid either, which follow the reader's light or dark mode.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+# Seen on white and on black alike, and told apart without colour vision as far as so many can be.
+COLOURS = ("#3b82c4", "#e08e2b", "#4f9d52", "#d2554c", "#7c63c8", "#9a6a45", "#c05299", "#2f8f96")
+LIMIT_COLOUR = "#8b939c"
+FEW_POINTS = 30
+WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
+DIGITS = 5  # of the numbers in the page
+FROM_ZERO = ("share", "s", "tokens", "GiB", "pushes or steps")  # units whose axis begins at 0
+Columns = dict[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve, or one layer of a stack."""
+
+    label: str
+    colour: str
+    column: str
+    """Of its table: what a reader is told at a step."""
+    low: str = ""
+    high: str = ""
+    """Columns of a band around it, or of a layer's edges; empty where there is none."""
+    is_dashed: bool = False
+    """A limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A figure of the page."""
+
+    id: str
+    title: str
+    unit: str
+    """What the numbers are: "s", "share", "nats" …"""
+    note: str
+    """What a band or a colour means, in a few words."""
+    table: str
+    lines: tuple[Line, ...]
+    spec: dict[str, Any]
+    summary: str = ""
+    """For those who do not see it."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """The specification's names to the table's columns."""
+    width: str = ""
+    """"wide" for a figure over the whole width."""
+
+    def for_page(self) -> dict[str, Any]:
+        """What the script of the page needs."""
+        lines = [{"label": line.label, "column": line.column, "colour": line.colour} for line in self.lines]
+        shown = {"table": self.table, "fields": self.fields, "lines": lines, "unit": self.unit, "title": self.title}
+        return {**shown, "spec": self.spec}
+
+
+def numbers(values: np.ndarray) -> list[Any]:
+    """For JSON: few digits, and None for what is not a number."""
+    if np.issubdtype(values.dtype, np.integer):
+        return values.tolist()
+    return [_short(value) for value in values.tolist()]
+
+
+def _short(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() else short
+
+
+def line_chart(
+    id: str,
+    title: str,
+    unit: str,
+    table: str,
+    lines: Sequence[Line],
+    columns: Columns,
+    *,
+    note: str = "",
+    x: str = "step",
+    height: int = 110,
+    width: str = "",
+) -> Chart:
+    """Curves over `x`, each with its band where it has one."""
+    fields = {"x0": x}
+    for number, line in enumerate(lines):
+        fields[f"y{number}"] = line.column
+        if line.low:
+            fields |= {f"lo{number}": line.low, f"hi{number}": line.high}
+    shape = tuple(
+        (line.colour, bool(line.low), line.is_dashed, len(there(columns[line.column])) <= FEW_POINTS) for line in lines
+    )
+    is_flat = len({value for line in lines for value in there(columns[line.column])}) == 1
+    return Chart(
+        id=id,
+        title=title,
+        unit=unit,
+        note=note,
+        table=table,
+        lines=tuple(lines),
+        fields=fields,
+        spec=_line_spec(shape, unit, height, is_flat),
+        summary="; ".join(summary_of(line.label, columns[x], columns[line.column]) for line in lines),
+        width=width,
+    )
+
+
+def stacked_chart(
+    id: str, title: str, unit: str, table: str, lines: Sequence[Line], columns: Columns, *, note: str = ""
+) -> Chart:
+    """Layers on top of each other; each line's `low` and `high` are its layer's edges."""
+    fields = {"x0": "step"}
+    for number, line in enumerate(lines):
+        fields |= {f"lo{number}": line.low, f"hi{number}": line.high}
+    return Chart(
+        id=id,
+        title=title,
+        unit=unit,
+        note=note,
+        table=table,
+        lines=tuple(lines),
+        fields=fields,
+        spec=_stacked_spec(tuple(line.colour for line in lines)),
+        summary="; ".join(summary_of(line.label, columns["step"], columns[line.column]) for line in lines),
+        width="wide",
+    )
+
+
+def there(values: list[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def _axis_y(unit: str, *, is_flat: bool = False) -> alt.Axis:
+    """Vega chooses the digits by the distance between two ticks; a flat curve has only one."""
+    shown = {"share": ".3~p", "tokens": ".3~s", "tokens/s": ".3~s"}.get(unit, ".4~g" if is_flat else "")
+    return alt.Axis(tickCount=4, title=None, **({"format": shown} if shown else {}))
+
+
+def _x() -> alt.X:
+    return alt.X(
+        "x0:Q",
+        title=None,
+        axis=alt.Axis(tickCount=5, labelExpr=WHOLE_STEPS),
+        scale=alt.Scale(nice=False, zero=False),
+    )
+
+
+def _cursor() -> alt.Chart:
+    """Where the reader looks: the script sets `at`."""
+    opacity = alt.expr("at === null ? 0 : 0.55")
+    rule = alt.Chart(alt.NamedData("one")).mark_rule(opacity=opacity, tooltip=None, aria=False)
+    return rule.encode(x=alt.value(alt.expr("at === null ? 0 : scale('x', at)")))
+
+
+@lru_cache
+def _line_spec(
+    shape: tuple[tuple[str, bool, bool, bool], ...], unit: str, height: int, is_flat: bool
+) -> dict[str, Any]:
+    rows = alt.Chart(alt.NamedData("rows"))
+    layers: list[alt.Chart] = []
+    axis, scale = _axis_y(unit, is_flat=is_flat), alt.Scale(zero=unit in FROM_ZERO)
+    for number, (colour, has_band, *_) in enumerate(shape):
+        if has_band:
+            band = rows.mark_area(color=colour, opacity=0.18, aria=False)
+            layers.append(band.encode(x=_x(), y=alt.Y(f"lo{number}:Q", axis=axis, scale=scale), y2=f"hi{number}:Q"))
+    for number, (colour, _, is_dashed, is_short) in enumerate(shape):
+        look: dict[str, Any] = {"strokeDash": [5, 4]} if is_dashed else {}
+        if is_short:  # a line of one point is not seen
+            look["point"] = {"color": colour, "size": 22, "filled": True}
+        line = rows.mark_line(color=colour, strokeWidth=1.4, aria=False, **look)
+        layers.append(line.encode(x=_x(), y=alt.Y(f"y{number}:Q", axis=axis, scale=scale)))
+    return finished(layers, height)
+
+
+@lru_cache
+def _stacked_spec(colours: tuple[str, ...]) -> dict[str, Any]:
+    rows = alt.Chart(alt.NamedData("rows"))
+    layers = [
+        rows.mark_area(color=colour, opacity=0.95, interpolate="step", aria=False).encode(
+            x=_x(), y=alt.Y(f"lo{number}:Q", axis=_axis_y("s")), y2=f"hi{number}:Q"
+        )
+        for number, colour in enumerate(colours)
+    ]
+    return finished(layers, 170)
+
+
+def finished(layers: list[alt.Chart], height: int) -> dict[str, Any]:
+    """Layers and the reader's cursor as one specification that is as wide as its place in the page."""
+    at = alt.param(name="at", value=None)
+    chart = alt.layer(*layers, _cursor()).add_params(at).properties(width="container", height=height)
+    spec = chart.to_dict()
+    for name in ("$schema", "config", "datasets"):  # the page's own; an address that nobody should follow
+        spec.pop(name, None)
+    return spec
+
+
+def heat_chart(id: str, title: str, table: str, nodes: int, *, note: str, summary: str) -> Chart:
+    """A ribbon of each node over the steps: the fuller the colour, the larger the share."""
+    rows = alt.Chart(alt.NamedData("rows")).mark_rect(color=COLOURS[3], aria=False, tooltip=None)
+    axis = alt.Axis(ticks=False, domain=False, labelExpr="'node ' + datum.value")
+    ribbon = rows.encode(
+        x=_x(),
+        x2="x1",
+        y=alt.Y("node:O", title=None, sort=None, axis=axis),
+        opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.03, 1]), legend=None),
+    )
+    return Chart(
+        id=id,
+        title=title,
+        unit="share of the steps",
+        note=note,
+        table=table,
+        lines=(Line(label="was slowest", colour=COLOURS[3], column="share"),),
+        fields={"x0": "step", "x1": "to", "node": "node", "share": "share"},
+        spec=finished([ribbon], max(28, 15 * nodes)),
+        summary=summary,
+        width="wide",
+    )
+
+
+def summary_of(label: str, steps: list[Any], values: list[Any]) -> str:
+    """A curve in words."""
+    there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+    if not there:
+        return f"{label}: no values"
+    (first, begin), (last, end) = there[0], there[-1]
+    least, most = min(value for _, value in there), max(value for _, value in there)
+    return f"{label}: {begin:.4g} at step {first}, {end:.4g} at step {last}, between {least:.4g} and {most:.4g}"

@@ -1,0 +1,69 @@
+"""How ZeRO deals numbers out to ranks, and how they are found again: pure functions of sizes.
+
+ZeRO-3 cuts every parameter into equal parts, and puts the parts of a sub-group one behind the other; ZeRO-1 and 2 cut a
+whole group of parameters (deepspeed 0.19).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+FLAT_ALIGNMENT = 2
+"""Elements: ZeRO-2 makes a flat group a multiple of this times the ranks (`nccl_start_alignment_factor`)."""
+
+Part = Callable[[int, int, int], torch.Tensor]
+"""`part(rank, start, stop)`: those elements of what a rank holds of one number series."""
+
+
+def part_size(numel: int, ranks: int) -> int:
+    """Elements of a parameter that each rank holds under ZeRO-3, padding included."""
+    return math.ceil(numel / ranks)
+
+
+def sub_groups(names: Sequence[str], sizes: dict[str, int], limit: int, ranks: int) -> list[list[str]]:
+    """ZeRO-3's sub-groups of one parameter group, as DeepSpeed's `_create_fp16_sub_groups` forms them.
+
+    Args:
+        names: of the group's parameters, in order.
+        sizes: elements by name.
+        limit: `sub_group_size`, in elements of one rank.
+    """
+    parts = {name: part_size(sizes[name], ranks) for name in names}
+    if limit >= sum(parts.values()):
+        return [list(names)]
+    groups: list[list[str]] = [[]]
+    for name in names:
+        groups[-1].append(name)
+        if sum(parts[each] for each in groups[-1]) >= limit:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def gather(start: int, stop: int, *, size: int, part: Part) -> list[torch.Tensor]:
+    """Elements `start` to `stop` of a series of which every rank holds `size` one after the other."""
+    found = []
+    while start < stop:
+        rank, inside = divmod(start, size)
+        end = min(stop, (rank + 1) * size)
+        found.append(part(rank, inside, inside + end - start))
+        start = end
+    return found
+
+
+def padded(parts: Sequence[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The parts end to end, and zeros up to `size` elements."""
+    missing = size - sum(part.numel() for part in parts)
+    return torch.cat([*parts, torch.zeros(missing, dtype=dtype)])
+
+
+def flat_size(numel: int, ranks: int) -> int:
+    """Elements of a flat group of ZeRO-2 that each rank holds, padding included."""
+    alignment = FLAT_ALIGNMENT * ranks
+    return math.ceil(numel / alignment) * alignment // ranks
+
+
+def flat_padding(numel: int, ranks: int, rank: int) -> int:
+    """How many of them are padding."""
+    size = flat_size(numel, ranks)
+    return min(size, max(0, (rank + 1) * size - numel))

@@ -1,0 +1,25 @@
+"""Where completions come from and why they ended, for whoever shows them."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from grpo.rollout.packing import REFUSED, Completions, node_and_engine
+
+STOPPED, TOO_LONG, LEFT_OUT = range(3)
+
+
+def facts_of(completions: Completions, prompt_tokens: Sequence[int], end_tokens: Collection[int]) -> np.ndarray:
+    """[C, 6] int64: node, engine, policy version, tokens of the prompt and of the completion, and why it ended.
+
+    Args:
+        prompt_tokens: [C].
+        end_tokens: a completion that ends with one of them has stopped by itself, as TRL counts it.
+    """
+    refused = completions.policy_versions == REFUSED
+    last = np.cumsum(completions.lengths)[~refused] - 1
+    reasons = np.full(len(refused), LEFT_OUT)
+    reasons[~refused] = np.where(np.isin(completions.token_ids[last], list(end_tokens)), STOPPED, TOO_LONG)
+    nodes, engines = node_and_engine(completions.engines)
+    columns = (nodes, engines, completions.policy_versions, prompt_tokens, completions.lengths, reasons)
+    return np.stack([np.asarray(column, np.int64) for column in columns], axis=1)

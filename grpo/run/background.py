@@ -1,0 +1,87 @@
+"""A checkpoint's way to the disk, beside training: the ranks have written it, the kernel still holds it in memory."""
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from grpo.run.checkpoints import read_rank_records, write_rank_record
+from grpo.run.durable import FileSum
+
+DURABLE_S = 1800.0
+"""Until what every rank has written is on the disk."""
+POLL_S = 0.5
+LAST_S = 5.0  # for a process that ends for another reason: a save that is nearly through still counts
+
+
+class BackgroundSave:
+    """One checkpoint, on this rank: what it has written goes to the disk; rank 0 then completes it for all.
+
+    A failure is kept, and raised by `check` and `wait`.
+
+    Args:
+        folder: of the checkpoint; every rank has written its files.
+        complete: on rank 0: called with the sums of all files when every rank's record is there. From a thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        complete: Callable[[Mapping[str, FileSum]], None],
+        deadline_s: float = DURABLE_S,
+    ) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._complete = complete
+        self._deadline_s = deadline_s
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"save {folder.name}", daemon=True)
+        self._thread.start()
+        atexit.register(self._thread.join, LAST_S)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raises what went wrong, if it is known by now."""
+        if not self.is_done or self._error is None:
+            return
+        if isinstance(self._error, TimeoutError) or not isinstance(self._error, OSError):
+            raise self._error
+        raise OSError(
+            self._error.errno,
+            f"{self.folder} did not get to the disk: {self._error}; the checkpoints before it are as they were",
+        ) from self._error
+
+    def wait(self) -> None:
+        """Until it is done on this rank. Raises what went wrong."""
+        self._thread.join()  # has a deadline of its own
+        atexit.unregister(self._thread.join)
+        self.check()
+
+    def _run(self) -> None:
+        try:
+            write_rank_record(self.folder, self._rank, self._world_size)
+            if self._rank == 0:
+                self._complete(self._await_records())
+        except Exception as error:  # noqa: BLE001  of a thread: raised where the trainer looks
+            self._error = error
+
+    def _await_records(self) -> Mapping[str, FileSum]:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            sums, missing = read_rank_records(self.folder, self._world_size)
+            if not missing:
+                return sums
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.folder} is not complete: ranks {missing} have not brought to the disk what they wrote "
+                    f"within {self._deadline_s:.0f} s"
+                )
+            time.sleep(POLL_S)

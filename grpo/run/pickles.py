@@ -1,0 +1,156 @@
+"""Checkpoints of torch and DeepSpeed are pickles, and a pickle can run code: read with an allow-list alone.
+
+What is allowed is what torch, transformers and DeepSpeed store: tensors, plain values, arrays of random states, and a
+few records of DeepSpeed's. Whoever can write a checkpoint's folder can still change numbers in it, but runs nothing.
+"""
+
+import contextlib
+import enum
+import importlib
+import pickle
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_OF_DEEPSPEED = {  # 0.19
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+
+
+# Python before 3.11.4 pickles a member of an enumeration as `getattr(ZeroStageEnum, "weights")`.
+_GETATTR = "builtins.getattr"
+_ENUM = "deepspeed.runtime.zero.config ZeroStageEnum"
+_MEMBERS = {"disabled", "optimizer_states", "gradients", "weights", "max_stage"}
+_STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
+_FETCHES = {"GET", "BINGET", "LONG_BINGET"}
+
+
+def _member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    """In the place of `getattr`."""
+    if not issubclass(kind, enum.Enum):
+        raise pickle.UnpicklingError(f"GLOBAL {_GETATTR} of {kind}")
+    return kind[name]
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """What a checkpoint may hold can be loaded with `weights_only=True`."""
+    from transformers.trainer_pt_utils import safe_globals  # numpy's, for random states
+
+    classes = [getattr(importlib.import_module(name), each) for name, these in _OF_DEEPSPEED.items() for each in these]
+    with safe_globals(), torch.serialization.safe_globals([*classes, (_member, _GETATTR)]):
+        yield
+
+
+@contextlib.contextmanager
+def weights_only() -> Iterator[None]:
+    """Every `torch.load` in here is with the allow-list, DeepSpeed's too, which asks for none (0.19)."""
+    load = torch.load
+
+    def load_allowed(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "weights_only": True})
+
+    torch.load = load_allowed
+    try:
+        with allowed():
+            yield
+    finally:
+        torch.load = load
+
+
+def load_mapped(path: Path) -> Any:
+    """What is in the file; its tensors stay on the disk until they are read.
+
+    Raises:
+        ValueError: it holds something that is not allowed; names it.
+        OSError, RuntimeError: it cannot be read.
+    """
+    check_pickle(path)
+    with allowed():  # DeepSpeed can be told to write the older format, which cannot be mapped
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+
+
+def check_pickle(path: Path) -> None:
+    """Look through a file without running anything of it.
+
+    Raises:
+        ValueError: it holds something that is not allowed; names it.
+        OSError, RuntimeError: it cannot be read.
+    """
+    from transformers.trainer_pt_utils import safe_globals
+
+    if not zipfile.is_zipfile(path):
+        _check_old_format(path)
+        return
+    with safe_globals():
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    known = {
+        f"{name}.{each}" for name, these in _OF_DEEPSPEED.items() for each in these
+    }  # by name: nothing is imported
+    if _GETATTR in found and _gets_members_alone(path):
+        known.add(_GETATTR)
+    if foreign := set(found) - known:
+        raise ValueError(_refusal(path, ", ".join(sorted(foreign))))
+
+
+def _gets_members_alone(path: Path) -> bool:
+    """Whether every `getattr` in the file is of a member of DeepSpeed's enumeration."""
+    with zipfile.ZipFile(path) as parts:
+        pickles = [parts.read(name) for name in parts.namelist() if name.endswith(".pkl")]
+    return all(_is_of_members(_operations(each)) for each in pickles)
+
+
+def _operations(content: bytes) -> list[tuple[str, Any]]:
+    return [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(content)]
+
+
+def _is_of_members(operations: Iterable[tuple[str, Any]]) -> bool:
+    """Each way to `getattr`, by its name or out of the memo, goes on with the class, a member's name, and the call."""
+    memo: dict[int, str] = {}  # what of these it holds
+    awaited: list[str] = []
+    loaded = ""
+    for name, argument in operations:
+        if name in _STORES:
+            memo[int(argument)] = loaded
+            continue
+        if name in _FETCHES:
+            loaded = memo.get(int(argument), "")
+        elif name == "GLOBAL":
+            loaded = {"__builtin__ getattr": _GETATTR, "builtins getattr": _GETATTR, _ENUM: _ENUM}.get(argument, "")
+        elif name == "BINUNICODE" and argument in _MEMBERS:
+            loaded = "a member"
+        else:
+            loaded = name
+        if loaded in ("STACK_GLOBAL", "MEMOIZE"):
+            return False  # of a protocol that torch does not write
+        if awaited:
+            if loaded != awaited.pop(0):
+                return False
+        elif loaded == _GETATTR:
+            awaited = [_ENUM, "a member", "TUPLE2", "REDUCE"]
+    return not awaited
+
+
+def _check_old_format(path: Path) -> None:
+    try:
+        with allowed():
+            torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found is None:
+            raise RuntimeError(f"it is no file of torch.save's: {str(error).splitlines()[0]}") from None
+        raise ValueError(_refusal(path, found[1])) from None
+
+
+def _refusal(path: Path, what: str) -> str:
+    return (
+        f"{path} holds {what}, which neither torch nor transformers nor DeepSpeed stores: to load it could run "
+        "anybody's code. If it is yours, allow it in your script: torch.serialization.add_safe_globals([...])"
+    )

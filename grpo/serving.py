@@ -1,0 +1,183 @@
+"""What a rank has to push and to sample with, once all engines of the job take work."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo.config import GRPOConfig
+from grpo.conversations.batch import Limits
+from grpo.conversations.broker import TurnBroker
+from grpo.conversations.rollouts import Rollouts
+from grpo.conversations.serving import RankConversations
+from grpo.engine.client import EngineError
+from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.engine_settings import choose_backend
+from grpo.job.node_groups import NodeGroups
+from grpo.job.startup import StartupClock
+from grpo.job.watch import FailureWatch
+from grpo.job.wire import Wire
+from grpo.rollout.ahead import GenerationBatches, Progress
+from grpo.rollout.node import LocalMainSampler, NodeSampler
+from grpo.rollout.pool import EnginePool
+from grpo.timeline.recorder import Recorder
+from grpo.weights.delivery import WeightDelivery
+from grpo.weights.push import Pusher, load_transport
+from grpo.weights.source import GatheredSource
+from grpo.weights.trained import TrainedModel
+from grpo.weights.wire_format import WireFormat, agreed, ask_engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineFacts(Wire):
+    """What a local main has learnt of its engines when they take work."""
+
+    startup_s: float
+    """Of the slowest."""
+    max_model_len: int
+    wire_format: WireFormat
+    turns_address: str | None = None
+    """Where the node's ranks have turns of conversations sampled, if there are any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Serving:
+    """What there is on a rank once all engines of the job take work."""
+
+    batches: GenerationBatches
+    delivery: WeightDelivery
+    pool: EnginePool | None
+    """On the local main."""
+    conversations: RankConversations | None
+    """Where prompts become several turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStart:
+    """What a rank knows before its job's engines take work."""
+
+    args: GRPOConfig
+    engines: EngineSupervisor
+    trained: TrainedModel
+    groups: NodeGroups
+    watch: FailureWatch
+    timeline: Recorder
+    startup: StartupClock
+    rollouts: Rollouts | None
+    say: Callable[[str], None]
+    progress: Callable[[], Progress]
+    revive: Callable[[], None]
+    """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
+    on_respawn: Callable[[Respawn], None]
+
+    def wait(self) -> Serving:
+        """Wait for the engines of the job and meet them. Collective."""
+        args, clients = self.args, self.engines.clients
+        source = self.trained.source(args)
+        pool, broker, facts, failure = None, None, None, None
+        with self.watch.during("engine start"), self.startup.waiting():
+            try:
+                self.say("the model is loaded; waiting for the engines to start")
+                if clients:
+                    pool, broker, facts = self._meet_engines(source)
+            except (EngineError, RuntimeError) as error:
+                failure = self.watch.make_record(error)
+            of_ranks = self.groups.exchange(self.watch, failure, facts, _EngineFacts | None)
+        of_nodes = [each for each in of_ranks if each is not None]
+        self.engines.supervise()
+        self.startup.engine_s = max(each.startup_s for each in of_nodes)
+        self.say("all engines take work; the first push brings them the weights")
+        wire_format = agreed([each.wire_format for each in of_nodes])
+        source.adopt(wire_format)
+        user_seed = (args.generation_kwargs or {}).get("seed")
+        prover = self.trained.prover(args, clients, min(each.max_model_len for each in of_nodes))
+        batches = GenerationBatches(
+            self._make_sampler(pool), seed=args.seed, user_seed=user_seed, progress=self.progress
+        )
+        return Serving(
+            batches=batches,
+            conversations=self._converse(batches, pool, broker, of_nodes),
+            delivery=WeightDelivery(
+                self.engines,
+                Pusher(
+                    source,
+                    clients,
+                    backend=self._backend(),
+                    tensor_parallel_size=self.engines.topology.tensor_parallel_size,
+                    timeout_s=args.vllm_sync_timeout,
+                    tell=self.watch.fail,
+                    timeline=self.timeline,
+                ),
+                prover,
+                self.groups,
+                self.watch,
+                wire_format=wire_format,
+                timeout_s=args.vllm_sync_timeout,
+                tell=self.on_respawn,
+                trial=self.trained.trial(prover, lambda mine: min(self.groups.exchange(self.watch, None, mine, float))),
+            ),
+            pool=pool,
+        )
+
+    def _converse(
+        self,
+        batches: GenerationBatches,
+        pool: EnginePool | None,
+        broker: TurnBroker | None,
+        of_nodes: Sequence[_EngineFacts],
+    ) -> RankConversations | None:
+        if self.rollouts is None:
+            return None
+        return RankConversations(
+            self.rollouts,
+            self.groups,
+            self.watch,
+            batches,
+            Limits(batch_s=self.args.rollout_timeout, turn_s=self.args.vllm_generate_timeout),
+            pool=pool,
+            broker=broker,
+            address=of_nodes[self.engines.topology.node].turns_address,
+            max_model_len=min(each.max_model_len for each in of_nodes),
+            revive=self.revive,
+        )
+
+    def _make_sampler(self, pool: EnginePool | None) -> NodeSampler:
+        if pool is None:
+            return NodeSampler(self.groups, self.watch, revive=self.revive)
+        return LocalMainSampler(
+            self.groups,
+            self.watch,
+            pool,
+            revive=self.revive,
+            timeout_s=self.args.vllm_generate_timeout,
+            balance_nodes=self.args.vllm_balance_nodes,
+        )
+
+    def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, TurnBroker | None, _EngineFacts]:
+        clients = self.engines.clients
+        load_transport(self._backend())
+        ready = self.engines.wait_ready()
+        pool = EnginePool(
+            clients,
+            max_num_seqs=[each.max_num_seqs for each in ready],
+            max_tokens=self.args.max_completion_length,
+            max_model_len=min(each.max_model_len for each in ready),
+            node=self.engines.topology.node,
+            timeline=self.timeline,
+        )
+        broker = None
+        if self.rollouts is not None:
+            broker = TurnBroker(pool, self.watch, num_others=self.engines.topology.local_world_size - 1)
+        return (
+            pool,
+            broker,
+            _EngineFacts(
+                turns_address=None if broker is None else broker.address,
+                startup_s=max(each.startup_s for each in ready),
+                max_model_len=min(each.max_model_len for each in ready),
+                wire_format=ask_engines(
+                    clients, source.checkpoint_metas, source.experts, source.buffers, self.args.vllm_sync_timeout
+                ),
+            ),
+        )
+
+    def _backend(self) -> str:
+        return choose_backend(self.args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices))

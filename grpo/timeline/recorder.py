@@ -1,0 +1,159 @@
+"""Writes a node's timeline while the job runs, and costs it next to nothing: lines go to a thread that writes them."""
+
+import atexit
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo.timeline.records import Attempt, Line, Span, to_line
+
+FLUSH_S = 1.0
+MAX_BYTES = 64 * 2**20  # 2 KB a step and engine: some 20,000 steps
+LEAST_S = 1e-4  # shorter spans are nothing: a wait for what is there
+_JOIN_S = 5.0
+
+
+class Recorder:
+    """Everything of one node in one attempt. Any thread may record; nothing that goes wrong here stops the job.
+
+    On ranks that keep no timeline, and before there is one, it has no path, and drops what it is told.
+
+    Args:
+        path: is appended to, and made if need be.
+        attempt: the first line of this attempt; its clock offset is taken out of every time.
+        max_bytes: of the file; beyond, every second span and usage of the older half goes.
+    """
+
+    def __init__(self, path: Path | None = None, attempt: Attempt | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self.step = 0
+        """Optimizer steps that are done; whoever trains keeps it true."""
+        self._path, self._attempt, self._max_bytes = path, attempt, max_bytes
+        offset_s = 0.0 if attempt is None else attempt.clock_offset_s
+        self._zero = time.time() - time.monotonic() - offset_s
+        self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._last_end_s = 0.0  # of the newest span on our own lane, by time.monotonic
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if path is not None and attempt is not None:
+            self._lines.put(attempt)
+            self._thread = threading.Thread(target=self._write, name="grpo-timeline", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # of a script that closes no trainer
+
+    @property
+    def is_on(self) -> bool:
+        return self._thread is not None
+
+    def at(self, monotonic_s: float) -> float:
+        """The time of a moment by `time.monotonic`, on node 0's clock."""
+        return self._zero + monotonic_s
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def span(self, phase: str, lane: str = "", **more: Any) -> Iterator[None]:
+        """Around what takes the time, whether it ends well or not.
+
+        Args:
+            lane: the local main's own, unless said.
+            more: further fields of the `Span`.
+        """
+        begin, step = time.monotonic(), self.step
+        try:
+            yield
+        finally:
+            self.add(phase, begin, time.monotonic(), lane, step=step, **more)
+
+    @contextlib.contextmanager
+    def rest(self, phase: str) -> Iterator[None]:
+        """Around what records spans on our own lane: what comes after the last of them is one, too."""
+        self._last_end_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(phase, self._last_end_s, time.monotonic())
+
+    def add(
+        self, phase: str, begin_s: float, end_s: float, lane: str = "", *, step: int | None = None, **more: Any
+    ) -> None:
+        """A span between two moments by `time.monotonic`."""
+        if self._thread is None or self._attempt is None or end_s - begin_s < LEAST_S:
+            return
+        if not lane:
+            self._last_end_s = end_s
+        self.put(
+            Span(
+                attempt=self._attempt.attempt,
+                lane=lane or f"rank {self._attempt.ranks[0]}",
+                phase=phase,
+                begin=round(self.at(begin_s), 6),
+                end=round(self.at(end_s), 6),
+                step=self.step if step is None else step,
+                **more,
+            )
+        )
+
+    def put(self, record: Line) -> None:
+        """Any line, with times that are right already."""
+        if self._thread is not None:
+            self._lines.put(record)
+
+    def close(self) -> None:
+        """Write what is left. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(self.close)
+            self._lines.put(None)
+            self._closing.set()
+            thread.join(_JOIN_S)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        try:
+            assert self._path is not None
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_open = True
+            while is_open:
+                lines = [self._lines.get()]  # sleeps while there is nothing
+                if lines[0] is not None:
+                    self._closing.wait(FLUSH_S)  # for what follows: one write for all of it
+                while not self._lines.empty():
+                    lines.append(self._lines.get())
+                is_open = None not in lines
+                self._append("".join(f"{to_line(line)}\n" for line in lines if line is not None))
+        except Exception as error:  # noqa: BLE001  thread boundary: told, and the job goes on without
+            print(f"[grpo] {self._path} is not written any more: {error}", file=sys.stderr, flush=True)
+            self._thread = None
+
+    def _append(self, text: str) -> None:
+        assert self._path is not None
+        # In one piece, behind whatever a killed writer has cut off: who reads meanwhile sees whole lines.
+        with self._path.open("ab") as file:
+            cut_off = file.tell() and _last_byte(self._path) != b"\n"
+            file.write(b"\n" * bool(cut_off) + text.encode())
+            size = file.tell()
+        if size > self._max_bytes:
+            thin_out(self._path)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
+
+
+def thin_out(path: Path) -> None:
+    """Drop every second line of the older half, but no `Attempt`; a second time it has fewer to drop."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    half = len(lines) // 2
+    kept = [line for number, line in enumerate(lines[:half]) if number % 2 or b'"kind":"attempt"' in line[:20]]
+    aside = path.with_suffix(".thinner")
+    aside.write_bytes(b"".join([*kept, *lines[half:]]))
+    aside.replace(path)

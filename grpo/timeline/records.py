@@ -1,0 +1,160 @@
+"""The lines of a timeline, and how they are read: `timeline/node<k>.jsonl`, one JSON object a line.
+
+Times are Unix seconds on node 0's clock. A file belongs to one node over all attempts; when it has grown too large, its
+older half is thinned out, and an `Attempt` line is never lost.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Union
+
+TIMELINE_FOLDER = "timeline"
+
+# What spans are called. Of a rank's lane: what the local main does; it waits with the others wherever it waits.
+START = "start"
+GENERATE = "generate"  # engine lanes: from a batch's first request to its last answer; `tokens`, `requests`
+WAIT_GENERATE = "wait for generation"
+SCORE = "score"  # `name`: the reward function's
+OLD_LOGPROBS = "old log-probabilities"
+REFERENCE_LOGPROBS = "reference log-probabilities"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PUSH = "push"  # a rank's lane: all of it; its parts on lanes of their own, for they overlap
+PUSH_GATHER, PUSH_SEND = "push: gather", "push: send and load"
+PROOF = "proof"
+SAVE = "save"
+RESPAWN = "respawn"  # engine lanes: from a death until the engine takes work again
+EVALUATE = "evaluate"
+
+
+def timeline_path(output_dir: Path, node: int) -> Path:
+    return output_dir / TIMELINE_FOLDER / f"node{node}.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A node begins an attempt."""
+
+    kind: ClassVar[str] = "attempt"
+    attempt: int
+    node: int
+    host: str
+    time: float
+    clock_offset_s: float = 0.0
+    """This node's clock minus node 0's; it is already taken out of all times."""
+    ranks: list[int] = field(default_factory=list)
+    """Global ranks of this node; the first is the local main."""
+    rank_devices: list[str] = field(default_factory=list)
+    """GPUs by the names that the job sees; empty on CPUs."""
+    engine_devices: list[list[str]] = field(default_factory=list)
+    """For each engine its GPUs; an empty list for an engine on CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took time."""
+
+    kind: ClassVar[str] = "span"
+    attempt: int
+    lane: str
+    """"rank 8", "engine 0", "push", "save"."""
+    phase: str
+    """One of the names above, or the user's."""
+    begin: float
+    end: float
+    step: int
+    """Optimizer steps that were done when it began."""
+    name: str = ""
+    """Which of several: a reward function."""
+    tokens: int | None = None
+    requests: int | None = None
+    policy_version: int | None = None
+    bytes: int | None = None
+    on_gpu: bool = False
+    """Measured between CUDA events: when the GPU did it, not when it was queued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a node's devices were doing, as a sampling thread saw it."""
+
+    kind: ClassVar[str] = "usage"
+    attempt: int
+    time: float
+    device: str
+    """A GPU's name in the job, or "rank 8", "engine 0" for processes on CPUs, or "node"."""
+    busy: float | None = None
+    """Share of the time since the sample before: 1 is a whole GPU, or a whole core."""
+    memory_bytes: int | None = None
+    """Of a GPU all that is in use; of a process what is resident; of "node" what is not available."""
+    memory_total_bytes: int | None = None
+    allocated_bytes: int | None = None
+    """By torch in the local main, on its own GPU."""
+    reserved_bytes: int | None = None
+    power_w: float | None = None
+
+
+Line = Union[Attempt, Span, Usage]  # noqa: UP007  a name that isinstance takes and mypy reads
+_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Attempt, Span, Usage)}
+
+
+def to_line(record: Line) -> str:
+    """Fields that have their default are left out."""
+    said = {each.name: each.default for each in fields(record) if each.default is not MISSING}
+    content = {name: value for name, value in asdict(record).items() if name not in said or said[name] != value}
+    return json.dumps({"kind": record.kind, **content}, separators=(",", ":"))
+
+
+def from_line(line: str) -> Line:
+    """Raises ValueError, KeyError, TypeError: not a line of a timeline. Fields of later versions are left out."""
+    content = json.loads(line)
+    kind = _KINDS[content.pop("kind")]
+    return kind(**{each.name: content[each.name] for each in fields(kind) if each.name in content})
+
+
+@dataclass(slots=True)
+class Timeline:
+    """A node's, as far as it can be read."""
+
+    node: int
+    attempts: list[Attempt] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    usages: list[Usage] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that are no lines of a timeline: cut off, damaged."""
+
+
+def read_timelines(output_dir: Path) -> list[Timeline]:
+    """Of all nodes that have left one, in their order; files that cannot be opened count as one unreadable line."""
+    paths = (output_dir / TIMELINE_FOLDER).glob("node*.jsonl")
+    numbers = [(int(path.stem[4:]), path) for path in paths if path.stem[4:].isdigit()]
+    return [_read(node, path) for node, path in sorted(numbers)]
+
+
+def _read(node: int, path: Path) -> Timeline:
+    found = Timeline(node)
+    for record in _records(path):
+        match record:
+            case Attempt():
+                found.attempts.append(record)
+            case Span():
+                found.spans.append(record)
+            case Usage():
+                found.usages.append(record)
+            case None:
+                found.unreadable += 1
+    return found
+
+
+def _records(path: Path) -> Iterator[Line | None]:
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        yield None
+        return
+    for line in text.splitlines():
+        try:
+            yield from_line(line)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield None

@@ -1,0 +1,70 @@
+"""The engine's side of adapters: vLLM's LoRA manager, given tensors that a push has brought instead of a folder.
+
+Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed nor PEFT.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+PREFIX = "base_model.model."
+"""Of the names under which adapters come, as in PEFT's files."""
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a tensor that comes is an adapter's, and no weight of the model."""
+    return name.startswith(PREFIX)
+
+
+@contextlib.contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """The model as its weights know it: vLLM loads none through the layers that it has put around others (0.31)."""
+    wrapped = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)]
+    owners = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer) for path, layer in wrapped]
+    for owner, leaf, layer in owners:
+        owner._modules[leaf] = layer.base_layer
+    try:
+        yield
+    finally:
+        for owner, leaf, layer in owners:
+            owner._modules[leaf] = layer
+
+
+def take_adapter(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Make an adapter the only one that this worker holds, in the form in which requests of its number find it.
+
+    Args:
+        lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
+        number: of the adapter, new with every push.
+        tensors: by PEFT's names, B with its scale.
+
+    Raises:
+        ValueError: a layer that vLLM does not adapt; it would leave that part out without a word (0.31).
+    """
+    manager = lora_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    rank = lora_manager.lora_config.max_lora_rank
+    # As `_load_adapter` does after it has read a folder. The scale is in B, so rank and alpha are said to be the same.
+    lora = LoRAModel.from_lora_tensors(
+        number,
+        dict(tensors),
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device=str(device),
+        dtype=lora_manager.lora_config.lora_dtype,
+        model_vocab_size=lora_manager.vocab_size,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    lora.is_3d_lora_weight = False
+    lora_manager.remove_all_adapters()
+    manager.add_adapter(lora)
+    if unknown := sorted(lora.loras.keys() - manager.modules.keys()):
+        raise ValueError(
+            f"this engine adapts no layer {', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}: set vllm_lora to "
+            "'merge', or leave it out of target_modules"
+        )
+    manager.activate_adapter(number)

@@ -1,0 +1,146 @@
+"""A model that PEFT has wrapped: its base as if nobody had, and its adapters, which a push sends or merges.
+
+LoRA: https://arxiv.org/abs/2106.09685, W x + s B A x, with A [r, in], B [out, r] and the scale s. DoRA:
+https://arxiv.org/abs/2402.09353.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from grpo.weights.gather import is_zero3
+
+PREFIX = "base_model.model."
+"""Before the base's name of a layer, in PEFT's files and on the way to the engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAdapter:
+    """What one layer's adapter is made of."""
+
+    weight: str
+    """The weight that it changes, under its name in the base."""
+    parts: Mapping[str, torch.Tensor]
+    """Parameters by PEFT's names: `lora_A.weight` and `lora_B.weight`, and what else there is."""
+    scale: float
+
+    @property
+    def path(self) -> str:
+        return self.weight.rpartition(".")[0]
+
+    def name_of(self, part: str) -> str:
+        """As PEFT's file has it, and vLLM reads it."""
+        return f"{PREFIX}{self.path}.{part}"
+
+    def merged(self, weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's weight with its adapter, in the dtype of `weight`; summed in float32.
+
+        Args:
+            weight: [out, in] of a linear layer, [entries, width] of an embedding.
+            parts: those of `self`, whole.
+        """
+        if "lora_embedding_A" in parts:
+            change = (parts["lora_embedding_B"].float() @ parts["lora_embedding_A"].float()).T
+        else:
+            change = parts["lora_B.weight"].float() @ parts["lora_A.weight"].float()
+        whole = weight.float() + self.scale * change
+        if (magnitude := parts.get("lora_magnitude_vector.weight")) is not None:  # DoRA
+            by_rows = "lora_embedding_A" not in parts  # PEFT's norms of an embedding are those of its columns (0.21)
+            scale = magnitude.float() / torch.linalg.norm(whole, dim=1 if by_rows else 0)
+            whole *= scale[:, None] if by_rows else scale[None, :]
+        return whole.to(weight.dtype)
+
+
+class Lora:
+    """The adapters of a PEFT model, seen beside its base.
+
+    Args:
+        merges: whether they reach the engines inside of the weights that they change, instead of by themselves.
+    """
+
+    def __init__(self, model: PeftModel, *, merges: bool) -> None:
+        self.base: nn.Module = model.get_base_model()
+        self.merges = merges
+        self.adapter_name: str = model.active_adapters[0]
+
+    def layers(self) -> list[LayerAdapter]:
+        """In the order of the base's modules."""
+        found = []
+        for path, module in self.base.named_modules():
+            if isinstance(module, LoraLayer) and self.adapter_name in module.scaling:
+                parts = {name: tensor for name, tensor in self._parts(module) if tensor is not None}
+                found.append(
+                    LayerAdapter(weight=f"{path}.weight", parts=parts, scale=module.scaling[self.adapter_name])
+                )
+        return found
+
+    def _parts(self, module: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What of a layer is this adapter's, under the names that PEFT's files have."""
+        for kind in module.adapter_layer_names:
+            if self.adapter_name not in (held := getattr(module, kind)):
+                continue
+            part = held[self.adapter_name]
+            if isinstance(part, torch.Tensor):
+                yield kind, part
+                continue
+            for leaf, tensor in part.named_parameters():
+                yield f"{kind}.{leaf}", tensor
+
+    @contextlib.contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """The base as it was before PEFT put layers of its own into it; nobody may compute with it meanwhile."""
+        swapped: list[tuple[nn.Module, str, nn.Module]] = []
+        try:
+            for path, module in list(self.base.named_modules()):
+                if (inner := self._inner(module)) is not None:
+                    parent, _, leaf = path.rpartition(".")
+                    owner = self.base.get_submodule(parent)
+                    swapped.append((owner, leaf, module))
+                    owner._modules[leaf] = inner
+            yield
+        finally:
+            for owner, leaf, module in swapped:
+                owner._modules[leaf] = module
+
+    def _inner(self, module: nn.Module) -> nn.Module | None:
+        if isinstance(module, ModulesToSaveWrapper):
+            return module.modules_to_save[self.adapter_name]
+        return module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+
+    @contextlib.contextmanager
+    def with_noise(self, deviation: float) -> Iterator[None]:
+        """Every B with noise upon it, the same on every rank; it is as it was afterwards. Collective under ZeRO-3.
+
+        Args:
+            deviation: standard deviation of the noise.
+        """
+        parts = [part for layer in self.layers() for name, part in layer.parts.items() if "_B" in name]
+        with _written(parts):
+            kept = [part.detach().clone() for part in parts]
+            generator = torch.Generator().manual_seed(0)
+            for part in parts:
+                part.data += (torch.randn(part.shape, generator=generator) * deviation).to(part)
+        try:
+            yield
+        finally:
+            with _written(parts):
+                for part, before in zip(parts, kept, strict=True):
+                    part.data.copy_(before)
+
+
+def _written(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Parameters whole, and kept as they are changed in here: under ZeRO-3 as rank 0 has changed them."""
+    partitioned = [parameter for parameter in parameters if is_zero3(parameter)]
+    if not partitioned:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0)

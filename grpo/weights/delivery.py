@@ -1,0 +1,208 @@
+"""Brings the trainer's weights to all engines of the job, whichever of them die on the way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from grpo.engine.client import EngineError
+from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.job.failure import FailureRecord, StepFailed
+from grpo.job.node_groups import NodeGroups
+from grpo.job.watch import FailureWatch
+from grpo.job.wire import Wire
+from grpo.weights.proof import Prover, is_due
+from grpo.weights.push import Pusher
+from grpo.weights.report import PushReport, slowest
+from grpo.weights.wire_format import WireFormat, agreed, ask_engines
+
+if TYPE_CHECKING:
+    from grpo.weights.adapter_trial import AdapterTrial  # needs PEFT
+
+DEATH_FOLLOWS_S = 3.0  # from what an engine's death makes fail until the engine is known to be dead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrivals(Wire):
+    """What a rank says before a push."""
+
+    respawns: tuple[Respawn, ...] = ()
+    gone: FailureRecord | None = None
+
+
+class WeightDelivery:
+    """Pushes, proves, and begins again where an engine has died. Every rank has one; its methods are collective.
+
+    The job branches on what its ranks have exchanged alone, so that all go through the same collectives. While one node
+    waits for its engine, the others wait on gloo, never in NCCL.
+
+    Args:
+        wire_format: what the engines have answered; those that come back have to say the same.
+        timeout_s: of a call to an engine, and of opening a push group.
+        tell: hears of every engine of the job that has come back.
+        trial: where adapters travel by themselves.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSupervisor,
+        pusher: Pusher,
+        prover: Prover,
+        groups: NodeGroups,
+        watch: FailureWatch,
+        *,
+        wire_format: WireFormat,
+        timeout_s: float,
+        tell: Callable[[Respawn], None] = lambda respawn: None,
+        trial: "AdapterTrial | None" = None,
+    ) -> None:
+        self.prover = prover
+        self.respawns: list[Respawn] = []
+        """Of the whole job."""
+        self.total_s_by_node: list[float] = []
+        """Of the last push, its slowest rank's on each node."""
+        self.num_repeats = 0
+        """Pushes that were broken by an engine's death."""
+        self._engines = engines
+        self._pusher = pusher
+        self._groups = groups
+        self._watch = watch
+        self._wire_format = wire_format
+        self._timeout_s = timeout_s
+        self._tell = tell
+        self._trial = trial
+        self._num_pushes = 0
+        self._is_open = self._must_ask = self._must_prove = False
+        self._must_try = trial is not None
+
+    def deliver(self, step: int) -> PushReport:
+        """Bring all engines of the job to the current weights; those that have died are waited for.
+
+        Args:
+            step: of the weights; the engines' policy version afterwards.
+
+        Returns:
+            What the push cost the job.
+
+        Raises:
+            JobFailed: an engine refused the weights, or a proof did not hold.
+            StepFailed: an engine will not come back.
+            GenerationDropped: instead, where a stop was asked for.
+        """
+        while True:
+            self._bring_back()
+            answers = self._try_adapter(step) if self._must_try else []
+            if answers is not None:
+                self._must_try = False
+                report, error = self._push(step)
+                answers = self._end_phase(error, report)
+            if answers is not None:
+                self._must_prove = False
+                size = self._groups.topology.local_world_size
+                seconds = [each.total_s for each in answers]
+                self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
+                return slowest(answers)
+            self.num_repeats += 1
+            if self._engines.has_lost():
+                self._engines.renew()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the whole job, counted from its start on."""
+        metrics = {"engine/respawns": float(len(self.respawns)), "push/repeats": float(self.num_repeats)}
+        if self.respawns:
+            metrics["engine/respawn_s"] = self.respawns[-1].seconds
+        return metrics
+
+    def close(self) -> None:
+        self._pusher.close()
+
+    def _try_adapter(self, step: int) -> list[Any] | None:
+        """Push and prove an adapter of noise; None where an engine was lost."""
+        assert self._trial is not None
+        with self._trial.noise() as limit:
+            _, error = self._pusher.push(step)
+            try:
+                self.prover.prove(self._num_pushes, engines_work=error is None, limit=limit)
+            except EngineError as unproved:
+                error = unproved
+        return self._end_phase(error)
+
+    def _push(self, step: int) -> tuple[PushReport, EngineError | None]:
+        report, error = self._pusher.push(step)
+        self._num_pushes += 1
+        if is_due(self._num_pushes) or self._must_prove:
+            try:
+                gap = self.prover.prove(self._num_pushes, engines_work=error is None)
+                report = replace(report, gap=gap)
+            except EngineError as unproved:
+                error = unproved
+        return report, error
+
+    def _bring_back(self) -> None:
+        """Until all engines of the job take work, and every node's push group is open."""
+        while True:
+            arrivals = self._wait_for_engines()
+            came = [respawn for each in arrivals for respawn in each.respawns]
+            if self._num_pushes and not came:
+                return
+            for respawn in came:
+                self.respawns.append(respawn)
+                self._tell(respawn)
+            self._pusher.source.forget_sent()
+            self._must_try = self._trial is not None
+            self._must_prove = self._must_prove or bool(came)
+            if self._open():
+                return
+            if self._engines.has_lost():
+                self._engines.renew()  # the others of its node may wait for it in a group that never opens
+
+    def _wait_for_engines(self) -> list[_Arrivals]:
+        mine, failure = _Arrivals(), None
+        if self._engines.has_lost():
+            self._is_open = False
+            with self._watch.during("engine respawn"):
+                try:
+                    mine = _Arrivals(respawns=tuple(self._engines.replace_lost()))
+                    self._must_ask = True
+                except StepFailed as error:
+                    mine = _Arrivals(gone=error.record)
+                    failure = error.record if self._watch.stop_was_asked() else None
+        arrivals = self._groups.exchange(self._watch, failure, mine, _Arrivals)
+        for each in arrivals:
+            if each.gone is not None:
+                raise StepFailed(each.gone)
+        return arrivals
+
+    def _open(self) -> bool:
+        """Open the push group of each node that has none; False where an engine was lost meanwhile."""
+        error: Exception | None = None
+        stuck = f"the push group did not open within {self._timeout_s:.0f} s (vllm_sync_timeout)"
+        with self._watch.during("push group"):
+            try:
+                if not self._is_open:
+                    with self._watch.within(self._timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
+                        if self._must_ask:
+                            self._ask_again()
+                        self._pusher.connect()
+                    self._is_open, self._must_ask = True, False
+            except (EngineError, OSError, RuntimeError) as problem:
+                error = problem
+            return self._end_phase(error) is not None
+
+    def _ask_again(self) -> None:
+        source = self._pusher.source
+        answer = ask_engines(
+            self._engines.clients, source.checkpoint_metas, source.experts, source.buffers, self._timeout_s
+        )
+        agreed([self._wire_format, answer])
+
+    def _end_phase(self, error: Exception | None, report: PushReport | None = None) -> list[Any] | None:
+        """What all ranks say at the end of a phase; None where an engine was lost on one of them."""
+        failure, is_lost = None, False
+        if error is not None:
+            is_lost = self._engines.has_lost(DEATH_FOLLOWS_S)
+            if not is_lost or self._watch.stop_was_asked():
+                failure = self._watch.make_record(error)
+        answers = self._groups.exchange(self._watch, failure, (is_lost, report), tuple[bool, PushReport | None])
+        if any(is_lost for is_lost, _ in answers):
+            return None
+        return [report for _, report in answers]

@@ -1,0 +1,59 @@
+"""What the engines are kept equal to, and what keeps them so: what a push takes of it, and who proves it."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from grpo.config import GRPOConfig
+from grpo.engine.client import EngineClient
+from grpo.engine_settings import EngineModel
+from grpo.weights.adapter_trial import AdapterTrial
+from grpo.weights.adapters import Lora
+from grpo.weights.proof import Prover, probe_prompts
+from grpo.weights.source import GatheredSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """The trainer's model, as the engines' side of the trainer sees it."""
+
+    model: nn.Module
+    """The unwrapped transformers model; the base of one that PEFT has wrapped."""
+    engine_model: EngineModel
+    """How the engines see it."""
+    end_token: int = 0
+    """Stands for a completion where no engine took the prompt."""
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    """Makes the context in which the trainer runs its forwards."""
+    lora: Lora | None = None
+    """Its adapters."""
+
+    def source(self, args: GRPOConfig) -> GatheredSource:
+        return GatheredSource(
+            self.model,
+            wire_dtype=self.engine_model.dtype,
+            bucket_bytes=args.vllm_sync_bucket_mb * 2**20,
+            lora=self.lora,
+        )
+
+    def prover(self, args: GRPOConfig, clients: Sequence[EngineClient], max_model_len: int) -> Prover:
+        embedding = self.model.get_input_embeddings()
+        vocab_size = getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
+        return Prover(
+            self.model,
+            clients,
+            probe_prompts(vocab_size, max_model_len, self.engine_model.special_ids),
+            dtype=self.engine_model.dtype,
+            asked_limit=args.vllm_max_logprob_gap,
+            autocast=self.autocast,
+            cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
+            timeout_s=args.vllm_sync_timeout,
+        )
+
+    def trial(self, prover: Prover, smallest: Callable[[float], float]) -> AdapterTrial | None:
+        """Where adapters travel by themselves; see `AdapterTrial`."""
+        if self.lora is None or self.lora.merges:
+            return None
+        return AdapterTrial(self.lora, prover, smallest)

@@ -1,0 +1,88 @@
+"""`docs/faults.md`, written from the matrix and from what was found."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.faults.matrix import FAULTS, LAYOUTS, PHASES, PROMISED_S, Cell, cells
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs" / "faults.md"
+NOT_RUN = "not run"
+
+HEAD = f"""# Faults
+
+What happens when something dies, hangs or fills up, in every phase. Each cell is a real job on CPUs: a small model,
+two ranks with ZeRO-3, vLLM engines; the fault is put where the column says. Promised are {PROMISED_S:.0f} s at most,
+from the fault to the job's last process, with one record on every rank that names node, rank, phase and cause, and
+nothing left behind; or, where a cell says "goes on", to the next step. A deadline that is set (`reward_timeout`) comes
+on top.
+
+A number: seconds, all as promised. "goes on": the job went on, with the seconds to its next step. "!": not as
+promised, below. A letter: why the cell is not run, below. `make faults` runs all of it, two to three hours on two
+cores; this page is written by it (`python -m tests.faults.run 'host-*/push/*'` runs some).
+"""
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def write_results(results: Mapping[str, Mapping[str, Any]]) -> None:
+    known = {cell.name for cell in cells() if cell.expected is not None}
+    kept = {name: results[name] for name in sorted(results) if name in known}
+    RESULTS.write_text(json.dumps(kept, indent=1, ensure_ascii=False).replace(f"{ROOT}/", "") + "\n")
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page's text."""
+    by_place = {(cell.fault.name, cell.phase, cell.layout): cell for cell in cells()}
+    reasons = list(dict.fromkeys(cell.why_not for cell in by_place.values() if cell.why_not))
+    letters = {why: _letter(number) for number, why in enumerate(reasons)}
+    parts = [HEAD]
+    for layout, shown in LAYOUTS.items():
+        parts += [
+            f"\n## {layout.capitalize()} node{'s' if layout == 'two' else ''}\n",
+            f"{shown[0].upper()}{shown[1:]}.\n",
+        ]
+        parts += [f"| fault | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
+        for fault in FAULTS:
+            shown_cells = [_shown(by_place[fault.name, phase, layout], results, letters) for phase in PHASES]
+            parts.append(f"| {fault.shown} | {' | '.join(shown_cells)} |")
+    parts.append("\n## The phases\n")
+    parts += [f"- **{phase}**: {shown}." for phase, shown in PHASES.items()]
+    parts.append("\n## Why a cell is not run\n")
+    parts += [f"- **{letter}**: {why}." for why, letter in letters.items()]
+    wrong = [(name, result) for name, result in results.items() if result["wrong"]]
+    if wrong:
+        parts.append("\n## Not as promised\n")
+        parts += [f"- `{name}`: {'; '.join(_short(each) for each in result['wrong'])}." for name, result in wrong]
+    return "\n".join(parts) + "\n"
+
+
+def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
+    PAGE.write_text(page(results))
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number)
+
+
+def _shown(cell: Cell, results: Mapping[str, Mapping[str, Any]], letters: Mapping[str, str]) -> str:
+    if cell.expected is None:
+        return letters[cell.why_not]
+    result = results.get(cell.name)
+    if result is None:
+        return NOT_RUN
+    seconds = "!" if result["seconds"] is None else f"{result['seconds']:.0f}{' !' if result['wrong'] else ''}"
+    return f"goes on, {seconds}" if cell.expected.goes_on and not result["wrong"] else seconds
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+if __name__ == "__main__":
+    write_page(read_results())

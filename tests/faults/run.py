@@ -1,0 +1,306 @@
+"""Runs cells of the matrix on real jobs: `python -m tests.faults.run [PATTERN …]`, all without one (`make faults`).
+
+A cell is FAULT/PHASE/LAYOUT, as in `matrix.py`; patterns are a shell's: `'host-*/push/*'`. What was found goes into
+`results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.contract import STARTUP_S, inner_process
+from tests.faults import page
+from tests.faults.matrix import NODES, Cell, Expected, find
+from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, seen_by, send, targets
+from tests.launching import BIN, ROOT, Job, free_port, start, torchrun_command
+from tests.left_over import left_over, processes_in
+from tests.tiny_models import save_tiny_model
+
+JOB = ROOT / "tests" / "jobs" / "fault_job.py"
+PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
+FINISH_S = 180.0  # of a job that goes on
+POLL_S = 0.2
+DISK, SHM = "16m", "4m"  # of the file systems that are filled
+_OF_BOTH = ("train", "save", "resume")  # phases in which every rank waits, not the local mains alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a cell has shown."""
+
+    wrong: list[str]
+    """What was not as expected; empty when all was."""
+    seconds: float | None
+    """From the fault to the job's last process, or to the next step; None: not in the time."""
+    record: str
+    left: list[str]
+    """Lines of `left_over`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What jobs share."""
+
+    folder: Path
+    model: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> "Ground":
+        return cls(folder=folder, model=save_tiny_model("qwen3-tied", folder / "model"))
+
+    def checkpoint(self) -> Path:
+        """Of two steps of 2 ranks, by a job without engines; made once."""
+        run = self.folder / "saved" / "run"
+        if not (run / "checkpoint-2" / "complete.json").exists():
+            config = {"use_vllm": False, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+            job = start_job(self, self.folder / "saved", layout="one", config=config)
+            try:
+                assert job.wait(STARTUP_S) == [0], job.fail("no checkpoint to resume from")
+            finally:
+                job.end()
+        return run / "checkpoint-2"
+
+
+def start_job(
+    ground: Ground, out: Path, *, layout: str, config: dict, settings: dict | None = None, mounts: str = ""
+) -> Job:
+    """The job, with its marks in `out/marks` and its output in `out/run`.
+
+    Args:
+        mounts: shell commands that run in mounts of the launcher's own.
+    """
+    marks = out / "marks"
+    marks.mkdir(parents=True)
+    (out / "run").mkdir(mode=0o700, exist_ok=True)
+    zero3 = {} if NODES[layout] > 1 else {"deepspeed": str(ROOT / "configs" / "zero3.json")}
+    values = {
+        **{"model": str(ground.model), "marks": str(marks), "hold": "", "reward": "", "prompt_words": 0},
+        "config": {"output_dir": str(out / "run"), **zero3, **config},
+        **(settings or {}),
+    }
+    (out / "settings.json").write_text(json.dumps(values))
+    script, port = [str(JOB), str(out / "settings.json")], free_port()
+
+    def command(node: int) -> list[str]:
+        words = torchrun_command(script)
+        if NODES[layout] > 1:
+            words = [str(BIN / "grpo"), "launch", "--port", str(port), "--nodes", "127.0.0.1,127.0.0.2"]
+            words += ["--node-rank", str(node), "--ranks-per-node", "1", *script]
+        return [*_OWN_MOUNTS, f'{mounts} && exec "$@"', "sh", *words] if mounts else words
+
+    return start(command, out, nodes=NODES[layout], env={"CUDA_VISIBLE_DEVICES": ""})
+
+
+_OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+
+
+def run_cell(cell: Cell, ground: Ground, out: Path) -> Result:
+    """Start the job, put the fault where the cell says, and see how it ends."""
+    assert cell.expected is not None, f"{cell.name} is not run: {cell.why_not}"
+    run, marks, fault = out / "run", out / "marks", cell.fault
+    if cell.phase == "resume":
+        run.mkdir(parents=True)
+        saved = ground.checkpoint()
+        subprocess.run(["cp", "-r", str(saved), str(run)], check=True)
+    mounts = {
+        "disk": f"mount -t tmpfs -o size={DISK} tmpfs {run}",
+        "shm": f"mount -t tmpfs -o size={SHM} tmpfs /dev/shm",
+    }
+    hold = "" if fault.act == "asked" else cell.phase
+    job = start_job(
+        ground,
+        out,
+        layout=cell.layout,
+        config=cell.config(),
+        settings={"hold": hold, **fault.settings},
+        mounts=mounts[fault.target] if fault.act == "fill" else "",
+    )
+    spared: set[int] = set()
+    try:
+        struck, lost = _put(cell, job, marks)
+        began = time.monotonic()
+        if cell.expected.spared:
+            spared = struck
+        if cell.expected.goes_on:
+            return _judge_going_on(cell, job, run, began)
+        seconds = _until_gone(job, began + cell.expected.within_s + PATIENCE_S, spared)
+        ended = None if seconds is None else seconds - began
+        running = processes_in(job.temporary)
+        send(struck, signal.SIGKILL)
+        lose_memory(lost)
+        left = sorted(left_over(job.temporary, job.orphans_before | lost)) if ended is not None else []
+        return _judge(cell.expected, job, ended, running, left, spares=bool(spared))
+    finally:
+        send(processes_in(job.temporary), signal.SIGKILL)
+        job.end(may_leave=True)
+
+
+def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
+    """Wait until the job is where the fault belongs, and put it there.
+
+    Returns:
+        The pids that it took; and the files that nobody is left to remove.
+    """
+    fault, ranks = cell.fault, [0, 1]
+    if fault.act == "asked":
+        if fault.settings.get("reward"):
+            _await(job, marks / "at-reward-1")
+        else:
+            _await(job, marks / "engine-0-1.json")
+        return set(), set()
+    if cell.layout == "one" and cell.phase not in _OF_BOTH:
+        ranks = [0]
+    for rank in ranks:
+        _await(job, marks / f"at-{cell.phase}-{rank}")
+    if fault.act == "fill":
+        where = marks.parent / "run" if fault.target == "disk" else Path("/dev/shm")
+        fill(seen_by(job.launchers[0].pid, where))
+        (marks / "go-on").touch()
+        return set(), set()
+    taken = targets(job, marks, cell)
+    held = [inner_process(engine_pid(marks, rank)).pid for rank in ranks] if cell.phase == "generate" else []
+    send(held, signal.SIGSTOP)  # so that nothing is answered before the fault comes
+    if cell.phase == "generate":
+        (marks / "go-on").touch()
+        for rank in ranks:
+            _await(job, marks / f"submitted-{rank}")
+    lost = own_files(taken, job.temporary) if fault.target.startswith(("node", "agent")) else set()
+    send(taken, SIGNALS[fault.act])
+    if SIGNALS[fault.act] == signal.SIGKILL:
+        lose_memory(lost)
+    send(set(held) - set(taken), signal.SIGCONT)
+    (marks / "go-on").touch()
+    return set(taken), lost
+
+
+def _await(job: Job, path: Path) -> None:
+    job.wait_for(str(path.relative_to(job.output_dir)), STARTUP_S)
+
+
+def _until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
+    """When the last process was gone, those spared aside, by `time.monotonic`; None: not by the deadline."""
+    while processes_in(job.temporary).keys() - spared:
+        if time.monotonic() > deadline:
+            return None
+        for launcher in job.launchers:
+            launcher.poll()
+        time.sleep(POLL_S)
+    return time.monotonic()
+
+
+def _records(job: Job) -> list[str]:
+    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler."""
+    lines = [line for line in job.output().splitlines() if "the job failed on " in line]
+    if found := sorted({line.partition("the job failed on ")[2] for line in lines}):
+        return found
+    state = job.output_dir / "run" / "run_state.json"
+    kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
+    return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
+
+
+def _judge(
+    expected: Expected, job: Job, seconds: float | None, running: dict[int, str], left: list[str], *, spares: bool
+) -> Result:
+    records, wrong = _records(job), []
+    if seconds is None:
+        wrong.append(f"processes run after {expected.within_s + PATIENCE_S:.0f} s: {running}")
+    elif seconds > expected.within_s:
+        wrong.append(f"took {seconds:.0f} s")
+    if len(records) != 1:
+        wrong.append(f"{len(records)} records" if records else "no record")
+    for words in expected.says:
+        if not any(word in record for word in words.split("|") for record in records):
+            wrong.append(f"the record has no {words}")
+    if seconds is not None and not spares and any(launcher.poll() == 0 for launcher in job.launchers):
+        wrong.append("a launcher ended well")
+    return Result(
+        wrong=wrong + [f"left: {line}" for line in left],
+        seconds=None if seconds is None else round(seconds, 1),
+        record=" / ".join(records),
+        left=left,
+    )
+
+
+def _judge_going_on(cell: Cell, job: Job, run: Path, began: float) -> Result:
+    """Of a job that is to train on: the next step, all steps, a good end."""
+    assert cell.expected is not None
+    before = len(_steps(run))
+    next_step = None
+    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() - began < FINISH_S:
+        if next_step is None and len(_steps(run)) > before:
+            next_step = time.monotonic() - began
+        time.sleep(POLL_S)
+    codes, steps, wrong = [launcher.poll() for launcher in job.launchers], _steps(run), []
+    if next_step is None and len(steps) > before:
+        next_step = time.monotonic() - began
+    if any(codes) or None in codes:
+        wrong.append(f"launchers ended with {codes}")
+    if next_step is None or next_step > cell.expected.within_s:
+        wrong.append("no step in the time")
+    if steps != sorted(set(steps)) or steps[-1:] != [4]:
+        wrong.append(f"steps {steps}")
+    left = [] if None in codes else sorted(left_over(job.temporary, job.orphans_before))
+    return Result(
+        wrong=wrong + [f"left: {line}" for line in left],
+        seconds=None if next_step is None else round(next_step, 1),
+        record=" / ".join(_records(job)),
+        left=left,
+    )
+
+
+def _steps(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [each["step"] for each in map(json.loads, lines) if "reward" in each]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__.splitlines()[0])
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="FAULT/PHASE/LAYOUT, as a shell's pattern")
+    parser.add_argument("--list", action="store_true", help="show the cells, and run none")
+    parser.add_argument("--missing", action="store_true", help="those alone that have no good result yet")
+    args = parser.parse_args()
+    results, chosen = page.read_results(), find(args.patterns)
+    if args.missing:
+        chosen = [cell for cell in chosen if results.get(cell.name, {"wrong": ["not run"]})["wrong"]]
+    if not chosen:
+        print(f"no cell is called {' or '.join(args.patterns)}: --list shows them all", file=sys.stderr)
+        return 2
+    if args.list:
+        print("\n".join(cell.name for cell in chosen))
+        return 0
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="grpo-faults-") as folder:
+        ground = Ground.make(Path(folder))
+        for number, cell in enumerate(chosen):
+            out = ROOT / "runs" / "faults" / cell.name.replace("/", "-")
+            subprocess.run(["rm", "-rf", str(out)], check=True)
+            begun = time.monotonic()
+            result = _try(cell, ground, out)
+            failed += bool(result.wrong)
+            results[cell.name] = asdict(result)
+            page.write_results(results)
+            how = "ok" if not result.wrong else f"WRONG: {'; '.join(result.wrong)} (logs: {out})"
+            took = time.monotonic() - begun
+            print(f"{number + 1}/{len(chosen)} {cell.name}: {result.seconds} s, {how} ({took:.0f} s)", flush=True)
+    page.write_page(results)
+    return int(failed > 0)
+
+
+def _try(cell: Cell, ground: Ground, out: Path) -> Result:
+    try:
+        return run_cell(cell, ground, out)
+    except AssertionError as error:  # the job did not come to the phase
+        (out / "why.txt").write_text(str(error))
+        why = str(error).splitlines()[0]
+        return Result(wrong=[why], seconds=None, record="", left=[])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Ranks with the job's watch and groups, and no engine, for a test to strike; started by torchrun.
+
+`struck_job.py OUTPUT_DIR TIMEOUT_S HOW`: every rank writes `at-<rank>`, with the pids of itself, its launcher and its
+node's sentinel. HOW is
+
+    stuck     the last rank sleeps, and the others are in a collective that waits for it
+    finish    all come to their end
+    late      rank 2 sleeps before all ranks have met, and writes its own pid alone
+    absent    rank 1 fails before all ranks have met
+    reward    a reward function of rank 1 hangs, with the interpreter's lock
+    rewards   those of all ranks do
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from grpo.job.agreement import agree_on_topology
+from grpo.job.node_groups import NodeGroups
+from grpo.job.topology import read_topology
+from grpo.job.watch import watch_for
+from grpo.run.reward_limit import limited_rewards
+
+REWARD_S = 2.0
+out, timeout_s, how = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+
+def mark(**pids: int | None) -> None:
+    path = out / f"at-{rank}"
+    path.with_suffix(".new").write_text(json.dumps({"rank": os.getpid(), "launcher": os.getppid(), **pids}))
+    path.with_suffix(".new").rename(path)
+
+
+def hangs(values: list[int]) -> list[float]:
+    ctypes.PyDLL(None).sleep(600)
+    return []
+
+
+if how == "absent" and rank == 1:
+    raise KeyError("answer")
+if how == "late":
+    mark()
+    if rank == 2:
+        time.sleep(600)
+topology, pids = agree_on_topology(
+    lambda: read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None),
+    rank,
+    world_size,
+    timeout_s=300,
+)
+first = topology.node * topology.local_world_size
+local_pids = {each: pids[each] for each in range(first, first + topology.local_world_size)}
+watch = watch_for(topology, local_pids, timeout_s=timeout_s)
+with watch.guard():
+    groups = NodeGroups(topology, max_wait_s=600, watch=watch)
+    groups.exchange(watch, None)
+    with watch.during("train"):
+        children = psutil.Process(local_pids[first]).children()
+        mark(sentinel=next(each.pid for each in children if "grpo.job.sentinel" in each.cmdline()))
+        (reward,) = limited_rewards([hangs], watch, REWARD_S)
+        if how == "rewards" or (how == "reward" and rank == 1):
+            reward([1])
+        if how == "stuck" and rank == world_size - 1:
+            time.sleep(600)
+        groups.exchange(watch, None)

@@ -1,0 +1,153 @@
+"""Whatever is stopped, killed or cut off in a job under torchrun: all are gone in time with one record, and nothing
+stays. On ranks that are stuck in a collective over gloo, without engines.
+"""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.contract import STARTUP_S, expect_the_contract, the_record
+from tests.launching import BIN, ROOT, Job, free_port, start, wait_gone
+
+JOB = ROOT / "tests" / "jobs" / "struck_job.py"
+TIMEOUT_S = 5.0
+PROMISED_S = TIMEOUT_S + 40
+
+
+def started(out: Path, how: str, *, ranks: int, nodes: int = 2) -> Job:
+    port = free_port()
+
+    def command(node: int) -> list[str]:
+        flags = [f"--nnodes={nodes}", f"--node_rank={node}", f"--nproc_per_node={ranks}"]
+        script = [str(JOB), str(out), str(TIMEOUT_S), how]
+        return [str(BIN / "torchrun"), *flags, "--master_addr=127.0.0.1", f"--master_port={port}", *script]
+
+    return start(command, out, nodes=nodes, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+
+def all_there(job: Job, world_size: int) -> list[dict[str, int]]:
+    """The pids that each rank has told, once all are where they are to be struck."""
+    return [json.loads(job.wait_for(f"at-{rank}", STARTUP_S).read_text()) for rank in range(world_size)]
+
+
+# ranks per node, whose process, which, and how -> what the record says
+STRIKES: dict[str, tuple[int, int, str, int, list[str]]] = {
+    "the store's process stopped": (
+        1,
+        0,
+        "launcher",
+        signal.SIGSTOP,
+        ["rank 0", "train", "launcher", "been stopped"],
+    ),
+    "another launcher stopped": (
+        1,
+        1,
+        "launcher",
+        signal.SIGSTOP,
+        ["rank 1", "train", "launcher", "been stopped"],
+    ),
+    "a launcher killed": (1, 1, "launcher", signal.SIGKILL, ["rank 1", "the launcher of", "died before its ranks"]),
+    "a rank stopped in a collective": (2, 1, "rank", signal.SIGSTOP, ["rank 1 (pid", "has been stopped for"]),
+    "a local main stopped": (2, 2, "rank", signal.SIGSTOP, ["rank 2 (pid", "has been stopped for"]),
+    "a sentinel killed": (1, 1, "sentinel", signal.SIGKILL, ["node 1", "gone without a goodbye"]),
+    "a sentinel stopped": (1, 1, "sentinel", signal.SIGSTOP, ["node 1", "not been heard of for 5 s"]),
+    "the hub killed": (1, 0, "sentinel", signal.SIGKILL, ["node 0", "gone without a goodbye"]),
+    "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "not been heard of for 5 s"]),
+}
+
+
+@pytest.mark.parametrize("case", STRIKES)
+def test_all_are_gone_with_one_record(case: str, tmp_path: Path) -> None:
+    ranks, rank, what, number, said = STRIKES[case]
+    job = started(tmp_path / "out", "stuck", ranks=ranks)
+    try:
+        pids = all_there(job, 2 * ranks)
+        everyone = job.processes()
+        psutil.Process(pids[rank][what]).send_signal(number)
+        struck = time.monotonic()
+        output = expect_the_contract(job, struck, everyone, within_s=PROMISED_S)
+    finally:
+        job.end()
+    the_record(job, output, says=said)
+
+
+def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path) -> None:
+    job = started(tmp_path / "out", "stuck", ranks=1)
+    try:
+        pids = all_there(job, 2)
+        everyone = job.processes()
+        vanished = [psutil.Process(pid) for pid in pids[1].values()]
+        for process in vanished:
+            process.suspend()
+        struck = time.monotonic()
+        assert job.launchers[0].wait(PROMISED_S) != 0
+        launchers = [psutil.Process(launcher.pid) for launcher in job.launchers if launcher.poll() is None]
+        others = [process for process in everyone if process not in [*vanished, *launchers] and process.is_running()]
+        assert not wait_gone(others, PROMISED_S), job.fail("the other node is still there")
+        for process in vanished:
+            process.resume()
+        output = expect_the_contract(job, struck, everyone, within_s=2 * PROMISED_S)
+    finally:
+        job.end()
+    the_record(job, output, says=["node 1", "the node has not been heard of for 5 s"])
+
+
+@pytest.mark.parametrize(("how", "rank"), [("reward", "rank 1"), ("rewards", "rank ")])
+def test_a_reward_that_hangs_is_told_with_its_stacks(how: str, rank: str, tmp_path: Path) -> None:
+    job = started(tmp_path / "out", how, ranks=2, nodes=1)
+    try:
+        all_there(job, 2)
+        output = expect_the_contract(job, time.monotonic(), job.processes(), within_s=PROMISED_S)
+    finally:
+        job.end()
+    the_record(job, output, says=[rank, "'reward'", "reward function hangs has not returned within 2 s"])
+    assert " in hangs\n" in output
+
+
+def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_path: Path) -> None:
+    job = started(tmp_path / "out", "late", ranks=2)
+    try:
+        pids = all_there(job, 4)
+        everyone = job.processes()
+        psutil.Process(pids[2]["rank"]).kill()
+        output = expect_the_contract(job, time.monotonic(), everyone)
+    finally:
+        job.end()
+    the_record(job, output, says=["node 1", "rank 3", "start", "got SIGTERM while ranks were waited for"])
+
+
+def test_a_launcher_whose_rank_fails_before_all_have_met_frees_the_others(tmp_path: Path) -> None:
+    port = free_port()
+
+    def command(node: int) -> list[str]:
+        flags = ["--port", str(port), "--nodes", "127.0.0.1,127.0.0.2", "--node-rank", str(node)]
+        flags += ["--launcher", "torchrun", "--ranks-per-node", "1"]
+        return [str(BIN / "grpo"), "launch", *flags, str(JOB), str(tmp_path / "out"), str(TIMEOUT_S), "absent"]
+
+    job = start(command, tmp_path / "out", nodes=2, env={"PYTHONPATH": str(ROOT)})
+    try:
+        other = job.launchers[1].wait(STARTUP_S)
+        failed = time.monotonic()
+        output = expect_the_contract(job, failed, job.processes())
+    finally:
+        job.end()
+    assert other != 0
+    assert output.count("KeyError: 'answer'\n") == 2, job.fail("the mistake is not told on both nodes")
+    assert "(rank 1 on " in output
+
+
+def test_a_normal_end_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
+    job = started(tmp_path / "out", "finish", ranks=2)
+    try:
+        assert job.wait(STARTUP_S) == [0, 0], job.fail("it did not end well")
+        told = all_there(job, 4)
+        sentinels = [psutil.Process(each["sentinel"]) for each in told if psutil.pid_exists(each["sentinel"])]
+        assert not wait_gone(sentinels, 10.0)
+        assert not job.traces()
+        assert "[grpo]" not in job.output()
+    finally:
+        job.end()

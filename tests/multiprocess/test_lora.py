@@ -1,0 +1,92 @@
+"""LoRA on real ranks with ZeRO-3: resumed as if it had not stopped, exported, and with an engine that dies."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo.cli import main as grpo
+from tests.finished import MAX_GAP, finish
+from tests.launching import start_tiny_job
+from tests.multiprocess.test_resume import expect, run, seen, steps
+
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40, 60)[None]).logits
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with a reference, which is the model without its adapter."""
+    out = tmp_path_factory.mktemp("lora") / "whole"
+    config = {"max_steps": 4, "save_steps": 2, "beta": 0.1}
+    expect(run(tiny_model, out, num_prompts=40, config=config, lora=LORA), success=True)
+    return out
+
+
+def test_two_and_two_steps_are_four(whole: Path, tiny_model: Path, tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    shutil.copytree(whole / "checkpoint-2", parts / "checkpoint-2")
+    for rank in (0, 1):
+        (parts / f"seen-{rank}.jsonl").write_text("")
+    config = {"max_steps": 4, "save_steps": 2, "beta": 0.1, "resume_from_checkpoint": "auto"}
+    output = expect(run(tiny_model, parts, num_prompts=40, attempt=1, config=config, lora=LORA), success=True)
+    assert "goes on after step 2" in output
+    assert {step: line for step, line in steps(whole).items() if step > 2} == steps(parts)
+    assert steps(whole)[4]["kl"] > 0
+    for rank in (0, 1):
+        assert seen(parts, rank) == [line for line in seen(whole, rank) if line["step"] >= 2]
+    assert (parts / "weights").read_text() == (whole / "weights").read_text()
+
+
+def test_the_adapter_and_the_merged_model_are_what_was_trained(
+    whole: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = whole / "checkpoint-4"
+    assert not list(checkpoint.glob("model*.safetensors")), "the base is no part of it"
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    before = logits(base)
+    assert grpo(["export", str(checkpoint), str(tmp_path / "adapter")]) == 0
+    assert "--merge gives a whole model" in capsys.readouterr().out
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == (
+        load_file(whole / "final" / "adapter_model.safetensors").keys()
+    )
+    trained = logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    assert (trained - before).abs().max() > 0.1
+    assert grpo(["export", str(checkpoint), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (logits(merged) - trained).abs().max() < 1e-4
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+    for arguments, told in (
+        (["--dtype", "bfloat16"], "--dtype is for a merged model"),
+        (["--merge", "--base", "/no/such/model"], "name another place with --base"),
+    ):
+        assert grpo(["export", str(checkpoint), str(tmp_path / "none"), *arguments]) == 1
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+
+
+def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> None:
+    """The one that comes back gets the base again, and an adapter of noise first."""
+    config = {"max_steps": 4, "beta": 0.1, "generation_lookahead": 1}
+    strikes = [("generate", 2, "inner")]
+    job = start_tiny_job(
+        tiny_model, tmp_path / "out", config=config, lora=LORA, nodes=2, ranks_per_node=1, strikes=strikes
+    )
+    lines = finish(job)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert "adapters alone" in job.output()
+    assert lines[-1]["engine/respawns"] >= 1, job.fail(str(lines))
+    for line in lines:
+        assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
+    adapter_bytes = lines[0]["push/bytes"]
+    assert {line["push/bytes"] for line in lines} == {adapter_bytes}
+    assert lines[-1]["kl"] > 0

@@ -1,0 +1,300 @@
+"""A sentinel notices whatever is dead, stopped, late or cut off, and nothing else; on nodes of ranks without torch."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo.job.channel import join
+from grpo.job.failure import FailureRecord
+from grpo.job.liveness import AwakeClock
+from tests.sentinels import (
+    PATIENCE_S,
+    SECRET,
+    LightNode,
+    ends_well,
+    everyone,
+    light_job,
+    nothing_happens,
+)
+
+TIMEOUT_S = 2.0
+LONG_S = 60.0  # no beat is missed within it
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen]:
+    """What stands for torchrun's agent."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def one_record(nodes: list[LightNode], *without: int) -> FailureRecord:
+    """The job's, as all ranks have it but those `without`; every sentinel of theirs ends."""
+    records = {rank.record() for rank in everyone(nodes) if rank.rank not in without}
+    assert len(records) == 1
+    return records.pop()
+
+
+# -- what is noticed --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_told_on_all_nodes() -> None:
+    with light_job(LONG_S, nodes=2) as nodes:
+        nodes[1].ranks[0].do("phase push 3")
+        nodes[1].ranks[0].send(signal.SIGKILL)
+        record = one_record(nodes, 2)
+        assert (record.node, record.rank, record.host, record.phase) == (1, 2, "h1", "push")
+        assert record.cause == f"the process of rank 2 (pid {nodes[1].ranks[0].pid}) died without a word: killed?"
+        assert [node.sentinel.wait(PATIENCE_S) for node in nodes] == [0, 0]
+
+
+def test_the_first_of_two_reports_counts() -> None:
+    with light_job(LONG_S, nodes=2) as nodes:
+        nodes[1].ranks[1].tell("fail first")
+        assert nodes[0].ranks[0].record().cause == "first"
+        nodes[0].ranks[1].tell("fail second")
+        assert one_record(nodes, 0).cause == "first"
+
+
+def test_a_stopped_rank_is_named_and_killed(capfd: pytest.CaptureFixture) -> None:
+    with light_job(TIMEOUT_S, nodes=2) as nodes:
+        stopped = nodes[1].ranks[1]
+        stopped.do("phase train 0")
+        stopped.send(signal.SIGSTOP)
+        record = one_record(nodes, 3)
+        assert (record.node, record.rank, record.phase) == (1, 3, "train")
+        assert re.match(rf"the process of rank 3 \(pid {stopped.pid}\) has been stopped for \d+ s", record.cause)
+        assert stopped.wait() == -signal.SIGKILL
+        assert [node.sentinel.wait(PATIENCE_S) for node in nodes] == [0, 0]
+    assert f"the sentinel of node 1 kills rank 3 (pid {stopped.pid})" in capfd.readouterr().err
+
+
+def test_a_rank_that_does_not_end_is_killed() -> None:
+    with light_job(TIMEOUT_S) as (node,):
+        deaf, other = node.ranks
+        deaf.deafen()
+        other.tell("fail now")
+        assert other.record().cause == "now"
+        assert deaf.wait() == -signal.SIGKILL
+
+
+def test_a_stopped_launcher_is_named_and_killed_behind_its_ranks(launcher: subprocess.Popen) -> None:
+    with light_job(TIMEOUT_S, agent=launcher.pid) as nodes:
+        launcher.send_signal(signal.SIGSTOP)
+        cause = one_record(nodes).cause
+        assert re.match(rf"the launcher of this node \(pid {launcher.pid}\) has been stopped for \d+ s", cause)
+        assert launcher.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_killed_launcher_is_named(launcher: subprocess.Popen) -> None:
+    with light_job(LONG_S, agent=launcher.pid) as nodes:
+        launcher.kill()
+        assert (
+            one_record(nodes).cause == f"the launcher of this node (pid {launcher.pid}) died before its ranks: killed?"
+        )
+
+
+def test_a_phase_that_takes_too_long_with_the_lock_held_tells_where() -> None:
+    with light_job(LONG_S) as (node,):
+        hanging, other = node.ranks
+        hanging.tell("hang 1")
+        record = other.record()
+        assert (record.rank, record.phase) == (0, "reward")
+        assert record.cause.startswith("the rewards take too long; it was here, the innermost call first:\n")
+        assert "light_rank.py" in record.cause
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_lost_sentinel_is_told_alike_on_all_nodes(node: int, number: int) -> None:
+    with light_job(TIMEOUT_S, nodes=2) as nodes:
+        for rank in everyone(nodes):
+            rank.do("phase train 0")
+        time.sleep(2 * TIMEOUT_S / 10)  # until the phase is in a beat
+        nodes[node].sentinel.send_signal(number)
+        record = one_record(nodes)
+        assert (record.node, record.rank, record.host, record.phase) == (node, 2 * node, f"h{node}", "train")
+        said = "is gone without a goodbye" if number == signal.SIGKILL else "has not been heard of for 2 s"
+        assert said in record.cause
+        assert f"(pid {nodes[node].sentinel.pid})" in record.cause
+        assert nodes[node].sentinel.wait(PATIENCE_S) == -signal.SIGKILL
+        assert nodes[1 - node].sentinel.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_vanishes_is_named_and_hears_of_it_when_it_is_back(node: int) -> None:
+    with light_job(TIMEOUT_S, nodes=2) as nodes:
+        nodes[node].send(signal.SIGSTOP)
+        others = everyone([nodes[1 - node]])
+        records = {rank.record() for rank in others}
+        assert len(records) == 1
+        assert f"node {node} (h{node})" in str(*records)
+        assert "has not been heard of for 2 s" in str(*records)
+        assert nodes[1 - node].sentinel.wait(PATIENCE_S) == 0
+        nodes[node].send(signal.SIGCONT)
+        returned = {rank.record() for rank in nodes[node].ranks}
+        assert returned == records
+
+
+def test_a_node_whose_sentinel_does_not_come_is_named() -> None:
+    with light_job(LONG_S, missing=1, join_s=1.0) as nodes:
+        record = one_record(nodes)
+        assert (record.node, record.rank) == (1, 2)
+        assert record.cause == "the node's sentinel has not come within 1 s"
+
+
+# -- what is not ------------------------------------------------------------------------------------------------------
+
+
+def test_a_normal_end_is_silent_whoever_ends_first(capfd: pytest.CaptureFixture) -> None:
+    for first in (0, 1):
+        with light_job(LONG_S, nodes=2) as nodes:
+            ends_well([nodes[first]])
+            nothing_happens([nodes[1 - first]], 0.5)
+            ends_well([nodes[1 - first]])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_held_and_goes_on_is_no_failure() -> None:
+    with light_job(TIMEOUT_S, nodes=2) as nodes:
+        held: list[Callable[[int], None]] = [
+            nodes[0].ranks[0].send,
+            nodes[0].sentinel.send_signal,
+            nodes[1].ranks[1].send,
+            nodes[1].sentinel.send_signal,
+        ]
+        for send in held:  # each for less than the time; the last one is not back when the next one is held
+            send(signal.SIGSTOP)
+            time.sleep(TIMEOUT_S / 2)
+            send(signal.SIGCONT)
+        nothing_happens(nodes, TIMEOUT_S)
+        # The whole job, for longer: as a machine that sleeps, or swaps.
+        for node in nodes:
+            node.send(signal.SIGSTOP)
+        time.sleep(2 * TIMEOUT_S)
+        for node in reversed(nodes):
+            node.send(signal.SIGCONT)
+        nothing_happens(nodes, 2 * TIMEOUT_S)
+        ends_well(nodes)
+
+
+def test_a_rank_that_holds_the_interpreters_lock_is_no_failure() -> None:
+    with light_job(TIMEOUT_S) as (node,):
+        for rank in node.ranks:
+            rank.tell(f"hold {3 * TIMEOUT_S}")
+        for rank in node.ranks:
+            assert rank.said() == f"done hold {3 * TIMEOUT_S}"
+        nothing_happens([node], TIMEOUT_S)
+        ends_well([node])
+
+
+def test_busy_cores_are_no_failure() -> None:
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))]
+    try:
+        with light_job(TIMEOUT_S, nodes=2) as nodes:
+            nothing_happens(nodes, 3 * TIMEOUT_S)
+            ends_well(nodes)
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def test_a_phase_that_ends_in_time_is_no_failure() -> None:
+    with light_job(LONG_S) as (node,):
+        node.ranks[0].do("limited 1")
+        node.ranks[0].do("phase train 1")
+        nothing_happens([node], 3.0)
+        ends_well([node])
+
+
+# -- what else it does ------------------------------------------------------------------------------------------------
+
+
+def test_who_has_not_come_to_the_end_of_a_phase() -> None:
+    with light_job(TIMEOUT_S, nodes=2) as nodes:
+        for rank, at in zip(everyone(nodes), (3, 3, 2, 3), strict=True):
+            rank.do(f"phase phase-of-{rank.rank} {at}")
+        time.sleep(2 * TIMEOUT_S / 10)  # until it is in a beat
+        asking = nodes[1].ranks[1]
+        asking.tell("not_come 3")
+        assert asking.said() == '{"2": "phase-of-2"}'
+        ends_well(nodes)
+
+
+def test_an_engine_goes_with_its_local_main(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "socket").touch()
+    engine = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        with light_job(LONG_S) as (node,):
+            node.ranks[0].do(f"covers {folder} {engine.pid}")
+            engine.send_signal(signal.SIGSTOP)  # so that it does not notice by itself
+            node.ranks[0].send(signal.SIGKILL)
+            assert engine.wait(PATIENCE_S) == -signal.SIGKILL
+            assert "rank 0" in node.ranks[1].record().cause
+            assert node.sentinel.wait(PATIENCE_S) == 0
+        assert not folder.exists()
+    finally:
+        engine.kill()
+
+
+def test_strangers_are_turned_away() -> None:
+    with light_job(LONG_S, nodes=2) as nodes:
+        port = nodes[0].port
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello", "node": [1]}\n', b"[]\n", b"x" * 100_000):
+            with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), 10) as stranger:
+                stranger.sendall(said)
+                while stranger.recv(1000):  # a challenge, and the end
+                    pass
+        with pytest.raises(OSError, match="it ends the connection"):
+            join(["127.0.0.1"], port, "cd" * 32, 1, LONG_S)  # another secret
+        with pytest.raises(OSError, match="it ends the connection"):
+            join(["127.0.0.1"], port, SECRET, 1, LONG_S)  # a node that is there already
+        nothing_happens(nodes, 0.5)
+        ends_well(nodes)
+
+
+def test_who_does_not_know_the_secret_is_no_hub() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b'{"kind": "challenge", "challenge": "00"}\n')
+                connection.recv(4096)
+                connection.sendall(b'{"kind": "welcome", "proof": "00"}\n')
+                connection.recv(4096)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="somebody else is there"):
+            join(["127.0.0.1"], listener.getsockname()[1], SECRET, 1, LONG_S)
+        thread.join()
+
+
+def test_a_pause_of_ones_own_counts_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = AwakeClock(2.0)
+    now = 101.5
+    assert clock.tick() == 1.5
+    now = 1000.0
+    assert clock.tick() == 5.5

@@ -1,0 +1,163 @@
+"""Who comes to a sentinel: strangers, latecomers, ranks that are dead already; and who finds none."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo.job.channel import Channel
+from grpo.job.hub import GREETING_S, MAX_STRANGERS
+from grpo.job.sentinel_start import _started, start_sentinel
+from tests.launching import free_port
+from tests.sentinels import PATIENCE_S, SECRET, LightNode, LightRank, ends_well, light_job, nothing_happens
+
+LONG_S = 60.0
+
+
+def test_strangers_that_say_nothing_are_few_and_do_not_stay() -> None:
+    with light_job(LONG_S, nodes=2) as nodes, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", nodes[0].port)
+        silent = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(MAX_STRANGERS)]
+        for stranger in silent:
+            assert b"challenge" in stranger.recv(1000)
+        with socket.create_connection(address, 10) as one_more:
+            assert one_more.recv(1000) == b""
+        for stranger in silent:
+            stranger.settimeout(GREETING_S + PATIENCE_S)
+            assert stranger.recv(1000) == b""
+        ends_well(nodes)
+
+
+def test_only_the_nodes_ranks_come_in_where_ranks_do() -> None:
+    settings = {"node": 0, "host": "a", "num_nodes": 1, "agent": None, "timeout_s": LONG_S}
+    rank = LightRank(0, LONG_S)
+    try:
+        name, port = start_sentinel({**settings, "pids": {0: rank.pid}})
+        assert port is None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:  # of this process, which is no rank
+            stranger.settimeout(PATIENCE_S)
+            stranger.connect(f"\0{name}")
+            assert stranger.recv(1000) == b""
+        rank.tell(name)
+        assert rank.said() == "ready"
+        rank.tell("leave")
+        assert rank.wait() == 0
+        assert _started[-1].wait(PATIENCE_S) == 0
+    finally:
+        rank.close()
+
+
+def test_a_rank_and_a_launcher_that_are_dead_already() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    rank = LightRank(1, LONG_S)
+    try:
+        settings = {"node": 0, "host": "a", "num_nodes": 1, "agent": gone.pid, "timeout_s": LONG_S}
+        name, _ = start_sentinel({**settings, "pids": {0: gone.pid, 1: rank.pid}})
+        rank.tell(name)
+        assert rank.said() == "ready"
+        assert rank.record().cause == f"the process of rank 0 (pid {gone.pid}) died without a word: killed?"
+    finally:
+        rank.close()
+
+
+def test_a_node_that_comes_late_hears_of_what_has_happened() -> None:
+    late = [LightRank(rank, LONG_S) for rank in (2, 3)]
+    try:
+        with light_job(LONG_S, missing=1) as (first,):
+            deaf, other = first.ranks
+            deaf.deafen()  # so that the hub is still there
+            other.tell("fail now")
+            assert other.record().cause == "now"
+            where = {"num_nodes": 2, "secret": SECRET, "addresses": ["127.0.0.1"], "port": first.port}
+            LightNode(1, late, {**where, "agent": None, "timeout_s": LONG_S, "join_s": PATIENCE_S})
+            assert {rank.record().cause for rank in late} == {"now"}
+    finally:
+        for rank in late:
+            rank.close()
+
+
+def test_a_node_whose_hub_has_said_goodbye_decides_for_itself() -> None:
+    with light_job(LONG_S, nodes=2) as nodes:
+        ends_well([nodes[0]])
+        nothing_happens([nodes[1]], 0.5)
+        first, second = nodes[1].ranks
+        first.do("phase train 1")
+        second.tell("not_come 1")
+        assert second.said() == '{"3": "start"}'
+        assert second.said() == "done not_come 1"
+        second.tell("fail alone")
+        assert {rank.record().cause for rank in nodes[1].ranks} == {"alone"}
+
+
+def test_what_a_rank_did_while_the_sentinel_was_held_is_known_afterwards() -> None:
+    with light_job(LONG_S) as (node,):
+        first, second = node.ranks
+        node.sentinel.send_signal(signal.SIGSTOP)
+        first.do("flood 5000")
+        node.sentinel.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            second.tell("not_come 5000")
+            behind = second.said()
+            assert second.said() == "done not_come 5000"
+            if "0" not in re.findall(r'"(\d)":', behind):
+                break
+        assert time.monotonic() < deadline, behind
+        ends_well([node])
+
+
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    settings = {"node": 1, "host": "b", "num_nodes": 2, "pids": {1: os.getpid()}, "agent": None, "timeout_s": LONG_S}
+    port = free_port()
+    what = f"the sentinel of node 1 did not start: port {port} cannot be reached: 127.0.0.1: .*refused"
+    with pytest.raises(RuntimeError, match=what):
+        start_sentinel({**settings, "secret": SECRET, "addresses": ["127.0.0.1"], "port": port})
+
+
+def test_a_sentinel_whose_words_nobody_reads_goes_on() -> None:
+    """As behind `| tee` in a shell that has stopped both."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    before = os.dup(2)
+    try:
+        os.dup2(writing, 2)
+        with light_job(2.0) as (node,):
+            os.dup2(before, 2)
+            stopped, other = node.ranks
+            stopped.send(signal.SIGSTOP)
+            assert "has been stopped" in other.record().cause
+            assert stopped.wait() == -signal.SIGKILL
+            assert node.sentinel.wait(PATIENCE_S) == 0
+    finally:
+        os.dup2(before, 2)
+        for descriptor in (before, reading, writing):
+            os.close(descriptor)
+
+
+def test_a_peer_that_does_not_read_or_is_gone_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo.job.channel.MAX_UNSENT_BYTES", 1 << 20)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours)
+        for _ in range(200):
+            channel.send("beat", table="x" * 10_000)
+        assert not channel.is_open
+    ours, theirs = socket.socketpair()
+    with ours:
+        channel = Channel(ours)
+        theirs.close()
+        channel.send("beat")
+        assert channel.receive() == []
+        assert not channel.is_open

@@ -1,0 +1,138 @@
+"""Rollout functions in the real trainer, over an engine that says what is written down."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from grpo import GRPOTrainer
+from tests.unit.conversations.speaking_engine import TOKENIZER, Make, SpeakingEngine, calculates, steps_of
+
+
+def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make) -> None:
+    """As in TRL's examples: token ids in and out, extra fields for the rewards, a mask of what it put in itself."""
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+        _, first, first_logprobs, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
+        hint = TOKENIZER("<t>5<e><a>")["input_ids"]
+        said = [prompt + own + hint for prompt, own in zip(ids, first, strict=True)]
+        _, second, second_logprobs, _ = trainer.vllm_generation.generate(prompts=said, images=None, num_generations=4)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [own + hint + more for own, more in zip(first, second, strict=True)],
+            "logprobs": [
+                [each[0] for each in own] + [0.0] * len(hint) + [each[0] for each in more]
+                for own, more in zip(first_logprobs, second_logprobs, strict=True)
+            ],
+            "env_mask": [
+                [1] * len(own) + [0] * len(hint) + [1] * len(more) for own, more in zip(first, second, strict=True)
+            ],
+            "second": [TOKENIZER.decode(more) for more in second],
+        }
+
+    def reward(second: list[str], **more: Any) -> list[float]:
+        return [float(each == "5<e>") for each in second]
+
+    first, _ = steps_of(make(calculates, reward, rollout_func=rollout))
+    assert first["reward"] == 1.0
+    assert first["rollout/turns"] == 2.0
+    seeds = [sample.seed for sample in SpeakingEngine.asked_for]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_rollout_function_with_an_agent_loop_of_its_own(make: Make) -> None:
+    async def one(row: int, prompt: list[int], trainer: GRPOTrainer) -> tuple[list[int], list[float], list[int]]:
+        ids, logprobs, mask = [], [], []
+        for number in range(3):
+            turn = await trainer.vllm_generation.sample([*prompt, *ids], row=row, turn=number, max_tokens=40)
+            ids += turn.token_ids
+            logprobs += turn.logprobs
+            mask += [1] * len(turn.token_ids)
+            if "<c>" not in TOKENIZER.decode(turn.token_ids):
+                break
+            answer = TOKENIZER("<t>7<e><a>")["input_ids"]
+            ids, logprobs, mask = ids + answer, logprobs + [0.0] * len(answer), mask + [0] * len(answer)
+        return ids, logprobs, mask
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        prompt_ids = trainer.processing_class.apply_chat_template(
+            prompts, add_generation_prompt=True, return_dict=False
+        )
+
+        async def everything() -> list[Any]:
+            return await asyncio.gather(*(one(row, ids, trainer) for row, ids in enumerate(prompt_ids)))
+
+        ids, logprobs, mask = zip(*asyncio.run(everything()), strict=True)
+        return {"prompt_ids": prompt_ids, "completion_ids": [*ids], "logprobs": [*logprobs], "env_mask": [*mask]}
+
+    def sevens(completions: list[Any], **more: Any) -> list[float]:
+        return [float("7<e>" in said[0]["content"] or "<t>7" in said[0]["content"]) for said in completions]
+
+    first, _ = steps_of(make(calculates, sevens, rollout_func=rollout))
+    assert first["rollout/turns"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ([], "rollout_func returned list: it has to return a dict"),
+        ({"prompt_ids": [[1]] * 8}, "rollout_func returned no 'completion_ids', but 'prompt_ids'"),
+        (
+            {"prompt_ids": [[1]] * 8, "completion_ids": [[1]], "logprobs": None},
+            "returned 1 completion_ids for 8 prompts",
+        ),
+        ({"prompt_ids": [[1]] * 8, "completion_ids": [[]] * 8, "logprobs": None}, "returned no tokens for row 0"),
+        (
+            {"prompt_ids": [[1]] * 8, "completion_ids": [[1, 2]] * 8, "logprobs": [[0.0]] * 8},
+            r"returned logprobs of \[1, 1.*for completion_ids of \[2, 2",
+        ),
+    ],
+)
+def test_what_a_rollout_function_gives_is_looked_at(make: Make, output: Any, message: str) -> None:
+    trainer = make(calculates, rollout_func=lambda prompts, trainer: output)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
+    def raises(prompts: Any, trainer: Any) -> Any:
+        raise ZeroDivisionError("in an agent")
+
+    with pytest.raises(ZeroDivisionError, match="in an agent"):
+        make(calculates, rollout_func=raises).train()
+    release = threading.Event()
+    config = {"rollout_timeout": 1.0, "tool_timeout": 0.5}
+    with pytest.raises(TimeoutError, match=r"rollout_timeout\); it waits for the rollout's own code"):
+        make(calculates, rollout_func=lambda prompts, trainer: release.wait(), config=config).train()
+    release.set()
+
+
+def test_nobody_samples_behind_the_batch(make: Make) -> None:
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        return {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 1]] * 8, "logprobs": [[-1.0, -1.0]] * 8}
+
+    trainer = make(calculates, lambda completions, **more: [0.0] * len(completions), rollout_func=rollout)
+    trainer.train()
+    with pytest.raises(RuntimeError, match="generate is for the rollout function, while it runs"):
+        trainer.vllm_generation.generate(prompts=[[5]], images=None, num_generations=1)
+    with pytest.raises(RuntimeError, match="sample is for rollout functions, while one runs"):
+        asyncio.run(trainer.vllm_generation.sample([5], row=0, turn=0))
+
+
+def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        ids = [[5] * (200 if row == 3 else 5) for row in range(8)]
+        _, said, logprobs, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
+        return {"prompt_ids": ids, "completion_ids": said, "logprobs": [[each[0] for each in row] for row in logprobs]}
+
+    shown: list[int] = []
+
+    def reward(completions: list[Any], **more: Any) -> list[float]:
+        shown.append(len(completions))
+        return [0.0] * len(completions)
+
+    first, _ = steps_of(make(lambda text, seed: "17<e>", reward, rollout_func=rollout))
+    assert first["rollout/refused"] == 1
+    assert shown == [7, 7]

@@ -1,0 +1,83 @@
+"""A process under an engine host that fails while the engine starts is told, whether or not others hear of it."""
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo.engine.inner_processes import StartWatch, _reporting
+from grpo.engine.plugin import HOST_MARK
+from tests.contract import CONTRACT_S
+
+FORK = multiprocessing.get_context("fork")
+
+
+def fails() -> None:
+    raise OSError("file too short")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def returns() -> None:
+    """As vLLM's worker does, which logs what it has raised."""
+
+
+def works() -> None:
+    time.sleep(CONTRACT_S)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(HOST_MARK, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("work", "cause"),
+    [
+        (fails, "a worker has ended: OSError: file too short"),
+        (returns, "a worker has ended"),
+        (is_killed, "a process of vLLM (pid {pid}) was killed"),
+    ],
+)
+def test_one_that_fails(work: Callable[[], None], cause: str, folder: Path) -> None:
+    causes: queue.Queue[str] = queue.Queue()
+    watch = StartWatch(folder, causes.put, grace_s=0.1)
+    working = FORK.Process(target=_reporting(works, "another worker"))
+    process = FORK.Process(target=_reporting(work, "a worker"))
+    try:
+        working.start()
+        process.start()
+        told = causes.get(timeout=CONTRACT_S)
+        assert told == f"vLLM had 0.1 s to say it itself, and has not: {cause.format(pid=process.pid)}"
+    finally:
+        watch.end()
+        for each in (working, process):
+            each.kill()
+            each.join()
+
+
+def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
+    """Then its own words are told: the watch comes to nothing."""
+    causes: queue.Queue[str] = queue.Queue()
+    process = FORK.Process(target=_reporting(fails, "a worker"))
+    process.start()
+    process.join()
+    watch = StartWatch(folder, causes.put, grace_s=CONTRACT_S)
+    assert watch.cause()
+    watch.end()
+    with pytest.raises(queue.Empty):
+        causes.get(timeout=1)
+
+
+def test_an_engine_whose_folder_is_gone(folder: Path) -> None:
+    watch = StartWatch(folder / "gone", pytest.fail)
+    assert watch.cause() == ""
+    watch.end()

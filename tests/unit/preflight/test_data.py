@@ -1,0 +1,68 @@
+"""Which prompts are too long, found before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from grpo import GRPOConfig
+from grpo.preflight import data
+from grpo.preflight.data import check_prompt_lengths
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}="
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, vllm_max_model_length=90, max_completion_length=10,
+        report_to="none",
+    )  # fmt: skip
+
+
+def prompts_of(lengths: list[int]) -> list[str]:
+    return ["1" * length for length in lengths]
+
+
+def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
+    lengths = [3, 89, 30, 95, 4, 90]
+    check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of(lengths[:3])}), tokenizer, args)
+    with pytest.raises(ValueError, match=r"2 of 6 prompts .* row 3 has 95 tokens, the longest 95.*set it to 105 "):
+        check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of(lengths)}), tokenizer, args)
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts_of([3, 88, 89])]
+    check_prompt_lengths(Dataset.from_dict({"prompt": chats[:2]}), tokenizer, args)
+    with pytest.raises(ValueError, match=r"1 of 3 prompts .* that of row 2 has 90 tokens"):
+        check_prompt_lengths(Dataset.from_dict({"prompt": chats}), tokenizer, args)
+
+
+def test_only_what_may_be_too_long_is_tokenized(
+    tokenizer: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(data, "_tokens_of", lambda prompt, *_: seen.append(prompt) or [])
+    check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of([3, 25, 26, 60])}), tokenizer, args)
+    assert [len(prompt) for prompt in seen] == [26, 60]
+    seen.clear()
+    monkeypatch.setattr(data, "LONG_PROMPTS_S", 0.0)
+    check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of([60])}), tokenizer, args)
+    assert not seen
+
+
+def test_the_first_ones_of_what_is_streamed_or_made_on_the_fly(
+    tokenizer: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SAMPLED_ROWS", 2)
+    late, early = (Dataset.from_dict({"prompt": prompts_of(lengths)}) for lengths in ([3, 4, 99], [3, 99, 4]))
+    for made in (lambda rows: rows.to_iterable_dataset(), lambda rows: rows.with_transform(lambda batch: batch)):
+        check_prompt_lengths(made(late), tokenizer, args)
+        with pytest.raises(ValueError, match="1 of 2 prompts"):
+            check_prompt_lengths(made(early), tokenizer, args)

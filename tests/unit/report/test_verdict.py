@@ -1,0 +1,153 @@
+"""Advice: each on a run that has its fault, none on a healthy one, and every option is one that there is."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo import GRPOConfig
+from grpo.recipes.arguments import GRPOScriptArguments
+from grpo.report.advice import ADVICE, advice_for, figures_of
+from grpo.report.reading import read_run
+from grpo.report.shares import left_s, parts_of
+from grpo.report.verdict import Verdict, duration, verdict_of
+from tests.made_runs import FAULTS, MadeRun, make_run
+
+# What the first advice names; a failed attempt is told, and changes no option.
+EXPECTED: dict[str, set[str]] = {
+    "": set(),
+    "slow-node": {"vllm_balance_nodes"},
+    "idle-engines": {"generation_lookahead"},
+    "waiting-ranks": {"generation_lookahead", "vllm_reserved_gpus"},
+    "slow-reward": {"reward_funcs"},
+    "slow-push": {"steps_per_generation"},
+    "slow-save": {"save_steps"},
+    "no-spread": {"num_generations"},
+    "clipped": {"max_completion_length"},
+    "refused": {"vllm_max_model_length"},
+    "respawns": {"vllm_standby"},
+    "gap": {"vllm_engine_kwargs"},
+    "failed": set(),
+}
+IN_SENTENCE = {
+    "": "Nothing to change was found: engines idle",
+    "slow-node": "Node 1 was slowest in 100 % of the steps (2.0 times the others' time): set vllm_balance_nodes to tr",
+    "idle-engines": "and ranks wait 38 %: set generation_lookahead to 1.",
+    "slow-reward": "most of it accuracy",
+    "failed": "1 of 2 attempts failed (node 1, push)",
+}
+
+
+def verdict(folder: Path) -> Verdict:
+    run = read_run(folder)
+    return verdict_of(figures_of(run, parts_of(run.timeline.spans)))
+
+
+def changed(folder: Path, to: Path, **arguments: object) -> Path:
+    """A copy of a run with other settings; `topology` and `attempts` are merged in."""
+    shutil.copytree(folder, to)
+    told = json.loads((to / "run.json").read_text())
+    told["attempts"][-1]["topology"] |= arguments.pop("topology", {})  # type: ignore[operator]
+    told["attempts"][-1]["arguments"] |= arguments
+    (to / "run.json").write_text(json.dumps(told))
+    return to
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_gets_its_advice_and_a_healthy_run_none(fault: str, run_with: Callable[[str], Path]) -> None:
+    found = verdict(run_with(fault))
+    assert {advice.option for advice in found.advice} == EXPECTED[fault], found.sentence
+    assert found.is_good == (fault == "")
+    assert IN_SENTENCE.get(fault, "") in found.sentence
+
+
+def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> None:
+    known = GRPOConfig.__dataclass_fields__.keys() | GRPOScriptArguments.__dataclass_fields__.keys()
+    named = set().union(*EXPECTED.values())
+    assert named <= known
+    for fault in FAULTS:
+        for advice in verdict(run_with(fault)).advice:
+            assert advice.option in advice.setting
+            assert advice.option in advice.do
+
+
+def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    balanced = changed(run_with("slow-node"), tmp_path / "balanced", vllm_balance_nodes=True)
+    assert verdict(balanced).advice == ()
+    standby = changed(run_with("respawns"), tmp_path / "standby", vllm_standby=True)
+    assert verdict(standby).advice == ()
+    ahead = changed(run_with("waiting-ranks"), tmp_path / "ahead", generation_lookahead=1)
+    assert [advice.setting for advice in verdict(ahead).advice] == ["vllm_reserved_gpus: 2"]
+
+
+def test_shared_memory_between_gpus_is_replaced_before_anything_else(
+    run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shared = changed(run_with("slow-push"), tmp_path / "shared", vllm_sync_backend="shm")
+    assert [advice.setting for advice in verdict(shared).advice] == ["vllm_sync_backend: nccl"]
+
+
+def test_engines_that_idle_although_they_sample_ahead_give_back_a_gpu(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", MadeRun(steps=20, nodes=2, times={"generate": 5.0}))
+    assert verdict(made).advice == ()  # one engine cannot be fewer
+    two = changed(made, tmp_path / "two", topology={"engines_per_node": 2})
+    assert [advice.setting for advice in verdict(two).advice] == ["vllm_reserved_gpus: 1"]
+
+
+def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = {"generation_lookahead": 1, "topology": {"has_gpus": False}}
+    cpus = changed(run_with("waiting-ranks"), tmp_path / "cpus", **settings)
+    assert [advice.setting for advice in verdict(cpus).advice] == ["vllm_engines_per_node: 2"]
+
+
+def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    lost = changed(run_with("failed"), tmp_path / "lost")
+    told = json.loads((lost / "run.json").read_text())
+    told["attempts"][0]["step"] = told["attempts"][1]["from_step"] + 30
+    (lost / "run.json").write_text(json.dumps(told))
+    (advice,) = verdict(lost).advice
+    assert (advice.setting, advice.finding) == ("save_steps: 12", "30 steps were lost between attempts")
+
+
+def test_every_function_has_a_run_that_it_speaks_on(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    spoke = set()
+    for fault in FAULTS:
+        run = read_run(run_with(fault))
+        figures = figures_of(run, parts_of(run.timeline.spans))
+        spoke |= {each.__name__ for each in ADVICE if each(figures) is not None}
+    assert {each.__name__ for each in ADVICE} - spoke == {"fewer_engines", "lost_steps"}  # two tests above
+
+
+def test_a_run_that_has_hardly_begun_gets_no_advice(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", MadeRun(steps=3, nodes=2, fault="clipped"))
+    run = read_run(made)
+    assert advice_for(figures_of(run, parts_of(run.timeline.spans))) == []
+    assert verdict(made).sentence == "3 steps are too few to advise by."
+
+
+def test_a_running_run_says_how_long_it_takes_yet(
+    run_with: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = changed(run_with(""), tmp_path / "going", max_steps=180)
+    state = json.loads((going / "run_state.json").read_text())
+    (going / "run_state.json").write_text(json.dumps({**state, "state": "running"}))
+    run = read_run(going)
+    monkeypatch.setattr("grpo.report.verdict.time.time", lambda: run.metrics.times[-1] + 300)
+    left = left_s(run)
+    assert left is not None
+    assert left == pytest.approx(100 * 22, rel=0.1)
+    tiles = {tile.label: tile.value for tile in verdict(going).tiles}
+    assert tiles["Time left"] == duration(left)
+    assert tiles["State"] == "running"
+    assert verdict(going).is_good
+    monkeypatch.setattr("grpo.report.verdict.time.time", lambda: run.metrics.times[-1] + 3600)
+    assert "No step was logged for 1 h 0 min" in verdict(going).sentence
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(3.25, "3.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (400_000, "4 d 15 h")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

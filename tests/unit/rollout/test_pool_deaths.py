@@ -1,0 +1,129 @@
+"""A pool whose engines die and come back."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from grpo.rollout import pool as engine_pool
+from grpo.rollout.batch import Batch
+from grpo.rollout.packing import to_lists
+from grpo.rollout.pool import DeadlyRequests, EnginePool
+from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(engine_pool, "POLL_S", 0.02)
+    node = Node()
+    yield node
+    node.end()
+
+
+def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 0) -> None:
+    """New engines in these places, as after a push."""
+    clients = [*pool._clients]
+    for place in places:
+        clients[place] = FakeEngine(f"engine {place}, again")  # type: ignore[assignment]
+        node.engines.append(clients[place])  # type: ignore[arg-type]
+    pool.take_up(clients, policy_version=policy_version)
+
+
+@pytest.mark.parametrize("trial", range(10))
+def test_the_others_take_what_a_dead_engine_owed(trial: int, node: Node) -> None:
+    """Whatever it had answered, and under the seeds that each completion has anyway."""
+    rng = np.random.default_rng(trial)
+    engines = [FakeEngine(f"engine {number}", num_slots=3, token_s=1e-5) for number in range(3)]
+    engines[0].dies_after = int(rng.integers(0, 8))
+    pool = node.pool(*engines)
+    batches = [requests_of(rng, 12, first_seed=1000 * number) for number in range(2)]
+    submitted = [pool.submit(requests) for requests in batches]
+    for requests, batch in zip(batches, submitted, strict=True):
+        completions = pool.collect(batch, DEADLINE_S)
+        assert completions is not None
+        assert to_lists(completions) == expected_of(requests)
+    later = requests_of(rng, 5)
+    completions = pool.collect(pool.submit(later), DEADLINE_S)
+    assert completions is not None
+    assert to_lists(completions) == expected_of(later)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("trial", range(5))
+def test_where_none_is_left_the_wait_ends_until_they_are_back(
+    trial: int, num_engines: int, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pool, "MAX_DEATHS", num_engines + 1)  # the second may take what the first had
+    rng = np.random.default_rng(trial)
+    engines = [FakeEngine(f"engine {number}", token_s=1e-5) for number in range(num_engines)]
+    for engine in engines:
+        engine.dies_after = int(rng.integers(0, 6))
+    pool = node.pool(*engines)
+    requests = requests_of(rng, 20)
+    batch = pool.submit(requests)
+    assert pool.collect(batch, DEADLINE_S) is None
+    ahead = requests_of(rng, 3)
+    waiting = pool.submit(ahead)  # nobody is there to take it
+    num_left = len(batch.ids) - len(batch.answers)
+    come_back(node, pool, *range(num_engines), policy_version=7)
+    completions = pool.collect(batch, DEADLINE_S)
+    assert completions is not None
+    assert to_lists(completions) == expected_of(requests)
+    assert (completions.policy_versions == 7).sum() == num_left
+    assert (completions.policy_versions == 0).sum() == len(batch.ids) - num_left
+    assert 0 < pool.take_num_reissued() <= num_left + num_engines
+    assert pool.take_num_reissued() == 0
+    completions = pool.collect(waiting, DEADLINE_S)
+    assert completions is not None
+    assert to_lists(completions) == expected_of(ahead)
+
+
+def test_an_engine_that_dies_idle_is_missed_by_nobody(node: Node) -> None:
+    engine = FakeEngine("engine 0")
+    pool = node.pool(engine)
+    engine.die()
+    come_back(node, pool, 0)
+    requests = requests_of(np.random.default_rng(0), 5)
+    completions = pool.collect(pool.submit(requests), DEADLINE_S)
+    assert completions is not None
+    assert to_lists(completions) == expected_of(requests)
+    assert pool.take_num_reissued() == 0
+
+
+def test_a_second_death_at_the_same_requests_names_them(node: Node) -> None:
+    engine = FakeEngine("engine 0")
+    engine.works.clear()
+    pool = node.pool(engine)
+    done = pool.submit([])
+    batch = pool.submit(requests_of(np.random.default_rng(1), 2))
+    wait_until(lambda: engine.samples)
+    engine.die()
+    assert pool.collect(batch, DEADLINE_S) is None
+    come_back(node, pool, 0)
+    second = node.engines[-1]
+    second.works.clear()
+    wait_until(lambda: second.samples)
+    second.die()
+    rows = [*range(len(batch.ids))]
+    with pytest.raises(DeadlyRequests) as raised:
+        pool.collect(batch, DEADLINE_S)
+    assert f"rows {rows} of this node's generation batch" in str(raised.value)
+    assert "again was killed by signal 9" in str(raised.value)
+    assert pool.collect(done, DEADLINE_S) is not None
+
+
+def test_what_was_dropped_is_not_sampled_again(node: Node) -> None:
+    engine = FakeEngine("engine 0")
+    engine.works.clear()
+    pool = node.pool(engine)
+    dropped: Batch = pool.submit(requests_of(np.random.default_rng(2), 4))
+    kept_requests = requests_of(np.random.default_rng(3), 4, first_seed=50)
+    kept = pool.submit(kept_requests)
+    pool.drop(dropped)
+    engine.die()
+    come_back(node, pool, 0)
+    completions = pool.collect(kept, DEADLINE_S)
+    assert completions is not None
+    assert to_lists(completions) == expected_of(kept_requests)
+    assert {i for sample in node.engines[-1].samples for i in sample.ids} == {*kept.ids}
+    wait_until(lambda: sum(thread.is_alive() for thread in pool._threads) == 1)

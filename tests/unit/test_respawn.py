@@ -1,0 +1,194 @@
+"""Engines that die and come back: the real trainer over scripted engines, whose samples follow from their seeds."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo import GRPOTrainer
+from grpo.engine import supervisor
+from grpo.job.failure import StepFailed
+from grpo.timeline.records import RESPAWN, read_timelines
+from tests.unit.scripted_trainer import ScriptedEngine, make_trainer, of_kind, use_scripted_engines
+
+LOOSE = 1e9  # a scripted engine computes no probabilities
+
+
+@pytest.fixture
+def story(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    return use_scripted_engines(monkeypatch)
+
+
+class Deaths(TrainerCallback):
+    """The engine dies at the end of a step, while nobody asks anything of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            ScriptedEngine.started[-1].die()
+
+
+def trained(
+    tiny_model: Path,
+    output_dir: Path,
+    story: list[tuple],
+    *deaths: tuple[str, int],
+    idle_after: int = 0,
+    **settings: Any,
+) -> GRPOTrainer:
+    ScriptedEngine.deaths = [*deaths]
+    ScriptedEngine.asked.clear()
+    ScriptedEngine.started.clear()
+    story.clear()
+    trainer = make_trainer(tiny_model, output_dir, story, **{"vllm_max_logprob_gap": LOOSE, "max_steps": 4, **settings})
+    trainer.add_callback(Deaths(idle_after))
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """What the run does without deaths; made by the first test that asks."""
+    return {}
+
+
+def weights(trainer: GRPOTrainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def state_of(output_dir: Path) -> dict:
+    return json.loads((output_dir / "run_state.json").read_text())
+
+
+DEATHS: dict[str, dict[str, Any]] = {
+    "generate": {"deaths": [("submit", 5)]},
+    "push": {"deaths": [("update_weights", 3)]},
+    "end of a push": {"deaths": [("finish_weight_update", 2)]},
+    "proof": {"deaths": [("prompt_logprobs", 2)]},
+    "push group": {"deaths": [("init_weight_transfer_engine", 1)]},
+    "idle": {"deaths": [], "idle_after": 2},
+    "a start that fails once": {"deaths": [("submit", 5), ("wait_ready", 2)]},
+    "three of them": {"deaths": [("submit", 3), ("update_weights", 4), ("submit", 9)]},
+}
+
+
+@pytest.mark.parametrize("where", DEATHS)
+def test_the_run_is_what_it_would_have_been(
+    where: str, tiny_model: Path, tmp_path: Path, story: list[tuple], undisturbed: dict[str, Any]
+) -> None:
+    if not undisturbed:
+        undisturbed["weights"] = weights(trained(tiny_model, tmp_path / "whole", story))
+        undisturbed["story"] = of_kind(story, "score", "step")
+        assert len(ScriptedEngine.started) == 1
+    case = dict(DEATHS[where])
+    num_deaths = len(case["deaths"]) or 1
+    trainer = trained(tiny_model, tmp_path / "hit", story, *case.pop("deaths"), **case)
+    assert of_kind(story, "score", "step") == undisturbed["story"]
+    assert torch.equal(weights(trainer), undisturbed["weights"])
+    assert len(ScriptedEngine.started) == 1 + num_deaths
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    failed_starts = sum(what == "wait_ready" for what, _ in ScriptedEngine.deaths)
+    assert lines[-1]["engine/respawns"] == num_deaths - failed_starts
+    assert lines[-1]["engine/respawn_s"] >= 0
+    assert lines[-1]["push/repeats"] == (where in ("push", "end of a push", "proof", "three of them"))
+    reissued = sum(line["engine/requests_reissued"] for line in lines)
+    assert (reissued > 0) == ("submit" in str(ScriptedEngine.deaths)), reissued
+    (timeline,) = read_timelines(tmp_path / "hit")
+    back = [span for span in timeline.spans if span.phase == RESPAWN]
+    assert len(back) == num_deaths - failed_starts
+    assert {span.lane for span in back} == {"engine 0"}
+    state = state_of(tmp_path / "hit")
+    assert (state["state"], state["step"]) == ("finished", 4)
+    assert len(state["respawns"]) == num_deaths - failed_starts
+    assert "engine 0 of node 0" in state["respawns"][0]
+    assert "was killed by signal 9" in state["respawns"][0]
+
+
+def test_what_was_lost_of_a_batch_ahead_is_sampled_by_the_new_policy(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
+    trained(tiny_model, tmp_path / "whole", story, generation_lookahead=1)
+    scored = of_kind(story, "score", "step")
+    # Four prompts a step, two of them in a chunk: of the second batch one prompt is answered, the other one is lost.
+    trainer = trained(tiny_model, tmp_path / "hit", story, ("submit", 4), generation_lookahead=1)
+    assert of_kind(story, "score", "step") == scored
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    assert [line["rollout/policy_lag"] for line in lines] == [0, 0.5, 1, 1]
+    assert [line["rollout/policy_lag_steps"] for line in lines] == [0, 0.5, 1, 1]
+    assert lines[1]["engine/requests_reissued"] == 4
+
+
+def test_where_engines_do_not_come_back_no_step_is_lost(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    undisturbed = trained(tiny_model, tmp_path / "whole", story)
+    scored = of_kind(story, "score")
+    with pytest.raises(StepFailed, match="was killed by signal 9"):
+        trained(tiny_model, tmp_path / "hit", story, ("submit", 5), vllm_max_respawns=0)
+    state = state_of(tmp_path / "hit")
+    assert (state["state"], state["step"], state["can_heal"]) == ("failed", 2, True)
+    assert state["checkpoint"].endswith("checkpoint-2")
+    assert of_kind(story, "step") == [1, 2]
+    trainer = trained(tiny_model, tmp_path / "hit", story, resume_from_checkpoint="auto")
+    assert of_kind(story, "step") == [3, 4]
+    assert of_kind(story, "score") == scored[2:]
+    assert torch.equal(weights(trainer), weights(undisturbed))
+
+
+def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    with pytest.raises(
+        StepFailed, match=r"died more than 1 times in an hour \(vllm_max_respawns\): EngineDied: engine 0 of node 0"
+    ):
+        trained(tiny_model, tmp_path, story, ("submit", 3), ("update_weights", 4), vllm_max_respawns=1)
+    assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
+    limit = supervisor.RespawnLimit(2)
+    assert [limit.allows(now) for now in (0.0, 10.0, 20.0, 3611.0, 3650.0)] == [True, True, False, True, True]
+
+
+def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    with pytest.raises(StepFailed, match="could not be started again, 2 times: EngineDied: engine 0 of node 0"):
+        trained(tiny_model, tmp_path, story, ("submit", 3), ("wait_ready", 2), ("wait_ready", 3))
+    assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
+    assert len(ScriptedEngine.started) == 3
+
+
+def test_requests_that_kill_twice_are_named(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    with pytest.raises(StepFailed, match=r"died 2 times at work on the same completions: rows \[.*signal 9"):
+        trained(tiny_model, tmp_path, story, ("submit", 3), ("submit", 5))
+    state = state_of(tmp_path)
+    assert state["step"] == 1
+    assert state["checkpoint"].endswith("checkpoint-1")
+
+
+def test_prompts_that_no_engine_takes_are_left_out(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    """No function sees them, they have no reward, and the rest of their batch trains."""
+    long = "1+" * 40 + "1="
+    settings = {"max_steps": 2, "vllm_max_model_length": 200}  # the engine says 64
+    trainer = trained(tiny_model, tmp_path, story, prompts=[long, *(f"{n}+{n}=" for n in range(10, 13))], **settings)
+    assert len(of_kind(story, "score")) == 2
+    assert not any(long in prompts for prompts in of_kind(story, "score"))
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    assert sorted(line["rollout/refused"] for line in lines) == [0, 4]
+    for name in ("reward", "loss", "grad_norm", "rewards/reward/mean"):
+        assert all(math.isfinite(line[name]) for line in lines), name
+    assert {line["sampling/sampling_logp_difference/max"] < 6 for line in lines} == {True}  # of what was sampled alone
+    (tmp_path / "few").mkdir()
+    with pytest.raises(StepFailed, match=r"more than vllm_max_refused \(3\) completions were left out: 8 completions"):
+        trained(tiny_model, tmp_path / "few", story, prompts=[long] * 4, vllm_max_refused=3, **settings)
+    assert not state_of(tmp_path / "few")["can_heal"]
+
+
+def test_an_engine_that_dies_after_a_stop_was_asked_for_is_not_missed(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
+    """The scheduler's signal goes to all processes of a job."""
+    with pytest.raises(SystemExit) as ended:
+        trained(tiny_model, tmp_path, story, ("submit", 5), stop_at=1, gradient_accumulation_steps=1, num_iterations=1)
+    assert ended.value.code == 0
