@@ -149,7 +149,12 @@ def seconds_of(trainer: Any, play: Play, idle: list[float]) -> float:
     pool = trainer._local._serving.pool
     take, taken = pool.take_idle_s, []
     take()
-    with mock.patch.object(pool, "take_idle_s", lambda: taken.append(take()) or taken[-1]):  # every report takes it
+
+    def note() -> float:  # every report takes it
+        taken.append(take())
+        return taken[-1]
+
+    with mock.patch.object(pool, "take_idle_s", note):
         begun = time.perf_counter()
         completions = trainer._generate(play.prompts())[3]
         seconds = time.perf_counter() - begun

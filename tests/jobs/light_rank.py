@@ -58,7 +58,7 @@ while True:
                 sys.exit(0)
             case ["hold", seconds]:  # with the interpreter's lock
                 ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
-            case ["hang", seconds]:  # in a phase of `seconds` that lasts a minute more, and no Python code runs meanwhile
+            case ["hang", seconds]:  # a minute longer than its phase may take, and no Python code runs meanwhile
                 with link.stacks.armed(float(seconds)):
                     link.say_phase("reward", 0, (float(seconds), "the rewards take too long"))
                     ctypes.PyDLL(None).usleep(int((float(seconds) + 60) * 1e6))
