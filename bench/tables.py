@@ -17,6 +17,7 @@ BENCHMARKS = (
     "balance",
     "generate",
     "conversations",
+    "rewards",
     "lora",
     "startup",
     "save",

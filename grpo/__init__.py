@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.config import GRPOConfig
+    from grpo.rewards.declared import scores_each
     from grpo.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "scores_each"]
 __version__ = "0.1.0"
 
 
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
             from grpo.trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name == "scores_each":
+        from grpo.rewards.declared import scores_each
+
+        return scores_each
     raise AttributeError(f"module 'grpo' has no attribute {name!r}")

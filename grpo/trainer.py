@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
@@ -33,12 +32,10 @@ from grpo.local_vllm import LocalVLLM
 from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import LoraChoice, choose_lora, with_revision
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
-from grpo.rollout.refused import leaving_out
 from grpo.run.deepspeed_settings import import_deepspeeds_muon
 from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.run.observed import UsageOf
 from grpo.run.prompt_order import prompts_of_batch
-from grpo.run.reward_limit import limited_rewards
 from grpo.run.screen import what_runs_where
 from grpo.timeline.start import open_timeline
 from grpo.weights.adapters import Lora
@@ -242,9 +239,7 @@ class GRPOTrainer(ConversingTrainer):
             )
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
-        self.reward_funcs: list[Any] = limited_rewards(
-            self.reward_funcs, self._watch, args.reward_timeout, self.timeline
-        )
+        self._score_beside()
         self.use_vllm = True
         self._last_loaded_step = -1
 
@@ -292,20 +287,6 @@ class GRPOTrainer(ConversingTrainer):
             self._log(completion_lengths(scored, self.accelerator))
             self.note_completions(self._local.facts(self._end_tokens), self._mode)
         return scored
-
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """Score; rows whose prompts no engine took are shown to no function, and have no reward."""
-        refused = None if self._local is None else self._local.refused_rows
-        if refused is None:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        kept, functions = [not each for each in refused], self.reward_funcs
-        self.reward_funcs = [f if isinstance(f, torch.nn.Module) else leaving_out(f, kept) for f in functions]
-        try:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        finally:
-            self.reward_funcs = functions
-        rewards[self.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
-        return rewards
 
     def after_step(self, control: TrainerControl) -> None:
         if self._local is not None and (startup := self._local.startup.first_step()):

@@ -167,6 +167,14 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "failure shows where the function is."
         },
     )
+    overlap_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Run reward functions in a thread while the trainer computes log-probabilities; False for "
+            "functions that only the main thread may call, or that talk to other ranks. One that fails because of its "
+            "thread is called in the main thread without this."
+        },
+    )
     heartbeat_timeout: float = field(
         default=20.0,
         metadata={

@@ -142,19 +142,3 @@ class Conversations:
 def _notify(changed: threading.Condition) -> None:
     with changed:
         changed.notify_all()
-
-
-def in_thread(work: Callable[[], Result], prepare: Callable[[], None] = lambda: None) -> "Future[Result]":
-    """What a call brings, from a thread that the interpreter does not wait for at its end."""
-    future: Future[Result] = Future()
-
-    def call() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            prepare()
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  thread boundary: the main thread raises it
-            future.set_exception(error)
-
-    threading.Thread(target=call, name="grpo-rollout", daemon=True).start()
-    return future

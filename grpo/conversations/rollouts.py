@@ -21,6 +21,7 @@ class Rollouts:
         is_function: whether the user's own function holds the conversations.
         prepare: called first in the thread of that function.
         toolbox_of: what the conversation of a row may call; None where there are no tools.
+        on_end: hears of each conversation that has ended, by its row, from the event loop.
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
     """
 
@@ -34,13 +35,14 @@ class Rollouts:
         prepare: Callable[[], None] = lambda: None,
         template: Template | None = None,
         toolbox_of: Callable[[int], Toolbox | None] = lambda row: None,
+        on_end: Callable[[int, Talk], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.tools = tools
         self.is_function, self.prepare = is_function, prepare
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._max_completion_tokens, self._max_tool_turns = max_completion_tokens, max_tool_turns
-        self._template, self._toolbox_of, self._loop = template, toolbox_of, loop
+        self._template, self._toolbox_of, self._on_end, self._loop = template, toolbox_of, on_end, loop
 
     def start(self, prompts: Sequence[list[int]], sampler: Sampler, *, max_model_len: int) -> "Future[list[Talk]]":
         """Begin; the future ends with a conversation for each prompt, or with what one has raised.
@@ -56,20 +58,22 @@ class Rollouts:
             max_tool_turns=self._max_tool_turns,
         )
 
+        async def hold(row: int, prompt: list[int]) -> Talk:
+            talk = await hold_talk(
+                row,
+                prompt,
+                sampler,
+                limits=limits,
+                template=self._template,
+                tools=self.tools,
+                toolbox=self._toolbox_of(row),
+            )
+            if self._on_end is not None:
+                self._on_end(row, talk)
+            return talk
+
         async def hold_all() -> list[Talk]:
-            talks = [
-                hold_talk(
-                    row,
-                    prompt,
-                    sampler,
-                    limits=limits,
-                    template=self._template,
-                    tools=self.tools,
-                    toolbox=self._toolbox_of(row),
-                )
-                for row, prompt in enumerate(prompts)
-            ]
-            return list(await asyncio.gather(*talks))
+            return list(await asyncio.gather(*(hold(row, prompt) for row, prompt in enumerate(prompts))))
 
         if self._loop is None:
             _, self._loop, ready = start_event_loop_in_daemon("grpo-conversations")

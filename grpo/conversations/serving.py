@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo.conversations.batch import Conversations, Limits, in_thread
+from grpo.conversations.batch import Conversations, Limits
 from grpo.conversations.broker import TurnBroker
 from grpo.conversations.channel import TurnChannel
 from grpo.conversations.report import ConversationReport, conversation_metrics, counts_of, of_nodes
@@ -18,6 +18,7 @@ from grpo.conversations.sampler import Sampler
 from grpo.conversations.talk import Talk
 from grpo.job.node_groups import NodeGroups
 from grpo.job.watch import FailureWatch
+from grpo.job.worker import Worker
 from grpo.rollout.ahead import GenerationBatch, GenerationBatches, PolicyLag
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
@@ -100,7 +101,7 @@ class RankConversations:
             ValueError: it gives something else, or not `num_rows` of each.
         """
         return self._hold(
-            lambda sampler: in_thread(func, self._rollouts.prepare),
+            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(func),
             lambda output, sampler: _rows_of(output, num_rows, sampler.refused),
         )
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+from grpo.job.worker import Worker
 
 Message = dict[str, Any]
 _ABANDONED = "has not returned within {} s (tool_timeout)"
@@ -58,7 +57,7 @@ class ToolRunner:
         self._max_threads = max_threads
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._prepare = prepare
-        self._idle: list[_Worker] = []
+        self._idle: list[Worker] = []
         self._told: set[str] = set()
         self.hanging_rows: set[int] = set()
         """Of the present batch, in which a call was left alone."""
@@ -105,7 +104,7 @@ class ToolRunner:
         if self._places is None or self._places[0] is not loop:
             self._places = (loop, asyncio.Semaphore(self._max_threads))
         async with self._places[1]:
-            worker = self._idle.pop() if self._idle else _Worker(self._prepare)
+            worker = self._idle.pop() if self._idle else Worker("grpo-tool", self._prepare)
             with self._noted(name, row):
                 done = asyncio.wrap_future(worker.run(lambda: tool(**arguments)))
                 finished, _ = await asyncio.wait([done], timeout=self.timeout_s)
@@ -174,28 +173,3 @@ class ToolRunner:
             text = str(self._failed(f"its result cannot be shown: {type(error).__name__}: {error}"))
         # What is no Unicode (`errors="surrogateescape"`) no tokenizer takes.
         return text.encode("utf-8", "replace").decode()
-
-
-class _Worker:
-    """A thread that runs one call after the other. No pool's: the interpreter waits at its end for those of a pool, and
-    this one may hang."""
-
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=[prepare], name="grpo-tool", daemon=True).start()
-
-    def run(self, call: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be taken back
-        self._calls.put((call, future))
-        return future
-
-    def _work(self, prepare: Callable[[], None]) -> None:
-        prepare()
-        while True:
-            call, future = self._calls.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  the model is told of it, as of any other
-                future.set_exception(error)
-            del call, future

@@ -6,19 +6,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from trl.chat_template_utils import parse_response
 
 from grpo.conversations.rollouts import Rollouts, as_trl_takes_them
 from grpo.conversations.talk import Talk
 from grpo.conversations.tools import Message, Toolbox, ToolRunner
 from grpo.job.watch import FailureWatch
-from grpo.run.observed import ObservedTrainer
-
-
-def _use_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # which is each thread's own
+from grpo.rewards.trainer import ScoringTrainer, use_device
 
 
 class _Engines(Protocol):
@@ -37,16 +31,20 @@ class _TrainersTemplate:
 
     def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
         trainer = self._trainer
-        tools = trainer.tools
+        tokenizer, tools = trainer._tokenizer, trainer.tools
+        templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
+        if not trainer._is_chat or templates == [None, None]:
+            text = trainer.processing_class.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
         if trainer.environment_factories is not None:
             tools = trainer._env_tools[trainer._batch_environments[row]]
-        return parse_response(trainer._tokenizer, token_ids, prefix=prefix, tools=tools)
+        return parse_response(tokenizer, token_ids, prefix=prefix, tools=tools)
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
         return self._trainer._get_tool_suffix_ids(messages)
 
 
-class ConversingTrainer(ObservedTrainer):
+class ConversingTrainer(ScoringTrainer):
     """A trainer whose ranks may ask their engines as often as they like."""
 
     _local: Any
@@ -57,16 +55,30 @@ class ConversingTrainer(ObservedTrainer):
     _watch: FailureWatch
 
     def _take_rollouts(self) -> Rollouts | None:
-        """What makes several turns of a prompt, and of a rollout function one that the other ranks know of; None where
-        every prompt is sampled once. After TRL's own `__init__`."""
-        if not self.tools and self.rollout_func is None:
-            return None
+        """What makes several turns of a prompt, and of a rollout function one that the other ranks know of, or brings
+        each completion to rewards that wait for it; None where a rank's completions come all at once. After TRL's own
+        `__init__`."""
         args, rank = self.args, self.accelerator.process_index
+        is_early = self._scoring is not None and self._scoring.starts_early
+        comes_at_once = not is_early or args.generation_lookahead or args.vllm_balance_nodes
+        if comes_at_once and not self.tools and self.rollout_func is None:
+            return None
         is_function = self.rollout_func is not None
         if is_function:
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
-        prepare = partial(_use_device, self.accelerator.device)
+
+        def toolbox_of(row: int) -> Toolbox | None:
+            if not trainer.tools:
+                return None
+            return Toolbox(sync=trainer._sync_tool_dicts[row], asynchronous=trainer._async_tool_dicts[row])
+
+        def on_end(row: int, talk: Talk) -> None:
+            if talk.refusal is None:
+                completion = talk.messages if trainer._is_chat else talk.messages[0]["content"]
+                trainer._scoring.add(row, completion, talk.token_ids)
+
+        prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
             max_completion_tokens=self.max_completion_length,
             max_tool_turns=self.max_tool_calling_iterations,
@@ -79,10 +91,9 @@ class ConversingTrainer(ObservedTrainer):
             ),
             is_function=is_function,
             prepare=prepare,
-            template=_TrainersTemplate(self) if self.tools else None,
-            toolbox_of=lambda row: Toolbox(
-                sync=trainer._sync_tool_dicts[row], asynchronous=trainer._async_tool_dicts[row]
-            ),
+            template=None if is_function else _TrainersTemplate(self),
+            toolbox_of=toolbox_of,
+            on_end=on_end if is_early else None,
             loop=getattr(self, "async_loop", None),
         )
         return self._rollouts

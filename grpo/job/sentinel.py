@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,18 @@ class _Watched:
         self.descriptor = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Of what a rank does now."""
+
+    deadline_s: float
+    phase: str
+    overdue: str
+    """What to say when it has passed."""
+    thread: int
+    """Which does it."""
+
+
 class _Rank(_Watched):
     """One of this node's ranks, and what it has told."""
 
@@ -88,9 +100,7 @@ class _Rank(_Watched):
         self.stacks: int | None = None
         self.phase = "start"
         self.exchanges = 0
-        self.deadline_s: float | None = None
-        self.overdue = ""
-        """What to say when the deadline has passed."""
+        self.limit: _Limit | None = None
         self.has_left = False
         """It has said that it ends, and is well."""
         self.has_stopped = False
@@ -179,8 +189,8 @@ class Sentinel:
             stopped_s = rank.stopped_for_s(now_s)
             if stopped_s > self.timeout_s:
                 self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) {_stopped(stopped_s)}")
-            if rank.deadline_s is not None and now_s > rank.deadline_s + STACKS_S:
-                self._report(rank, rank.overdue + _in_stacks(rank.stacks))
+            if rank.limit is not None and now_s > rank.limit.deadline_s + STACKS_S:
+                self._report(rank, rank.limit.overdue + _in_stacks(rank.stacks, rank.limit.thread), rank.limit.phase)
         if self._agent is not None and (stopped_s := self._agent.stopped_for_s(now_s)) > self.timeout_s:
             self._report(self._first, f"the launcher of this node (pid {self._agent.pid}) {_stopped(stopped_s)}")
         self.place.phase = self._first.phase
@@ -194,10 +204,10 @@ class Sentinel:
     def _table(self) -> Table:
         return {str(rank.rank): [rank.phase, rank.exchanges] for rank in self._ranks.values()}
 
-    def _report(self, rank: _Rank, cause: str) -> None:
+    def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
         if self._record is None:
-            node, host = self.place.node, self.place.host
-            self.between.report(FailureRecord(node=node, rank=rank.rank, host=host, phase=rank.phase, cause=cause))
+            where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
+            self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
 
     def _on_record(self, record: FailureRecord) -> None:
         self._record, self._failed_s = record, self._clock.now_s
@@ -277,9 +287,12 @@ class Sentinel:
 
     def _take(self, rank: _Rank, message: dict[str, Any]) -> None:
         match message:
-            case {"kind": "phase", "phase": phase, "exchanges": exchanges, "timeout_s": timeout_s, "overdue": overdue}:
-                rank.phase, rank.exchanges, rank.overdue = phase, exchanges, overdue
-                rank.deadline_s = None if timeout_s is None else self._clock.now_s + timeout_s
+            case {"kind": "phase", "phase": phase, "exchanges": exchanges}:
+                rank.phase, rank.exchanges = phase, exchanges
+            case {"kind": "limit", "timeout_s": None}:
+                rank.limit = None
+            case {"kind": "limit", "timeout_s": timeout_s, "phase": phase, "overdue": overdue, "thread": thread}:
+                rank.limit = _Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
             case {"kind": "report", "record": record}:
                 self.between.report(FailureRecord(**record))
                 if self._record is not None:
@@ -333,8 +346,8 @@ def _stopped(seconds: float) -> str:
     return f"has been stopped for {seconds:.0f} s (heartbeat_timeout): SIGSTOP, or a shell's job control"
 
 
-def _in_stacks(descriptor: int | None) -> str:
-    stacks = "" if descriptor is None else read_stacks(descriptor)
+def _in_stacks(descriptor: int | None, thread: int) -> str:
+    stacks = "" if descriptor is None else read_stacks(descriptor, thread)
     return f"; it was here, the innermost call first:\n{stacks}" if stacks else ""
 
 

@@ -31,8 +31,8 @@ class SentinelLink:
         """Which the sentinel reads."""
         self._place, self._timeout_s = place, timeout_s
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
-        self._phase: dict[str, Any] = {}
-        self._is_unsaid = False  # the sentinel does not know of the present phase
+        self._state: dict[str, dict[str, Any]] = {}
+        self._unsaid: set[str] = set()  # of which the sentinel does not know yet
         self._table: dict[str, list[Any]] = {}
         self._answered = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,16 +57,30 @@ class SentinelLink:
             return False
         return True
 
-    def say_phase(self, phase: str, exchanges: int, limit: tuple[float, str] | None) -> None:
+    def say_phase(self, phase: str, exchanges: int) -> None:
         """What this rank does; again later where it does not go out.
 
         Args:
             exchanges: how many ends of a phase it has come to.
-            limit: seconds for the phase, and what to say then.
         """
-        timeout_s, overdue = limit or (None, "")
-        self._phase = {"phase": phase, "exchanges": exchanges, "timeout_s": timeout_s, "overdue": overdue}
-        self._is_unsaid = not self.say("phase", **self._phase)
+        self._keep("phase", phase=phase, exchanges=exchanges)
+
+    def say_limit(self, timeout_s: float, phase: str, overdue: str, *, thread: int) -> None:
+        """Something this rank does may take so long; in place of what was said before, and told as a phase is.
+
+        Args:
+            overdue: what to say then.
+            thread: see `read_stacks`.
+        """
+        self._keep("limit", timeout_s=timeout_s, phase=phase, overdue=overdue, thread=thread)
+
+    def say_no_limit(self) -> None:
+        """It is done."""
+        self._keep("limit", timeout_s=None, phase="", overdue="", thread=0)
+
+    def _keep(self, kind: str, **values: Any) -> None:
+        self._state[kind] = values
+        (self._unsaid.discard if self.say(kind, **values) else self._unsaid.add)(kind)
 
     # -- what is heard --------------------------------------------------------------------------------------------
 
@@ -86,8 +100,8 @@ class SentinelLink:
             else:
                 self.is_gone = True
                 found = self._place.is_gone(silent_s, self._timeout_s)
-        if self._is_unsaid:
-            self._is_unsaid = not self.say("phase", **self._phase)
+        for kind in [*self._unsaid]:
+            self._keep(kind, **self._state[kind])
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
             if self._place.pid:  # it has told it

@@ -30,11 +30,11 @@ class Stacks:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def now(self) -> str:
-        """As they are at this moment."""
+    def now(self, first: int | None = None) -> str:
+        """As they are at this moment; see `read_stacks`."""
         self._empty()
         faulthandler.dump_traceback(file=self.fd)
-        return read_stacks(self.fd)
+        return read_stacks(self.fd, first)
 
     def _empty(self) -> None:
         os.ftruncate(self.fd, 0)
@@ -52,10 +52,17 @@ def ending_process(timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def read_stacks(fd: int) -> str:
-    """What is in the file, the main thread's first; '' while nothing was written."""
+def read_stacks(fd: int, first: int | None = None) -> str:
+    """What is in the file; '' while nothing was written.
+
+    Args:
+        first: the thread that is shown first, as `threading.get_ident` names it; the main thread's comes next.
+    """
     text = os.pread(fd, 1 << 18, 0).decode(errors="replace")
     threads = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
-    lines = "\n".join(reversed(threads)).splitlines()  # faulthandler writes it last
+    threads.reverse()  # faulthandler writes the main thread's last
+    if first is not None:
+        threads.sort(key=lambda stack: f"0x{first:016x} " not in stack)
+    lines = "\n".join(threads).splitlines()
     lines = [line for line in lines if not line.startswith("Timeout (")]
     return "\n".join(lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "  ..."])

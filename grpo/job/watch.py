@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from grpo.job.failure import FailureRecord, JobFailed, StepFailed
 from grpo.job.interrupt import on_expiry, raise_in_main_thread
+from grpo.job.limits import CallLimits
 from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
 from grpo.job.mistakes import is_before_first_step, is_mistake, may_be_an_echo
 from grpo.job.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.job.sentinel_link import SentinelLink
 from grpo.job.sentinel_start import link_to_sentinel
 from grpo.job.signals import StopSignals
-from grpo.job.stacks import Stacks, ending_process
 from grpo.job.topology import NodeTopology
 
 _watches = itertools.count()
@@ -39,7 +39,6 @@ POLL_S = 0.2  # once there is a record
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
 REPORT_S = 5.0  # until the job's record is known, which may be another's
 SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
-ALONE_GRACE_S = 30.0  # beyond a deadline: a process without a sentinel, whose Python threads do not run either
 
 
 class FailureWatch:
@@ -68,9 +67,8 @@ class FailureWatch:
         self._known = threading.Event()  # the record
         self._link, self._alone = link, link is None
         self._thread: threading.Thread | None = None
-        self._stacks = Stacks() if link is None else link.stacks
+        self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)))
         self._exchanges = 0
-        self._limit: tuple[float, str] | None = None  # of the phase: seconds, and what to say then
         if link is None:
             self.signals.take()
             return
@@ -91,37 +89,25 @@ class FailureWatch:
     # -- for the main thread --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def during(self, phase: str, limit: tuple[float, str] | None = None) -> Iterator[None]:
-        """Name what this rank is doing, for the record; with seconds that it may take, and what to say then."""
+    def during(self, phase: str) -> Iterator[None]:
+        """Name what this rank is doing, for the record."""
         before = self.phase
-        self.enter(phase, limit)
+        self.enter(phase)
         try:
             yield
         finally:
             if sys.exc_info()[0] is None:
                 self.enter(before)
 
-    def enter(self, phase: str, limit: tuple[float, str] | None = None) -> None:
+    def enter(self, phase: str) -> None:
         """As `during`, until another phase is entered."""
-        self.phase, self._limit = phase, limit
+        self.phase = phase
         self._say_phase()
 
     @contextlib.contextmanager
     def limited(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
-        """As `during`, around code of others that may hang, with the interpreter's lock held or without: the job's
-        failure is then `cause`, with the stacks of this process. Does not nest.
-
-        One process alone, where Python code cannot run, ends `ALONE_GRACE_S` later with its stacks on stderr.
-        """
-        if not self._alone:
-            with self._stacks.armed(timeout_s), self.during(phase, (timeout_s, cause)):
-                yield
-            return
-
-        def fail() -> None:
-            self.fail(f"{cause}; it was here, the innermost call first:\n{self._stacks.now()}")
-
-        with self.during(phase), on_expiry(timeout_s, fail), ending_process(timeout_s + ALONE_GRACE_S):
+        """As `during`, around code of others that may hang: the job's failure is then `cause`; see `CallLimits`."""
+        with self.limits.around(phase, timeout_s, cause), self.during(phase):
             yield
 
     @contextlib.contextmanager
@@ -251,7 +237,7 @@ class FailureWatch:
 
     def _say_phase(self) -> None:
         if self._link is not None:
-            self._link.say_phase(self.phase, self._exchanges, self._limit)
+            self._link.say_phase(self.phase, self._exchanges)
 
     def note_exchange(self) -> int:
         """This rank has come to the end of a phase that all end together. Which one it is, counted from 1."""

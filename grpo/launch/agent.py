@@ -52,6 +52,7 @@ def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool], *, is_ask
     with _signals(ask_to_stop, is_asked_already), _held_back() as noise:
         try:
             _launch(line)
+            noise[:] = [record for record in noise if not _is_farewell(record)]
             return Ending(has_succeeded=True)
         except ChildFailedError as error:
             told = {rank: text for rank, failure in error.failures.items() if (text := _mistake(failure.message))}
@@ -88,6 +89,12 @@ def _launch(line: Sequence[str]) -> None:
     # accelerate hands torchrun what has the name of one of its options (1.15).
     arguments.signals_to_handle, arguments.rdzv_conf = PASSED_ON, RENDEZVOUS
     launch_command(arguments)
+
+
+def _is_farewell(record: logging.LogRecord) -> bool:
+    """Whether torchrun only could not read that the other nodes are done, too: the first node's launcher, which has the
+    store, may be gone by then (torch 2.13)."""
+    return record.getMessage().startswith("Error waiting on exit barrier")
 
 
 def _mistake(message: object) -> str | None:
@@ -146,7 +153,8 @@ def _held_back() -> Iterator[list[logging.LogRecord]]:
 
     def hold(record: logging.LogRecord) -> bool:
         if record.name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
-            if "OMP_NUM_THREADS" not in record.getMessage():  # it says that it sets it to 1, in five lines
+            # It says in five lines that it sets OMP_NUM_THREADS to 1. Every handler asks about the same record.
+            if record not in held and "OMP_NUM_THREADS" not in record.getMessage():
                 held.append(record)
             return False
         return True

@@ -4,6 +4,7 @@
 the record that it gets, as JSON.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from grpo.job.limits import CallLimits
 from grpo.job.liveness import Place
 from grpo.job.sentinel_link import SentinelLink
 
@@ -22,6 +24,7 @@ def tell(what: str) -> None:
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
 link = SentinelLink(sys.stdin.readline().strip(), rank, Place(node=0, rank=rank, host="?", pid=0), timeout_s=timeout_s)
+limits, limit = CallLimits(link, lambda cause, phase: None), contextlib.ExitStack()
 os.set_blocking(sys.stdin.fileno(), False)
 selector = selectors.DefaultSelector()
 selector.register(link, selectors.EVENT_READ)
@@ -35,12 +38,14 @@ while True:
     for line in sys.stdin.read().splitlines() if sys.stdin in ready else ():
         match line.split():
             case ["phase", phase, exchanges]:
-                link.say_phase(phase, int(exchanges), None)
+                link.say_phase(phase, int(exchanges))
             case ["limited", seconds]:
-                link.say_phase("reward", 0, (float(seconds), "the rewards take too long"))
+                limit.enter_context(limits.around("reward", float(seconds), "the rewards take too long"))
+            case ["unlimited"]:
+                limit.close()
             case ["flood", count]:
                 for exchange in range(1, int(count) + 1):
-                    link.say_phase("train", exchange, None)
+                    link.say_phase("train", exchange)
             case ["fail", cause]:
                 link.say("report", record={"node": 0, "rank": rank, "host": "a", "phase": "x", "cause": cause})
             case ["covers", folder, session]:
@@ -58,11 +63,9 @@ while True:
                 sys.exit(0)
             case ["hold", seconds]:  # with the interpreter's lock
                 ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
-            case ["hang", seconds]:  # a minute longer than its phase may take, and no Python code runs meanwhile
-                with link.stacks.armed(float(seconds)):
-                    link.say_phase("reward", 0, (float(seconds), "the rewards take too long"))
+            case ["hang", seconds]:  # a minute longer than it may take, and no Python code runs meanwhile
+                with limits.around("reward", float(seconds), "the rewards take too long"):
                     ctypes.PyDLL(None).usleep(int((float(seconds) + 60) * 1e6))
-                link.say_phase("train", 0, None)
             case ["deaf"]:  # to the record, too
                 Path(f"/proc/{os.getpid()}/comm").write_text("deaf")
                 time.sleep(600)

@@ -25,7 +25,8 @@ from grpo.job.agreement import agree_on_topology
 from grpo.job.node_groups import NodeGroups
 from grpo.job.topology import read_topology
 from grpo.job.watch import watch_for
-from grpo.run.reward_limit import limited_rewards
+from grpo.rewards.function import RewardFunction
+from grpo.timeline.recorder import Recorder
 
 REWARD_S = 2.0
 out, timeout_s, how = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -65,9 +66,8 @@ with watch.guard():
     with watch.during("train"):
         children = psutil.Process(local_pids[first]).children()
         mark(sentinel=next(each.pid for each in children if "grpo.job.sentinel" in each.cmdline()))
-        (reward,) = limited_rewards([hangs], watch, REWARD_S)
         if how == "rewards" or (how == "reward" and rank == 1):
-            reward([1])
+            RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).now({"values": [1]})
         if how == "stuck" and rank == world_size - 1:
             time.sleep(600)
         groups.exchange(watch, None)

@@ -1,0 +1,50 @@
+"""A thread for calls of the user's code, which may hang: no pool's, as the interpreter waits at its end for those."""
+
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+_Calls = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class Worker:
+    """Runs calls one after the other, in a thread of its own, which ends with this object and what it was given.
+
+    Args:
+        prepare: called first in the thread.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
+        self._calls: _Calls = queue.SimpleQueue()
+        threading.Thread(target=_work, args=[self._calls, prepare], name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def run(self, call: Callable[[], Result]) -> "Future[Result]":
+        """What it brings; in the caller's context variables."""
+        future: Future[Result] = Future()
+        context = contextvars.copy_context()
+        self._calls.put((lambda: context.run(call), future))
+        return future
+
+
+def _work(calls: _Calls, prepare: Callable[[], None]) -> None:
+    trouble: BaseException | None = None
+    try:
+        prepare()
+    except BaseException as error:  # noqa: BLE001  thread boundary: every call brings it
+        trouble = error
+    while (given := calls.get()) is not None:
+        call, future = given
+        if future.set_running_or_notify_cancel():
+            try:
+                if trouble is not None:
+                    raise trouble
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  thread boundary: whoever waits for it raises it
+                future.set_exception(error)
+        del given, call, future  # while this thread waits it holds nothing of anybody's

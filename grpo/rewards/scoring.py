@@ -1,0 +1,269 @@
+"""A rank's rewards, from when a completion is there to when TRL asks for them."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from grpo.job.watch import FailureWatch
+from grpo.job.worker import Worker
+from grpo.rewards.batch import Notes, Rows, log_all
+from grpo.rewards.function import PHASE, NeedsMainThreadError, RewardFunction
+from grpo.timeline.recorder import Recorder
+from grpo.timeline.records import SCORE
+
+Log = Callable[..., None]
+POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call:
+    rows: list[int]
+    notes: Notes = field(default_factory=Notes)
+    future: "Future[Any]" = field(default_factory=Future)
+
+
+class Scoring:
+    """Runs reward functions on a rank's batch, and gives TRL what they return where it calls them.
+
+    Synchronous ones run one at a time, in one thread, in the order in which they are given; asynchronous ones side by
+    side in the event loop. A function that is declared to score each completion or group by itself (`scores_each`)
+    begins with those that are there. One that finds that it is not in the main thread is called there instead, then
+    and from then on. Models are left to TRL.
+
+    Args:
+        timeout_s: of one call.
+        beside: whether functions run beside the main thread at all; else each runs where TRL calls it.
+        loop: of asynchronous functions.
+        prepare: called first in the thread.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[Any],
+        watch: FailureWatch,
+        *,
+        timeout_s: float,
+        beside: bool,
+        loop: Callable[[], asyncio.AbstractEventLoop],
+        timeline: Recorder | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._timeline = timeline or Recorder()
+        self._functions = [
+            func
+            if isinstance(func, nn.Module)
+            else RewardFunction(func, watch, timeout_s, self._timeline, beside=beside)
+            for func in funcs
+        ]
+        self._watch, self._loop, self._prepare, self._say = watch, loop, prepare, say
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+        self._rows: Rows | None = None
+        self._kept: list[int] = []
+        self._groups: Sequence[Sequence[int]] = []
+        self._arrived: set[int] = set()
+        self._calls: defaultdict[RewardFunction, list[_Call]] = defaultdict(list)
+        self._queued: dict[RewardFunction, _Call] = {}
+        """Calls that have not begun; more rows may join them."""
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a function has something to do before all completions are there."""
+        return any(function.unit is not None and function.runs_beside for function in self._own())
+
+    # -- a batch --------------------------------------------------------------------------------------------------
+
+    def begin(self, rows: Rows, groups: Sequence[Sequence[int]]) -> None:
+        """Completions of these rows are being sampled; what was before is forgotten.
+
+        Args:
+            groups: the rows of each prompt, of those that this rank has.
+        """
+        self.drop()
+        with self._lock:
+            self._rows, self._groups = rows, groups
+
+    def add(self, row: int, completion: Any, token_ids: Sequence[int]) -> None:
+        """This completion is there. From any thread."""
+        with self._lock:
+            assert self._rows is not None, "a batch has begun"
+            self._rows.completions[row], self._rows.completion_ids[row] = completion, [*token_ids]
+            self._arrived.add(row)
+            for function in self._own():
+                if function.runs_beside and function.unit is not None:
+                    unit = self._unit_of(function, row)
+                    if self._arrived.issuperset(unit):
+                        self._submit(function, unit)
+
+    def start(
+        self,
+        rows: Rows,
+        completions: Sequence[Any],
+        completion_ids: Sequence[list[int]],
+        groups: Sequence[Sequence[int]],
+        *,
+        refused: Sequence[bool] | None = None,
+    ) -> None:
+        """All completions are there.
+
+        Args:
+            refused: of each row, whether no function is to see it; it has no reward.
+        """
+        with self._lock:
+            if self._rows is None:
+                early = set[int]()
+            else:  # what was added is what has come of it in the end; else it is scored again
+                known = zip(self._rows.completions, self._rows.completion_ids, completions, completion_ids, strict=True)
+                early = {
+                    row
+                    for row, (text, ids, its_text, its_ids) in enumerate(known)
+                    if row in self._arrived and text == its_text and ids == [*its_ids]
+                }
+            rows.completions[:], rows.completion_ids[:] = completions, completion_ids
+            self._rows, self._groups = rows, groups
+            self._kept = [row for row in range(len(rows)) if refused is None or not refused[row]]
+            for function in self._own():
+                if function.runs_beside:
+                    self._submit_rest(function, early)
+
+    def stand_ins(self) -> list[Any]:
+        """In the place of the functions, for TRL to call: they give what those have returned. Each is called once."""
+        return [
+            function
+            if isinstance(function, nn.Module)
+            else self._awaiting(function)
+            if function.is_async and not function.runs_beside
+            else partial(self._collect, function)
+            for function in self._functions
+        ]
+
+    def drop(self) -> None:
+        """Forget the batch; calls that have begun come to their end, and count for nothing."""
+        with self._lock:
+            for calls in self._calls.values():
+                for call in calls:
+                    call.future.cancel()
+            self._calls, self._queued, self._arrived, self._rows = defaultdict(list), {}, set(), None
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def _own(self) -> Iterator[RewardFunction]:
+        return (function for function in self._functions if isinstance(function, RewardFunction))
+
+    def _unit_of(self, function: RewardFunction, row: int) -> Sequence[int]:
+        return [row] if function.unit == "completion" else next(group for group in self._groups if row in group)
+
+    def _submit_rest(self, function: RewardFunction, early: "set[int]") -> None:
+        """Whatever is not being scored as it is now."""
+        good = [call for call in self._calls[function] if early.issuperset(call.rows)]
+        for call in self._calls[function]:
+            if call not in good:
+                call.future.cancel()
+        self._calls[function] = good
+        if (queued := self._queued.get(function)) is not None and queued not in good:
+            del self._queued[function]
+        under_way = {row for call in good for row in call.rows}
+        rest = [row for row in self._kept if row not in under_way]
+        if function.unit is None or not function.is_async:
+            units: Sequence[Sequence[int]] = [rest]
+        else:
+            units = [[row] for row in rest] if function.unit == "completion" else self._groups
+        for unit in units:
+            if rows := [row for row in unit if row in rest]:
+                self._submit(function, rows)
+
+    def _submit(self, function: RewardFunction, rows: Sequence[int]) -> None:
+        """With the lock held."""
+        if function.is_async:
+            call = _Call(rows=[*rows])
+            arguments = self._arguments(call)
+            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments), self._loop())
+            self._calls[function].append(call)
+        elif (queued := self._queued.get(function)) is not None:
+            queued.rows += rows
+        else:
+            call = self._queued[function] = _Call(rows=[*rows])
+            self._worker = self._worker or Worker("grpo-rewards", self._prepare)
+            call.future = self._worker.run(partial(self._run, function, call))
+            self._calls[function].append(call)
+
+    def _run(self, function: RewardFunction, call: _Call) -> Any:
+        with self._lock:
+            if call not in self._calls[function]:
+                raise CancelledError  # another batch has begun
+            if self._queued.get(function) is call:
+                del self._queued[function]
+            call.rows.sort()
+            arguments = self._arguments(call)
+        return function.in_thread(arguments)
+
+    def _arguments(self, call: _Call) -> dict[str, Any]:
+        assert self._rows is not None, "a batch has begun"
+        return self._rows.of(call.rows, call.notes)
+
+    # -- what TRL gets --------------------------------------------------------------------------------------------
+
+    def _collect(self, function: RewardFunction, *, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
+        if function.runs_beside:
+            calls = [(call, self._await(function, call)) for call in self._calls[function]]
+        elif self._kept:
+            calls = [self._now(function, self._kept)]
+        else:
+            calls = []
+        return self._rewards(function, calls, log_extra, log_metric)
+
+    def _awaiting(self, function: RewardFunction) -> Callable[..., Any]:
+        async def awaiting(*, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
+            call = _Call(rows=[*self._kept])
+            calls = [(call, await function.awaited(self._arguments(call)))] if self._kept else []
+            return self._rewards(function, calls, log_extra, log_metric)
+
+        return awaiting
+
+    def _now(self, function: RewardFunction, rows: Sequence[int]) -> tuple[_Call, Any]:
+        call = _Call(rows=[*rows])
+        return call, function.now(self._arguments(call))
+
+    def _await(self, function: RewardFunction, call: _Call) -> Any:
+        """What it returns, which the main thread waits for."""
+        with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
+            while not wait([call.future], POLL_S).done:
+                self._watch.check()
+        try:
+            return call.future.result()
+        except NeedsMainThreadError as error:
+            if function.runs_beside:
+                function.runs_beside = False
+                self._say(
+                    f"WARNING: reward function {function.name} runs in the main thread from now on, and nothing beside "
+                    f"it: {error}"
+                )
+            call.notes = Notes()
+            return function.now(self._arguments(call))
+
+    def _rewards(
+        self, function: RewardFunction, calls: Sequence[tuple[_Call, Any]], log_extra: Log, log_metric: Log
+    ) -> list[Any]:
+        """In the order of rows; None, which TRL takes for "no reward", for each that no call was for."""
+        assert self._rows is not None, "a batch has begun"
+        rewards: list[Any] = [None] * len(self._rows)
+        for call, returned in calls:
+            values = list(returned)
+            if len(values) != len(call.rows):
+                raise ValueError(
+                    f"reward function {function.name} returned {len(values)} rewards for {len(call.rows)} "
+                    "completions: give one for each"
+                )
+            for row, value in zip(call.rows, values, strict=True):
+                rewards[row] = value
+        log_all([(call.rows, call.notes) for call, _ in calls], len(self._rows), log_extra, log_metric)
+        return rewards

@@ -1,0 +1,176 @@
+"""A reward function that hangs ends the job, and shows where it hangs; also where Python code cannot run. One that only
+the main thread may call is found out."""
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo.job.failure import JobFailed
+from grpo.job.watch import FailureWatch
+from grpo.job.worker import Worker
+from grpo.rewards.function import NeedsMainThreadError, RewardFunction
+from grpo.timeline.recorder import Recorder
+from tests.launching import ROOT
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def watch() -> FailureWatch:
+    return FailureWatch(None, node=0, rank=0, host="a")
+
+
+def function(func: Callable[..., Any], watch: FailureWatch, timeout_s: float = PATIENCE_S) -> RewardFunction:
+    return RewardFunction(func, watch, timeout_s, Recorder(), beside=True)
+
+
+def in_thread(func: RewardFunction) -> Any:
+    return Worker("test").run(lambda: func.in_thread({"values": [1]})).result(PATIENCE_S)
+
+
+def waits_for_a_service(values: list[int]) -> list[float]:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    return []
+
+
+async def judge(values: list[int]) -> list[float]:
+    for _ in range(6000):
+        await asyncio.sleep(0.01)
+    return []
+
+
+def test_one_that_hangs_is_the_failure(watch: FailureWatch) -> None:
+    what = "phase 'reward': reward function waits_for_a_service has not"
+    with pytest.raises(JobFailed, match=what) as failed, watch.guard():
+        function(waits_for_a_service, watch, 0.3).now({"values": [1]})
+    assert "returned within 0.3 s (reward_timeout); it was here, the innermost call first:\n" in str(failed.value)
+    assert "in waits_for_a_service\n" in str(failed.value)
+
+
+def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatch) -> None:
+    what = "phase 'reward': reward function waits has not"
+    ends = threading.Event()
+
+    def waits(values: list[int]) -> list[float]:
+        ends.wait(PATIENCE_S)
+        return []
+
+    def trains() -> None:
+        future = Worker("test").run(lambda: function(waits, watch, 0.3).in_thread({"values": [1]}))
+        while not future.done():
+            watch.check()
+            time.sleep(0.01)
+
+    with pytest.raises(JobFailed, match=what) as failed, watch.guard(), watch.during("train"):
+        trains()
+    ends.set()
+    assert "in waits\n" in str(failed.value)
+
+
+def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
+    with pytest.raises(JobFailed, match="reward function judge has not returned"), watch.guard():
+        asyncio.run(function(judge, watch, 0.3).awaited({"values": [1]}))
+
+
+HELD = """
+import ctypes
+from grpo.job import limits, watch as watches
+from grpo.rewards.function import RewardFunction
+from grpo.timeline.recorder import Recorder
+
+limits.ALONE_GRACE_S = 0.5
+watch = watches.FailureWatch(None, node=0, rank=0, host="a")
+
+def holds_the_lock(values):
+    ctypes.PyDLL(None).sleep(120)
+
+with watch.guard():
+    RewardFunction(holds_the_lock, watch, 0.5, Recorder(), beside=True).now({"values": [1]})
+"""
+
+
+def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "in holds_the_lock" in ended.stderr
+
+
+# -- what only the main thread may ------------------------------------------------------------------------------------
+
+
+def sets_an_alarm(values: list[int]) -> list[float]:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, before)
+    return [1.0]
+
+
+def takes_it_for_a_wrong_answer(values: list[int]) -> list[float]:
+    try:
+        return sets_an_alarm(values)
+    except ValueError:
+        return [0.0]
+
+
+def hides_it(values: list[int]) -> list[float]:
+    try:
+        return sets_an_alarm(values)
+    except ValueError as error:
+        raise RuntimeError("cannot verify") from error
+
+
+_connection = sqlite3.connect(":memory:")
+
+
+def asks_a_connection_of_the_main_thread(values: list[int]) -> list[float]:
+    return [float(*_connection.execute("SELECT 1").fetchone())]
+
+
+def runs_a_loop(values: list[int]) -> list[float]:
+    asyncio.get_event_loop()
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    "func",
+    [sets_an_alarm, takes_it_for_a_wrong_answer, hides_it, asks_a_connection_of_the_main_thread, runs_a_loop],
+    ids=lambda func: func.__name__,
+)
+def test_one_that_only_the_main_thread_may_call_is_found_out(func: Any, watch: FailureWatch) -> None:
+    with pytest.raises(NeedsMainThreadError):
+        in_thread(function(func, watch))
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    assert function(func, watch).now({"values": [1]}) == [1.0]
+
+
+def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def waits(values: list[int]) -> list[float]:
+        begun.set()
+        assert done.wait(PATIENCE_S)
+        return [2.0]
+
+    future = Worker("test").run(lambda: function(waits, watch).in_thread({"values": [1]}))
+    assert begun.wait(PATIENCE_S)
+    assert sets_an_alarm([]) == [1.0]
+    done.set()
+    assert future.result(PATIENCE_S) == [2.0]
+    assert signal.signal.__module__ == "signal"
+
+
+def test_another_error_is_its_own(watch: FailureWatch) -> None:
+    def fails(values: list[int]) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError, match="answer"):
+        in_thread(function(fails, watch))

@@ -1,0 +1,173 @@
+"""Rewards in the real trainer: what TRL gives them, when they begin, and that curves stay what they are."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trl
+
+from grpo import GRPOTrainer, scores_each
+from grpo.rewards.scoring import Scoring
+from tests.unit.conversations.speaking_engine import Make, calculates, right, steps_of
+from tests.unit.conversations.test_trainer import times
+
+PATIENCE_S = 60.0
+REPLIES = ("17", "4", "250", "12", "9")
+
+
+def speaks(text: str, seed: int) -> str:
+    return REPLIES[seed % len(REPLIES)] + "<e>"
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(said[-1]["content"])) for said in completions]
+
+
+async def length_later(completions: list[Any], **_: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return length(completions)
+
+
+def declared(unit: Any, func: Callable[..., Any]) -> Any:
+    async def later(**arguments: Any) -> Any:
+        return await func(**arguments)
+
+    def now(**arguments: Any) -> Any:
+        return func(**arguments)
+
+    chosen = later if asyncio.iscoroutinefunction(func) else now
+    chosen.__name__ = func.__name__
+    return scores_each(unit)(chosen)
+
+
+def curve(trainer: GRPOTrainer) -> list[tuple[float, ...]]:
+    names = "reward", "reward_std", "loss", "grad_norm", "completions/mean_length"
+    return [tuple(step[name] for name in names) for step in steps_of(trainer)]
+
+
+def test_curves_are_the_same_however_rewards_run(make: Make) -> None:
+    """Declared ones bring single turns the way of conversations: their samples are the same as well."""
+    plain = curve(make(speaks, [length, length_later], config={"overlap_rewards": False}))
+    assert len({step[0] for step in plain}) == 2
+    assert curve(make(speaks, [length, length_later])) == plain
+    for unit in ("completion", "group"):
+        assert curve(make(speaks, [declared(unit, length), declared(unit, length_later)])) == plain
+
+
+def test_lookahead_keeps_its_way_with_declared_ones(make: Make) -> None:
+    ahead = {"generation_lookahead": 1}
+    assert curve(make(speaks, declared("completion", length), config=ahead)) == curve(
+        make(speaks, length, config=ahead)
+    )
+
+
+def test_functions_get_what_trl_gives_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours: list[dict[str, Any]] = []
+    trls: list[dict[str, Any]] = []
+
+    def notes(**arguments: Any) -> list[float]:
+        ours.append(arguments)
+        return [0.0] * len(arguments["prompts"])
+
+    def notes_trls(**arguments: Any) -> list[float]:
+        trls.append(arguments)
+        return [0.0] * len(arguments["prompts"])
+
+    score = trl.GRPOTrainer._calculate_rewards
+
+    def twice(trainer: Any, *args: Any) -> Any:
+        stand_ins, trainer.reward_funcs = trainer.reward_funcs, [notes_trls]
+        score(trainer, *args)
+        trainer.reward_funcs = stand_ins
+        return score(trainer, *args)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", twice)
+    for overlaps in (True, False):
+        make(speaks, notes, config={"max_steps": 1, "overlap_rewards": overlaps}).train()
+    for own, given in zip(ours, trls, strict=True):
+        assert own.keys() == given.keys()
+        logs = {"log_extra", "log_metric"}
+        assert {name: own[name] for name in own.keys() - logs} == {name: given[name] for name in given.keys() - logs}
+
+
+def test_they_run_while_log_probabilities_are_computed(make: Make) -> None:
+    computing = threading.Event()
+
+    def waits(completions: list[Any], **_: Any) -> list[float]:
+        assert computing.wait(PATIENCE_S)
+        return [1.0] * len(completions)
+
+    trainer = make(speaks, waits, config={"max_steps": 1})
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def computes(*args: Any, **kwargs: Any) -> Any:
+        computing.set()
+        return compute(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = computes  # type: ignore[method-assign]
+    (step,) = steps_of(trainer)
+    assert step["reward"] == 1.0
+
+
+@pytest.mark.parametrize("unit", ["completion", "group"])
+def test_declared_ones_begin_while_others_are_sampled(make: Make, unit: str) -> None:
+    scored, asked = threading.Event(), []
+
+    def holds_the_last_back(text: str, seed: int) -> str:
+        asked.append(seed)
+        if len(asked) == 8:
+            assert scored.wait(PATIENCE_S)
+        return speaks(text, seed)
+
+    def notes(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+        scored.set()
+        return length(completions)
+
+    trainer = make(holds_the_last_back, declared(unit, notes), config={"max_steps": 1})
+    assert len(steps_of(trainer)) == 1
+
+
+def test_conversations_are_scored_as_they_end(make: Make) -> None:
+    """One that calls a tool has not ended with its first turn."""
+    tables = []
+    for kind in (right, declared("completion", right), declared("group", right)):
+        trainer = make(calculates, kind, tools=[times])
+        tables.append(curve(trainer))
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_what_was_said_early_is_what_trl_says(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be scored twice, and nobody would notice."""
+    calls: list[int] = []
+
+    def counts(completions: list[Any], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        return length(completions)
+
+    start, early = Scoring.start, []
+
+    def noted(scoring: Scoring, *args: Any, **kwargs: Any) -> None:
+        early.append({*scoring._arrived})
+        start(scoring, *args, **kwargs)
+
+    monkeypatch.setattr(Scoring, "start", noted)
+    make(calculates, declared("completion", counts), tools=[times]).train()
+    assert early == [{*range(8)}] * 2
+    assert sum(calls) == 16
+
+
+def test_fields_of_a_rollout_function_reach_them(make: Make) -> None:
+    def rolls(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        ids = [[5, 6] for _ in prompts]
+        logprobs = [[-1.0, -1.0] for _ in prompts]
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": logprobs, "won": [*range(len(prompts))], "at": 3}
+
+    def sees(won: list[int], at: list[int], **_: Any) -> list[float]:
+        assert at == [3] * len(won)
+        return [float(value) for value in won]
+
+    for reward in (sees, declared("completion", sees)):
+        (first, _) = steps_of(make(speaks, reward, rollout_func=rolls))
+        assert first["reward"] == 3.5
