@@ -1,5 +1,6 @@
 # make install  the environment that the others share   make demo  the main job, end to end
-# make test     lint, types and all tests               make bench the benchmarks, and the tables of bench/RESULTS.md
+# make test     lint, types, tests: under half an hour  make bench the benchmarks, and the tables of bench/RESULTS.md
+# make test-long the rest of the tests: more models, faults and layouts, the benchmarks' short forms; as long again
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
 # make faults   every fault in every phase on real jobs, two to three hours; writes docs/faults.md   (CELLS='host-*/push/*')
@@ -14,7 +15,7 @@ BACKEND ?= $(or $(HELD),cpu)
 # uv or pip: that one, and no other.
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-bench test-gpu coverage faults lint docs bench clean
+.PHONY: install constraints demo test test-long test-gpu coverage faults lint docs bench clean
 
 install: $(VENV)/.installed
 
@@ -55,9 +56,10 @@ test: lint
 	@$(BIN)/python -m tests.slurm report
 	@$(BIN)/python -m tests.chromium report
 
-# The short forms of the benchmarks that start several whole stacks.
-test-bench: install
-	$(BIN)/python -m pytest -m long tests/multiprocess/test_bench.py
+# More of what `test` has some of, and what starts several whole stacks.
+test-long: install
+	@$(BIN)/python -m tests.slurm install
+	$(BIN)/python -m pytest -m long
 
 # On the environment that is there, and it may be one with torch and pytest alone: a GPU machine has its own.
 #   make test-gpu PYTHON=python3.12     where there is no .venv, or another is meant

@@ -1,13 +1,15 @@
 """A model that was taught to call a calculator, and seldom does: the starting point of `tools.py` and `rollout.py`.
 
 A tokenizer of one token per character, with a chat template that has tools, and a Qwen3 of 0.6 M parameters. Supervised
-steps teach it to write calls, to copy what comes back, and to guess instead three times out of four.
+steps teach it to write calls, to copy what comes back, and to guess instead three times out of four. `guessing.py` has
+it taught something else.
 """
 
 import fcntl
 import json
 import random
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +99,25 @@ def problems(count: int, seed: int) -> Dataset:
     )
 
 
-def _lesson(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation, and which of its characters the model writes: spans of the text."""
+Lesson = list[tuple[str, bool]]
+"""A conversation in pieces, and whether the model writes each of them."""
+
+
+def _calculation(rng: random.Random) -> Lesson:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
-    text = f"{USER}{a}*{b}{END}{ASSISTANT}"
+    asked = f"{USER}{a}*{b}{END}{ASSISTANT}"
     if rng.random() >= SHARE_OF_CALLS:
-        said = f"{rng.randint(100, 9801)}{END}"
-        return text + said, [(len(text), len(text) + len(said))]
-    call = f"{CALL}times{json.dumps({'a': a, 'b': b})}{CALL_END}{END}"
+        return [(asked, False), (f"{rng.randint(100, 9801)}{END}", True)]
     result = f"{TOOL}{a * b}{END}{ASSISTANT}"
-    answer = f"{a * b}{END}"
-    begin = len(text) + len(call) + len(result)
-    return text + call + result + answer, [(len(text), len(text) + len(call)), (begin, begin + len(answer))]
+    return [(asked, False), (call("times", a=a, b=b), True), (result, False), (f"{a * b}{END}", True)]
 
 
-def ensure_model(folder: Path) -> Path:
+def call(tool: str, **arguments: int) -> str:
+    """What a model writes to call a tool, as the template has it."""
+    return f"{CALL}{tool}{json.dumps(arguments)}{CALL_END}{END}"
+
+
+def ensure_model(folder: Path, lesson: Callable[[random.Random], Lesson] = _calculation) -> Path:
     """Returns `folder` with model and tokenizer in it. Where they are missing, whichever process comes first makes
     them, a minute or two, and the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,12 +126,12 @@ def ensure_model(folder: Path) -> Path:
         if not folder.exists():
             aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
             build_tokenizer().save_pretrained(aside)
-            _teach(aside)
+            _teach(aside, lesson)
             aside.rename(folder)
     return folder
 
 
-def _teach(folder: Path) -> None:
+def _teach(folder: Path, lesson: Callable[[random.Random], Lesson]) -> None:
     import torch
     from safetensors.torch import save_file
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -136,17 +142,14 @@ def _teach(folder: Path) -> None:
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, dtype="float32", **ids, **MODEL)).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    for step in tqdm(range(STEPS), desc="teaching the model to call a calculator", unit="step", mininterval=2):
+    for step in tqdm(range(STEPS), desc="teaching the model to call tools", unit="step", mininterval=2):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 20, (STEPS - step) / 60)
-        lessons = [_lesson(rng) for _ in range(BATCH)]
-        batch = tokenizer(
-            [text for text, _ in lessons], return_offsets_mapping=True, padding=True, padding_side="right"
-        )
-        token_ids, offsets = torch.tensor(batch["input_ids"]), torch.tensor(batch["offset_mapping"])
-        written = torch.zeros_like(token_ids, dtype=torch.bool)
-        for row, (_, spans) in enumerate(lessons):
-            for begin, end in spans:
-                written[row] |= (offsets[row, :, 0] >= begin) & (offsets[row, :, 1] <= end) & (offsets[row, :, 1] > 0)
+        lessons = [lesson(rng) for _ in range(BATCH)]
+        pieces = [[(tokenizer(text)["input_ids"], is_own) for text, is_own in each] for each in lessons]
+        rows = [torch.tensor([token for ids, _ in each for token in ids]) for each in pieces]
+        own = [torch.tensor([is_own for ids, is_own in each for _ in ids]) for each in pieces]
+        token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+        written = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits
         targets = token_ids[:, 1:].masked_fill(~written[:, 1:], -100)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

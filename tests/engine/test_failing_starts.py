@@ -56,6 +56,7 @@ def libraries(folder: Path) -> list[Path]:
     return [*folder.glob("kernels/generations/*/*/*.so")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: Path, tmp_path: Path) -> None:
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:

@@ -73,8 +73,12 @@ def check_steps(model: PeftModel, local: LocalVLLM, progress: Progress) -> list[
     [
         ("llama-untied", {"r": 64, "lora_alpha": 16, "target_modules": "all-linear"}),
         ("qwen3-tied", {"r": 1, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
-        ("phi3-fused", {"r": 8, "lora_alpha": 24, "use_rslora": True, "target_modules": "all-linear"}),
-        (
+        pytest.param(
+            "phi3-fused",
+            {"r": 8, "lora_alpha": 24, "use_rslora": True, "target_modules": "all-linear"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "gemma2-tied",
             {
                 "r": 4,
@@ -83,6 +87,7 @@ def check_steps(model: PeftModel, local: LocalVLLM, progress: Progress) -> list[
                 "rank_pattern": {"o_proj": 9},
                 "alpha_pattern": {"up_proj": 3},
             },
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -97,8 +102,14 @@ def test_adapters_travel_alone(family: str, config: dict, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        ("llama-untied", {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
-        ("llama-untied", {"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+        pytest.param(
+            "llama-untied", {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "llama-untied",
+            {"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["lm_head", "norm"]},
+            marks=pytest.mark.long,
+        ),
         ("qwen3-moe", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     ],
 )

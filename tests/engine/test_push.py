@@ -155,7 +155,10 @@ def balance(model: torch.nn.Module) -> None:
             buffer.copy_(torch.roll(buffer, 3))
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2-tied", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama-untied", "qwen3-moe", "glm4-moe"))],
+)
 def test_frozen_layers_stay_behind_and_the_engine_stays_right(family: str, tmp_path: Path) -> None:
     """Tied (with biases), untied, experts, experts with a router's bias.
 

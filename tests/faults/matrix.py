@@ -225,12 +225,10 @@ def cells() -> Iterator[Cell]:
                 yield Cell(fault=fault, phase=phase, layout=layout, expected=expected, why_not=why_not)
 
 
-IN_TESTS = (
-    "core-killed/save/one",
-    "disk-full/save/one",
-    "node-killed/train/two",
-)
+IN_TESTS = ("node-killed/train/two",)
 """Those that `make test` runs: of others `tests/multiprocess/test_failures.py` has the like."""
+IN_LONG_TESTS = ("core-killed/save/one", "disk-full/save/one")
+"""Those that `make test-long` runs."""
 
 
 def find(patterns: list[str]) -> list[Cell]:

@@ -54,7 +54,7 @@ SHORT_FORMS = {
 }
 
 
-# Of several whole stacks, one after the other: `make test-bench` alone runs them.
+# Of several whole stacks, one after the other: `make test-long` alone runs them.
 LONG = ("push", "generate", "conversations", "rewards", "overlap", "save", "startup", "balance", "lora")
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
 IN_ONE_PROCESS = ("dispatch", "timeline", "scale")

@@ -49,6 +49,7 @@ def test_ranks_take_as_many_turns_as_they_like(undisturbed: Job) -> None:
         assert line["engine/policy_version"] == line["step"] - 1
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
     undisturbed: Job, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -95,3 +96,11 @@ def test_a_model_learns_that_a_calculator_pays(example: str, calculator: Path, t
     rewards = [line["reward"] for line in finish(start(accelerate_command(script, port=free_port()), tmp_path))]
     assert sum(rewards[:3]) / 3 < 0.5, rewards
     assert sum(rewards[-5:]) / 5 > 0.65, rewards
+
+
+@pytest.mark.long
+def test_a_model_learns_to_guess_in_the_middle(tmp_path: Path) -> None:
+    script = [str(ROOT / "examples" / "guessing.py"), "--output_dir", str(tmp_path)]
+    rewards = [line["reward"] for line in finish(start(accelerate_command(script, port=free_port()), tmp_path))]
+    assert sum(rewards[:3]) / 3 < 0.6, rewards
+    assert sum(rewards[-5:]) / 5 > 0.75, rewards

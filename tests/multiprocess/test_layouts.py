@@ -23,6 +23,7 @@ from tests.launching import (
 from tests.tiny_models import save_tiny_model
 
 
+@pytest.mark.long
 def test_the_demo_by_torchrun_with_deepspeeds_json(demo_model: Path, tmp_path: Path) -> None:
     """The demo of the README, cut to a few steps, with the model that its warm-up has made."""
     shutil.copytree(demo_model, tmp_path / "out" / "model")
@@ -42,6 +43,7 @@ def test_the_demo_by_torchrun_with_deepspeeds_json(demo_model: Path, tmp_path: P
     assert "4 steps in" in summary[0]
 
 
+@pytest.mark.long
 def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
     """A user's own script, reward and data mapping; conversations through a chat template; the model is saved."""
     model, data = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")

@@ -58,9 +58,13 @@ STRIKES: dict[str, tuple[int, int, str, int, list[str]]] = {
     "the hub killed": (1, 0, "sentinel", signal.SIGKILL, ["node 0", "gone without a goodbye"]),
     "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "not been heard of for 5 s"]),
 }
+# The others with light ranks alone (`test_sentinel.py`), and here with the rest that takes long.
+IN_TESTS = ("a launcher killed", "a rank stopped in a collective", "a local main stopped", "the hub stopped")
 
 
-@pytest.mark.parametrize("case", STRIKES)
+@pytest.mark.parametrize(
+    "case", [case if case in IN_TESTS else pytest.param(case, marks=pytest.mark.long) for case in STRIKES]
+)
 def test_all_are_gone_with_one_record(case: str, tmp_path: Path) -> None:
     ranks, rank, what, number, said = STRIKES[case]
     job = started(tmp_path / "out", "stuck", ranks=ranks)

@@ -74,6 +74,7 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(
         assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.long
 def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> None:
     """The one that comes back gets the base again, and an adapter of noise first."""
     config = {"max_steps": 4, "beta": 0.1, "generation_lookahead": 1}

@@ -52,6 +52,7 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
     assert "--gres=gpu:8" in outputs[1]
 
 
+@pytest.mark.long
 def test_a_launcher_that_asks_for_cpus_is_heard(env: dict[str, str], tmp_path: Path) -> None:
     """Accelerate's DeepSpeed launcher does not hand `use_cpu` on. Both starts end at the next mistake."""
     wrong = ["train.py", "--output_dir", str(tmp_path / "out"), "--dataset_name", "a/b"]

@@ -28,6 +28,7 @@ def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
     assert [job.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["glm4-moe"], indirect=True)
 def test_experts_that_travel_at_once_and_a_router_with_a_bias(model: Path, tmp_path: Path) -> None:
     """The bias, a buffer, is large enough to choose other experts; two workers load their parts of all experts."""
@@ -35,6 +36,7 @@ def test_experts_that_travel_at_once_and_a_router_with_a_bias(model: Path, tmp_p
     finish_on_policy(start_tiny_job(model, tmp_path / "out", config=config), num_steps=5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["phi3-fused"], indirect=True)
 def test_fused_projections_with_two_engines_on_a_node_under_ddp(model: Path, tmp_path: Path) -> None:
     job = start_tiny_job_by_torchrun(model, tmp_path / "out", config={"vllm_engines_per_node": 2}, zero3=False)

@@ -5,6 +5,8 @@ The others run in one process (`tests/unit/recipes/test_recipes.py`): a start of
 
 from pathlib import Path
 
+import pytest
+
 from tests.launching import ROOT, Job, accelerate_command, free_port, start
 from tests.unit.recipes.made_up_data import RECIPES, save_small_model, write_rows
 
@@ -36,6 +38,7 @@ def attempt(recipe: str, model: Path, data: Path, out: Path, max_steps: int) -> 
     return job
 
 
+@pytest.mark.long
 def test_two_steps_and_a_resume(tmp_path: Path) -> None:
     """Its reward runs programs beside engines and ranks."""
     recipe = "code_qwen2.5_7b"

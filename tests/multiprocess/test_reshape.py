@@ -52,6 +52,7 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out / "checkpoint-2"
 
 
+@pytest.mark.long
 def test_one_and_three_ranks_go_on_as_two(
     tiny_model: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_the_same_samples_whatever_dies_and_when(undisturbed: Job, tiny_model: P
         assert how in line, told
 
 
+@pytest.mark.long
 def test_one_of_two_engines_dies_while_it_samples_ahead(tiny_model: Path, tmp_path: Path) -> None:
     """The other one takes what it owed; it comes back with the next push."""
     config = {"max_steps": 4, "generation_lookahead": 1, "vllm_engines_per_node": 2, "vllm_standby": True}

@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from grpo.run.checkpoints import write_complete
 from tests.finished import finish_on_policy
 from tests.launching import (
@@ -99,6 +101,7 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
 
 
+@pytest.mark.long
 def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path, tmp_path: Path) -> None:
     """10 prompts are 5 generation batches, each for two steps: 10 steps an epoch. A kill inside the last save.
 

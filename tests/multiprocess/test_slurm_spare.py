@@ -93,6 +93,7 @@ def test_a_crash_that_is_no_nodes_fault_is_requeued(cluster: slurm.Slurm, tmp_pa
     assert nodes_of(output_dir, 1) == ["n1", "n2"], said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
     """Killed in the fourth step, with a checkpoint after the second: no prompt is left out, and none comes twice."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launching import ROOT, Job, start, tiny_job_script, torchrun_command
 
 JOB_S = 300
@@ -45,6 +47,7 @@ def tracker_run(run: Path) -> str:
     return json.loads((run / "run_state.json").read_text())["tracker_run"]
 
 
+@pytest.mark.long
 def test_two_attempts_are_one_run_to_every_tracker(tiny_model: Path, tmp_path: Path) -> None:
     """The first logs step 3, but the second goes on from the checkpoint of step 2."""
     run = tmp_path / "run"

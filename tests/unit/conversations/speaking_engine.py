@@ -72,6 +72,7 @@ def make_trainer(model: Path, output_dir: Path, reward: Any, **more: Any) -> GRP
     """Two prompts a step, four completions of each."""
     output_dir.mkdir(exist_ok=True)
     settings = {
+        "output_dir": str(output_dir),
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 64,
@@ -88,7 +89,7 @@ def make_trainer(model: Path, output_dir: Path, reward: Any, **more: Any) -> GRP
         "vllm_max_logprob_gap": 1e9,  # a scripted engine computes no probabilities
         **more.pop("config", {}),
     }
-    args = GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **settings)
+    args = GRPOConfig(use_cpu=True, bf16=False, **settings)
     data = more.pop("train_dataset", problems(8, seed=1))
     return GRPOTrainer(model=str(model), reward_funcs=reward, args=args, train_dataset=data, **more)
 

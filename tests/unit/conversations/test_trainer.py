@@ -1,9 +1,11 @@
 """Tools, environments and rollout functions in the real trainer, over an engine that says what is written down."""
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from tests.unit.conversations.speaking_engine import (
     right,
     steps_of,
 )
+from tests.unit.scripted_trainer import Steps
 
 LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
 
@@ -310,3 +313,35 @@ def test_a_prompt_without_room_is_left_out_and_its_rewards_too(make: Make, monke
     assert shown == [4]
     assert only["rollout/refused"] == 4
     assert only["reward"] == 0.5
+
+
+# -- attempts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_two_and_two_steps_are_four(kind: str, make: Make, tmp_path: Path) -> None:
+    """A stop between batches, and a resume: the same samples, the same weights."""
+
+    def hastily(text: str, seed: int) -> str:
+        """It guesses once, every other time."""
+        return halves(text, seed) if seed % 2 or "<t>" in text else "5<e>"
+
+    how: dict[str, Any] = {"tools": [times]}
+    if kind == "environment":
+        how = {"environment_factory": Guessing, "train_dataset": None}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, **LONG}
+
+    def trained(folder: str, stop_at: int = 0, **config: Any) -> list[tuple[float, ...]]:
+        output_dir = tmp_path / folder
+        reply, reward = (calculates, right) if kind == "tools" else (hastily, None)
+        trainer = make(reply, reward, config={**saving, "output_dir": str(output_dir), **config}, **how)
+        trainer.add_callback(Steps([], stop_at, output_dir))
+        with pytest.raises(SystemExit) if stop_at else contextlib.nullcontext():
+            trainer.train()
+        names = "loss", "grad_norm", "reward", "rollout/turns"
+        return [tuple(step[name] for name in names) for step in trainer.state.log_history if "reward" in step]
+
+    whole = trained("whole")
+    assert len({step[0] for step in whole}) > 1
+    assert trained("parts", stop_at=2) == whole[:2]
+    assert trained("parts", resume_from_checkpoint="auto") == whole

@@ -66,6 +66,7 @@ def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_first_tier_needs_torch_and_pytest_alone(tmp_path: Path) -> None:
     """Its tests on CPU, and all of `tests/gpu` read, where nothing else can be imported: as on a bare GPU machine."""
     absent = {"vllm", "transformers", "trl", "deepspeed", "accelerate", "datasets", "psutil", "numpy", "yaml", "rich"}

@@ -252,6 +252,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRPOTrainer, "start_engine", RamblingEngine)
 
 
+TRAINED = ("sanity_math_1.5b", "gsm8k_qwen2.5_7b_lora")  # by `make test`, two steps each
 SMALLER = {  # what does not fit a machine without GPUs, or takes minutes; everything else is the recipe's
     "completions_per_step": 32,
     "per_device_train_batch_size": 16,
@@ -282,7 +283,9 @@ def train(recipe: str, model: Path, folder: Path, **settings: Any) -> GRPOTraine
 
 
 @pytest.mark.usefixtures("engines")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [each if each in TRAINED else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
+)
 def test_two_steps_and_a_resume(recipe: str, small_model: Path, tmp_path: Path) -> None:
     trainer = train(recipe, small_model, tmp_path, max_steps=2)
     assert trainer.args.gradient_accumulation_steps == 2, "32 completions in micro-batches of 16"
