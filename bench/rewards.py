@@ -26,7 +26,7 @@ from grpo import GRPOConfig, GRPOTrainer, scores_each
 GOAL = 0.9
 STOPS = 1  # of 128 tokens: a completion has about 128
 TOKENS = 900
-PROMPTS = 16
+GENERATIONS = 4
 
 
 class Service:
@@ -57,7 +57,7 @@ def make_trainer(reward: Any, model: Path, folder: Path, options: Any, *, overla
         use_cpu=on_cpu,
         bf16=False,
         per_device_train_batch_size=options.completions,
-        num_generations=options.completions // PROMPTS,
+        num_generations=GENERATIONS,
         max_completion_length=TOKENS,
         vllm_max_model_length=TOKENS + 100,
         generation_kwargs={"stop_token_ids": [*range(120, 120 + STOPS)]},
@@ -68,15 +68,14 @@ def make_trainer(reward: Any, model: Path, folder: Path, options: Any, *, overla
         check_rewards=False,
         disable_tqdm=True,
     )
-    prompts = [[{"role": "user", "content": f"row {row}"}] for row in range(PROMPTS)]
+    prompts = [[{"role": "user", "content": f"row {row}"}] for row in range(options.completions // GENERATIONS)]
     data = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(model=str(model), reward_funcs=reward, args=args, train_dataset=data)
 
 
 def seconds_of(trainer: Any, service: Service, delay_s: float) -> float:
     """Of one batch, from its prompts to its advantages; the weights are there."""
-    group = trainer.num_generations
-    inputs = [row for row in trainer.train_dataset for _ in range(group)]
+    inputs = [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
     service.delay_s = delay_s
     begun = time.perf_counter()
     trainer._generate_and_score_completions(inputs)

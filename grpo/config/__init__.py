@@ -171,8 +171,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=True,
         metadata={
             "help": "Run reward functions in a thread while the trainer computes log-probabilities; False for "
-            "functions that only the main thread may call, or that talk to other ranks. One that fails because of its "
-            "thread is called in the main thread without this."
+            "functions that talk to other ranks or use the trained model. One that only the main thread may call is "
+            "found out and called there without this."
         },
     )
     heartbeat_timeout: float = field(

@@ -57,18 +57,22 @@ class CallLimits:
         try:
             yield
         finally:
-            with self._lock:
-                del self._calls[number]
-                self._arm()
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            self._calls.pop(number, None)
+            self._arm()
 
     def _arm(self) -> None:
         """See to the call that has to end first."""
-        first = min(self._calls.values(), key=lambda call: call.deadline_s, default=None)
+        number = min(self._calls, key=lambda number: self._calls[number].deadline_s, default=None)
+        first = None if number is None else self._calls[number]
         if first is self._first:
             return
         self._first = first
         self._armed.close()
-        if first is None:
+        if number is None or first is None:
             if self._link is not None:
                 self._link.say_no_limit()
             return
@@ -78,7 +82,8 @@ class CallLimits:
             self._link.say_limit(left_s, first.phase, first.cause, thread=first.thread)
         else:
             self._armed.enter_context(ending_process(left_s + ALONE_GRACE_S))
-            self._armed.enter_context(on_expiry(left_s, lambda: self._expire(first)))
+            self._armed.enter_context(on_expiry(left_s, lambda: self._expire(number, first)))
 
-    def _expire(self, call: _Call) -> None:
+    def _expire(self, number: int, call: _Call) -> None:
+        self._end(number)  # Python code runs: nothing has to end this process
         self._fail(f"{call.cause}; it was here, the innermost call first:\n{self._stacks.now(call.thread)}", call.phase)

@@ -9,7 +9,7 @@ import re
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grpo.job.failure import GenerationDropped, JobFailed
@@ -103,15 +103,23 @@ def _tells_of_the_machine(text: str) -> bool:
 
 def may_be_an_echo(error: BaseException) -> bool:
     """Whether `error` may be the consequence of another rank's failure."""
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in with_causes(error):
         if any(_OF_A_GROUP.fullmatch(f"{kind.__module__}.{kind.__name__}") for kind in type(seen).__mro__):
             return True
         text = str(seen).lower()
         if isinstance(seen, RuntimeError) and any(word in text for word in _ECHOES):
             return True
-        seen = seen.__cause__ or seen.__context__
     return False
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on; each once, for `raise error from error` makes a circle."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

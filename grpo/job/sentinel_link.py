@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 from grpo.job.failure import FailureRecord
@@ -33,6 +34,7 @@ class SentinelLink:
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
         self._state: dict[str, dict[str, Any]] = {}
         self._unsaid: set[str] = set()  # of which the sentinel does not know yet
+        self._saying = threading.Lock()
         self._table: dict[str, list[Any]] = {}
         self._answered = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,14 +74,24 @@ class SentinelLink:
             overdue: what to say then.
             thread: see `read_stacks`.
         """
-        self._keep("limit", timeout_s=timeout_s, phase=phase, overdue=overdue, thread=thread)
+        until_s = time.monotonic() + timeout_s
+        self._keep("limit", until_s=until_s, phase=phase, overdue=overdue, thread=thread)
 
     def say_no_limit(self) -> None:
         """It is done."""
-        self._keep("limit", timeout_s=None, phase="", overdue="", thread=0)
+        self._keep("limit", until_s=None, phase="", overdue="", thread=0)
 
     def _keep(self, kind: str, **values: Any) -> None:
-        self._state[kind] = values
+        with self._saying:
+            self._state[kind] = values
+            self._say_again(kind)
+
+    def _say_again(self, kind: str) -> None:
+        """As it is now. With the lock held."""
+        values = dict(self._state[kind])
+        if kind == "limit":
+            until_s = values.pop("until_s")
+            values["timeout_s"] = None if until_s is None else until_s - time.monotonic()
         (self._unsaid.discard if self.say(kind, **values) else self._unsaid.add)(kind)
 
     # -- what is heard --------------------------------------------------------------------------------------------
@@ -100,8 +112,9 @@ class SentinelLink:
             else:
                 self.is_gone = True
                 found = self._place.is_gone(silent_s, self._timeout_s)
-        for kind in [*self._unsaid]:
-            self._keep(kind, **self._state[kind])
+        with self._saying:
+            for kind in [*self._unsaid]:
+                self._say_again(kind)
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
             if self._place.pid:  # it has told it

@@ -45,6 +45,8 @@ def _work(calls: _Calls, prepare: Callable[[], None]) -> None:
                 if trouble is not None:
                     raise trouble
                 future.set_result(call())
+            except StopIteration as error:  # which no future of asyncio's takes
+                future.set_exception(RuntimeError(f"StopIteration: {error}"))
             except BaseException as error:  # noqa: BLE001  thread boundary: whoever waits for it raises it
                 future.set_exception(error)
         del given, call, future  # while this thread waits it holds nothing of anybody's

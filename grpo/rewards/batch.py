@@ -1,5 +1,6 @@
 """A rank's batch, as reward functions see it: all of it, or some of its rows."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,9 +39,15 @@ class Rows:
     def __len__(self) -> int:
         return len(self.completions)
 
+    def hold(self, completions: Sequence[Any], completion_ids: Sequence[Any]) -> bool:
+        """Whether these are the completions."""
+        return self.completions == [*completions] and self.completion_ids == [[*ids] for ids in completion_ids]
+
     def of(self, rows: Sequence[int], notes: "Notes") -> dict[str, Any]:
-        """For a call that scores `rows`."""
+        """For a call that scores `rows`. Its own copies of what was said: TRL may still make tensors of it."""
         columns = {name: [values[row] for row in rows] for name, values in self._columns.items()}
+        columns |= {name: copy.deepcopy(columns[name]) for name in ("prompts", "completions")}
+        columns["completion_ids"] = [[*ids] for ids in columns["completion_ids"]]
         return {
             **columns,
             "trainer_state": self._state,
@@ -69,18 +76,25 @@ def log_all(
     log_extra: Callable[[str, list[Any]], None],
     log_metric: Callable[[str, float], None],
 ) -> None:
-    """Log what calls have noted, each column once and in the order of rows, whoever came first."""
-    columns: defaultdict[str, list[Any]] = defaultdict(lambda: [None] * num_rows)
+    """Log what calls have noted, each column once and in the order of rows, whoever came first.
+
+    Values that are not one for each of a call's rows go behind each other, as TRL has it.
+    """
+    columns: defaultdict[str, list[tuple[Sequence[int], list[Any]]]] = defaultdict(list)
     for rows, notes in sorted(calls, key=lambda call: tuple(call[0])):
+        own: defaultdict[str, list[Any]] = defaultdict(list)
         for column, values in notes.extra:
-            if len(values) != len(rows):
-                raise ValueError(
-                    f"log_extra({column!r}, ...) was given {len(values)} values for {len(rows)} completions: give one "
-                    "for each"
-                )
-            for row, value in zip(rows, values, strict=True):
-                columns[column][row] = value
+            own[column] += values
+        for column, values in own.items():
+            columns[column].append((rows, values))
         for name, value in notes.metrics:
             log_metric(name, value)
-    for column, in_rows in columns.items():
+    for column, parts in columns.items():
+        if any(len(values) != len(rows) for rows, values in parts):
+            log_extra(column, [value for _, values in parts for value in values])
+            continue
+        in_rows: list[Any] = [None] * num_rows
+        for rows, values in parts:
+            for row, value in zip(rows, values, strict=True):
+                in_rows[row] = value
         log_extra(column, in_rows)

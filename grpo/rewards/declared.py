@@ -1,6 +1,7 @@
 """What a user says of a reward function: that it scores a completion, or a group of them, by itself."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -26,19 +27,30 @@ def scores_each(unit: Unit) -> Callable[[Function], Function]:
 
     Raises:
         ValueError: for another word.
+        TypeError: for what cannot be marked, such as a method of an object: mark it where its class defines it.
     """
     if unit not in ("completion", "group"):
         raise ValueError(f'scores_each({unit!r}): a function scores each "completion" or each "group" by itself')
 
     def declare(func: Function) -> Function:
-        setattr(func, _MARK, unit)
+        try:
+            setattr(func, _MARK, (unit, func))
+        except AttributeError as error:
+            raise TypeError(f"scores_each cannot mark {func!r}: mark the function that it is made of") from error
         return func
 
     return declare
 
 
 def unit_of(func: Any) -> Unit | None:
-    """What was declared; None: the function may look at the whole batch."""
-    while isinstance(func, functools.partial) and not hasattr(func, _MARK):
+    """What was declared; None: the function may look at the whole batch.
+
+    Of this very function: `functools.wraps` copies a mark to what is wrapped around it, and may normalise.
+    """
+    while isinstance(func, functools.partial) and _MARK not in vars(func):
         func = func.func
-    return getattr(func, _MARK, None)
+    for marked in (func, getattr(func, "__func__", None), inspect.getattr_static(type(func), "__call__", None)):
+        unit, owner = getattr(marked, _MARK, (None, None))
+        if owner is marked and marked is not None:
+            return unit
+    return None

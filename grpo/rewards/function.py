@@ -1,22 +1,31 @@
 """One reward function: its deadline, its place on the timeline, and whether it can run beside the main thread."""
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from grpo.job.mistakes import with_causes
 from grpo.job.watch import FailureWatch
 from grpo.rewards.declared import unit_of
 from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import SCORE
 
 PHASE = "reward"
-_set_handler: Any = signal.signal
-_noticed: dict[int, list[int]] = {}
-"""By thread: of which signals it has tried to set the handlers."""
+_PATCHED = ("signal", "alarm", "setitimer")
+_originals: dict[str, Any] = {}
+_patching = threading.Lock()
+_noticed: dict[int, list[str]] = {}
+"""By thread: what it has tried to do with signals."""
+
+
+_MAIN_THREAD = ("main thread", "same thread", "event loop in thread", "threaded environment")
+"""What errors say of code that another thread may not run: signals, SQLite, asyncio, verifiers of mathematics."""
 
 
 class NeedsMainThreadError(Exception):
@@ -42,63 +51,71 @@ class RewardFunction:
         cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout)"
         self._limit = PHASE, timeout_s, cause
 
-    def now(self, arguments: dict[str, Any]) -> Any:
+    def now(self, arguments: dict[str, Any]) -> list[Any]:
         """In the main thread, which does nothing else meanwhile."""
         with self._timeline.span(SCORE, name=self.name), self._watch.limited(*self._limit):
-            return self._func(**arguments)
+            return list(self._func(**arguments))
 
-    def in_thread(self, arguments: dict[str, Any]) -> Any:
+    def in_thread(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
         """In any thread.
+
+        Args:
+            limit: holds the deadline; whoever closes it waits for the call no more.
 
         Raises:
             NeedsMainThreadError: and what it brings, or raises, is of no worth.
         """
-        with _noticing_signals() as noticed, self._span(), self._watch.limits.around(*self._limit):
+        with _noticing_signals() as noticed, self._span(), limit:
+            limit.enter_context(self._watch.limits.around(*self._limit))
             try:
-                rewards = self._func(**arguments)
+                rewards = list(self._func(**arguments))
             except Exception as error:
-                if _is_about_threads(error):
+                if noticed or _is_of_main_thread(error):
                     raise NeedsMainThreadError(f"{type(error).__name__}: {error}") from error
                 raise
             if noticed:
-                raise NeedsMainThreadError("it sets a handler of signals")
+                raise NeedsMainThreadError(f"it calls signal.{noticed[0]}")
             return rewards
 
-    async def awaited(self, arguments: dict[str, Any]) -> Any:
-        """In an event loop."""
-        with self._span(), self._watch.limits.around(*self._limit):
-            return await self._func(**arguments)
+    async def awaited(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
+        """In an event loop; otherwise as `in_thread`."""
+        with self._span(), limit:
+            limit.enter_context(self._watch.limits.around(*self._limit))
+            try:
+                return list(await self._func(**arguments))
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and nobody would hear of it
+                raise RuntimeError(f"reward function {self.name} raised {type(error).__name__}: {error}") from error
 
     def _span(self) -> Any:
         return self._timeline.span(SCORE, f"{PHASE} {self.name}", name=self.name)
 
 
-def _is_about_threads(error: BaseException | None) -> bool:
-    """Whether the error, or what has led to it, speaks of threads: that signals, a connection of SQLite or an event
-    loop belong to another one."""
-    while error is not None:
-        if "thread" in str(error).lower():
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _is_of_main_thread(error: BaseException) -> bool:
+    """Whether the error, or what has led to it, says that only the main thread may do this."""
+    return any(words in str(cause) for cause in with_causes(error) for words in _MAIN_THREAD)
 
 
 @contextlib.contextmanager
-def _noticing_signals() -> Iterator[list[int]]:
-    """The signals whose handlers this thread tries to set, which raises; code that sets an alarm may swallow that, and
-    take every answer for a wrong one."""
+def _noticing_signals() -> Iterator[list[str]]:
+    """What this thread tries to do with signals, which raises. Code that sets an alarm may swallow that, and take every
+    answer for a wrong one; the alarm itself would strike the main thread."""
     me = threading.get_ident()
-    _noticed[me] = []
-    vars(signal)["signal"] = _note
+    with _patching:
+        if not _noticed:
+            _originals.update({name: getattr(signal, name) for name in _PATCHED})
+            vars(signal).update({name: functools.partial(_note, name) for name in _PATCHED})
+        found = _noticed[me] = []
     try:
-        yield _noticed[me]
+        yield found
     finally:
-        del _noticed[me]
-        if not _noticed and vars(signal)["signal"] is _note:
-            vars(signal)["signal"] = _set_handler
+        with _patching:
+            del _noticed[me]
+            if not _noticed:
+                vars(signal).update(_originals)
 
 
-def _note(number: int, handler: Any) -> Any:
+def _note(name: str, *arguments: Any) -> Any:
     if (found := _noticed.get(threading.get_ident())) is not None:
-        found.append(number)
-    return _set_handler(number, handler)
+        found.append(name)
+        raise ValueError("signal only works in main thread of the main interpreter")
+    return _originals[name](*arguments)

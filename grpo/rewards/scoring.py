@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +27,9 @@ POLL_S = 0.2  # how often the main thread looks whether the job has failed elsew
 class _Call:
     rows: list[int]
     notes: Notes = field(default_factory=Notes)
-    future: "Future[Any]" = field(default_factory=Future)
+    limit: ExitStack = field(default_factory=ExitStack)
+    """Holds its deadline while it runs."""
+    future: "Future[list[Any]]" = field(default_factory=Future)
 
 
 class Scoring:
@@ -34,8 +37,8 @@ class Scoring:
 
     Synchronous ones run one at a time, in one thread, in the order in which they are given; asynchronous ones side by
     side in the event loop. A function that is declared to score each completion or group by itself (`scores_each`)
-    begins with those that are there. One that finds that it is not in the main thread is called there instead, then
-    and from then on. Models are left to TRL.
+    begins with those that are there. Where a synchronous one finds that it is not in the main thread, it and those
+    behind it are called there instead, then and from then on. Models are left to TRL.
 
     Args:
         timeout_s: of one call.
@@ -58,6 +61,7 @@ class Scoring:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._timeline = timeline or Recorder()
+        self._funcs = [*funcs]
         self._functions = [
             func
             if isinstance(func, nn.Module)
@@ -74,6 +78,13 @@ class Scoring:
         self._calls: defaultdict[RewardFunction, list[_Call]] = defaultdict(list)
         self._queued: dict[RewardFunction, _Call] = {}
         """Calls that have not begun; more rows may join them."""
+
+    def is_of(self, funcs: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any]) -> bool:
+        """Whether these functions score these completions."""
+        return self.scores(funcs) and self._rows is not None and self._rows.hold(completions, completion_ids)
+
+    def scores(self, funcs: Sequence[Any]) -> bool:
+        return len(funcs) == len(self._funcs) and all(a is b for a, b in zip(funcs, self._funcs, strict=True))
 
     @property
     def starts_early(self) -> bool:
@@ -152,6 +163,7 @@ class Scoring:
             for calls in self._calls.values():
                 for call in calls:
                     call.future.cancel()
+                    call.limit.close()
             self._calls, self._queued, self._arrived, self._rows = defaultdict(list), {}, set(), None
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -186,7 +198,7 @@ class Scoring:
         if function.is_async:
             call = _Call(rows=[*rows])
             arguments = self._arguments(call)
-            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments), self._loop())
+            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments, call.limit), self._loop())
             self._calls[function].append(call)
         elif (queued := self._queued.get(function)) is not None:
             queued.rows += rows
@@ -196,7 +208,7 @@ class Scoring:
             call.future = self._worker.run(partial(self._run, function, call))
             self._calls[function].append(call)
 
-    def _run(self, function: RewardFunction, call: _Call) -> Any:
+    def _run(self, function: RewardFunction, call: _Call) -> list[Any]:
         with self._lock:
             if call not in self._calls[function]:
                 raise CancelledError  # another batch has begun
@@ -204,7 +216,7 @@ class Scoring:
                 del self._queued[function]
             call.rows.sort()
             arguments = self._arguments(call)
-        return function.in_thread(arguments)
+        return function.in_thread(arguments, call.limit)
 
     def _arguments(self, call: _Call) -> dict[str, Any]:
         assert self._rows is not None, "a batch has begun"
@@ -213,51 +225,60 @@ class Scoring:
     # -- what TRL gets --------------------------------------------------------------------------------------------
 
     def _collect(self, function: RewardFunction, *, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
+        calls: list[tuple[_Call, list[Any]]] = []
         if function.runs_beside:
-            calls = [(call, self._await(function, call)) for call in self._calls[function]]
-        elif self._kept:
-            calls = [self._now(function, self._kept)]
-        else:
-            calls = []
+            with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
+                try:
+                    calls = [(call, self._await(call)) for call in self._calls[function]]
+                except NeedsMainThreadError as error:
+                    self._move_to_main_thread(function, error)
+        if not function.runs_beside and self._kept:
+            call = _Call(rows=[*self._kept])
+            calls = [(call, function.now(self._arguments(call)))]
         return self._rewards(function, calls, log_extra, log_metric)
 
     def _awaiting(self, function: RewardFunction) -> Callable[..., Any]:
         async def awaiting(*, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
-            call = _Call(rows=[*self._kept])
-            calls = [(call, await function.awaited(self._arguments(call)))] if self._kept else []
+            calls: list[tuple[_Call, list[Any]]] = []
+            if self._kept:
+                call = _Call(rows=[*self._kept])
+                calls = [(call, await function.awaited(self._arguments(call), call.limit))]
             return self._rewards(function, calls, log_extra, log_metric)
 
         return awaiting
 
-    def _now(self, function: RewardFunction, rows: Sequence[int]) -> tuple[_Call, Any]:
-        call = _Call(rows=[*rows])
-        return call, function.now(self._arguments(call))
-
-    def _await(self, function: RewardFunction, call: _Call) -> Any:
+    def _await(self, call: _Call) -> list[Any]:
         """What it returns, which the main thread waits for."""
-        with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
-            while not wait([call.future], POLL_S).done:
-                self._watch.check()
-        try:
-            return call.future.result()
-        except NeedsMainThreadError as error:
-            if function.runs_beside:
-                function.runs_beside = False
-                self._say(
-                    f"WARNING: reward function {function.name} runs in the main thread from now on, and nothing beside "
-                    f"it: {error}"
-                )
-            call.notes = Notes()
-            return function.now(self._arguments(call))
+        self._wait(call)
+        return call.future.result()
+
+    def _wait(self, call: _Call) -> None:
+        while not wait([call.future], POLL_S).done:
+            self._watch.check()
+
+    def _move_to_main_thread(self, function: RewardFunction, error: NeedsMainThreadError) -> None:
+        """It, and all synchronous ones that TRL calls after it, which may rely on what it leaves."""
+        with self._lock:
+            moved = [each for each in self._functions[self._functions.index(function) :] if _may_move(each)]
+            calls = [call for each in moved for call in self._calls.pop(each, [])]
+            for each in moved:
+                each.runs_beside = False
+        for call in calls:
+            if not call.future.cancel():
+                self._wait(call)
+        names = " and ".join(each.name for each in moved)
+        self._say(
+            f"WARNING: {function.name} cannot run beside the main thread: {error}; from now on rewards of {names} are "
+            "computed in it, and nothing beside them"
+        )
 
     def _rewards(
-        self, function: RewardFunction, calls: Sequence[tuple[_Call, Any]], log_extra: Log, log_metric: Log
+        self, function: RewardFunction, calls: Sequence[tuple[_Call, list[Any]]], log_extra: Log, log_metric: Log
     ) -> list[Any]:
         """In the order of rows; None, which TRL takes for "no reward", for each that no call was for."""
         assert self._rows is not None, "a batch has begun"
         rewards: list[Any] = [None] * len(self._rows)
-        for call, returned in calls:
-            values = list(returned)
+        for call, values in calls:
             if len(values) != len(call.rows):
                 raise ValueError(
                     f"reward function {function.name} returned {len(values)} rewards for {len(call.rows)} "
@@ -267,3 +288,7 @@ class Scoring:
                 rewards[row] = value
         log_all([(call.rows, call.notes) for call, _ in calls], len(self._rows), log_extra, log_metric)
         return rewards
+
+
+def _may_move(function: Any) -> bool:
+    return isinstance(function, RewardFunction) and not function.is_async

@@ -61,6 +61,8 @@ class ScoringTrainer(ObservedTrainer):
         """TRL's; rewards begin, at the latest, when it is over."""
         if self._scoring is None:
             return super()._generate(prompts)
+        if not self._scoring.scores(self.reward_funcs):
+            self._score_beside()  # they were changed
         self._is_chat = is_conversational({"prompt": prompts[0]})
         groups = self._groups(len(prompts))
         self._scoring.begin(self._rows(self._inputs, prompts), groups)
@@ -74,6 +76,12 @@ class ScoringTrainer(ObservedTrainer):
         """TRL's; rows whose prompts no engine took are shown to no function, and have no reward."""
         if self._scoring is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not self._scoring.is_of(self.reward_funcs, completions, completion_ids_list):  # of a subclass, or changed
+            self._score_beside()
+            groups = self._groups(len(prompts))
+            self._scoring.start(
+                self._rows(inputs, prompts), completions, completion_ids_list, groups, refused=self._refused
+            )
         functions, self.reward_funcs = self.reward_funcs, self._scoring.stand_ins()
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

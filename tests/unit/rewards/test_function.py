@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def function(func: Callable[..., Any], watch: FailureWatch, timeout_s: float = P
 
 
 def in_thread(func: RewardFunction) -> Any:
-    return Worker("test").run(lambda: func.in_thread({"values": [1]})).result(PATIENCE_S)
+    return Worker("test").run(lambda: func.in_thread({"values": [1]}, ExitStack())).result(PATIENCE_S)
 
 
 def waits_for_a_service(values: list[int]) -> list[float]:
@@ -66,7 +67,8 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
         return []
 
     def trains() -> None:
-        future = Worker("test").run(lambda: function(waits, watch, 0.3).in_thread({"values": [1]}))
+        call = function(waits, watch, 0.3)
+        future = Worker("test").run(lambda: call.in_thread({"values": [1]}, ExitStack()))
         while not future.done():
             watch.check()
             time.sleep(0.01)
@@ -79,7 +81,7 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
 
 def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
     with pytest.raises(JobFailed, match="reward function judge has not returned"), watch.guard():
-        asyncio.run(function(judge, watch, 0.3).awaited({"values": [1]}))
+        asyncio.run(function(judge, watch, 0.3).awaited({"values": [1]}, ExitStack()))
 
 
 HELD = """
@@ -103,6 +105,35 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
     ended = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert "in holds_the_lock" in ended.stderr
+
+
+CAUGHT = """
+import time
+from grpo.job import limits, watch as watches
+from grpo.job.failure import JobFailed
+from grpo.job.worker import Worker
+from contextlib import ExitStack
+from grpo.rewards.function import RewardFunction
+from grpo.timeline.recorder import Recorder
+
+limits.ALONE_GRACE_S = 0.5
+watch = watches.FailureWatch(None, node=0, rank=0, host="a")
+hangs = RewardFunction(lambda values: time.sleep(120), watch, 0.5, Recorder(), beside=True)
+try:
+    with watch.guard():
+        Worker("test").run(lambda: hangs.in_thread({"values": [1]}, ExitStack()))
+        while True:
+            watch.check()
+            time.sleep(0.01)
+except JobFailed:
+    time.sleep(2)
+    print("goes on")
+"""
+
+
+def test_a_lone_process_that_was_told_is_not_ended(watch: FailureWatch) -> None:
+    ended = subprocess.run([sys.executable, "-c", CAUGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "goes on\n", ended.stderr
 
 
 # -- what only the main thread may ------------------------------------------------------------------------------------
@@ -160,12 +191,71 @@ def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) ->
         assert done.wait(PATIENCE_S)
         return [2.0]
 
-    future = Worker("test").run(lambda: function(waits, watch).in_thread({"values": [1]}))
+    future = Worker("test").run(lambda: function(waits, watch).in_thread({"values": [1]}, ExitStack()))
     assert begun.wait(PATIENCE_S)
     assert sets_an_alarm([]) == [1.0]
     done.set()
     assert future.result(PATIENCE_S) == [2.0]
     assert signal.signal.__module__ == "signal"
+
+
+def strikes_the_main_thread(values: list[int]) -> list[float]:
+    signal.alarm(1)
+    return [1.0]
+
+
+def test_an_alarm_that_would_strike_the_main_thread_is_not_set(watch: FailureWatch) -> None:
+    with pytest.raises(NeedsMainThreadError, match=r"it calls signal\.alarm|signal only works in main thread"):
+        in_thread(function(strikes_the_main_thread, watch))
+    assert not 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1
+
+
+def test_what_it_yields_counts_to_its_time(watch: FailureWatch) -> None:
+    threads = []
+
+    def scores(values: list[int]) -> Iterator[float]:
+        threads.append(threading.current_thread().name)
+        yield 1.0
+
+    assert in_thread(function(scores, watch)) == [1.0]
+    assert threads == ["test"]
+
+
+def test_a_circle_of_causes_has_an_end(watch: FailureWatch) -> None:
+    def fails(values: list[int]) -> list[float]:
+        try:
+            raise OSError("503; thread 7")
+        except OSError as error:
+            raise error from error
+
+    with pytest.raises(OSError, match="503"):
+        in_thread(function(fails, watch))
+
+
+def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> None:
+    async def leaves(values: list[int]) -> list[float]:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit: 3"):
+        asyncio.run(function(leaves, watch).awaited({"values": [1]}, ExitStack()))
+
+
+def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
+    limit, begun, ends = ExitStack(), threading.Event(), threading.Event()
+
+    def waits(values: list[int]) -> list[float]:
+        begun.set()
+        ends.wait(PATIENCE_S)
+        return []
+
+    call = function(waits, watch, 0.5)
+    future = Worker("test").run(lambda: call.in_thread({"values": [1]}, limit))
+    assert begun.wait(PATIENCE_S)
+    limit.close()
+    time.sleep(1.0)
+    ends.set()
+    assert future.result(PATIENCE_S) == []
+    watch.check()
 
 
 def test_another_error_is_its_own(watch: FailureWatch) -> None:

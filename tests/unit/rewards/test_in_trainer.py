@@ -171,3 +171,22 @@ def test_fields_of_a_rollout_function_reach_them(make: Make) -> None:
     for reward in (sees, declared("completion", sees)):
         (first, _) = steps_of(make(speaks, reward, rollout_func=rolls))
         assert first["reward"] == 3.5
+
+
+def test_functions_that_are_changed_on_the_way_count(make: Make) -> None:
+    trainer = make(speaks, length, config={"max_steps": 1})
+    trainer.reward_funcs[0] = lambda completions, **_: [3.0] * len(completions)
+    (step,) = steps_of(trainer)
+    assert step["reward"] == 3.0
+
+
+def test_completions_that_are_changed_on_the_way_are_scored_as_they_are(make: Make) -> None:
+    trainer = make(speaks, length, config={"max_steps": 1})
+    score = trainer._calculate_rewards
+
+    def shorter(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Any:
+        return score(inputs, prompts, [[{"role": "assistant", "content": "x"}] for _ in completions], ids)
+
+    trainer._calculate_rewards = shorter  # type: ignore[method-assign]
+    (step,) = steps_of(trainer)
+    assert step["reward"] == 1.0

@@ -260,6 +260,19 @@ def test_what_they_log_is_in_the_order_of_rows(batch_of: Make) -> None:
     assert batch.metrics == [("length", 1), ("length", 2), ("length", 3), ("length", 4)]
 
 
+def test_values_that_are_not_one_for_each_are_logged_as_trl_does(batch_of: Make) -> None:
+    def logs(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        for text in completions:
+            log_extra("text", [text])
+        log_extra("first", completions[:1])
+        return [0.0] * len(completions)
+
+    batch = batch_of(logs)
+    batch.start()
+    batch.rewards()
+    assert batch.extra == [("text", TEXTS), ("first", TEXTS[:1])]
+
+
 def test_one_of_the_main_thread_runs_there_from_then_on(batch_of: Make) -> None:
     threads = []
 
@@ -276,17 +289,70 @@ def test_one_of_the_main_thread_runs_there_from_then_on(batch_of: Make) -> None:
         assert batch.rewards() == [[1.0] * 4]
     assert threads == [False, True, True]
     assert len(batch.said) == 1
-    assert "only_there runs in the main thread from now on" in batch.said[0]
+    assert "only_there cannot run beside the main thread: ValueError: signal only works" in batch.said[0]
 
 
-def test_what_it_raises_is_raised_where_trl_calls_it(batch_of: Make) -> None:
+@pytest.mark.parametrize("unit", [None, "completion"])
+def test_those_behind_it_come_along(batch_of: Make, watch: FailureWatch, unit: Any) -> None:
+    """They may rely on what it leaves, and none runs twice at a time."""
+    left: list[str] = []
+    running = threading.Lock()
+
+    def first(completions: list[str], **_: Any) -> list[float]:
+        assert running.acquire(timeout=PATIENCE_S)
+        running.release()
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("signal only works in main thread of the main interpreter")
+        left.extend(completions)
+        return [0.0] * len(completions)
+
+    def second(completions: list[str], **_: Any) -> list[float]:
+        with running:
+            return [float(text in left) for text in completions]
+
+    functions = [scores_each(unit)(func) if unit else func for func in (first, second)]
+    batch = batch_of(length, *functions, length_later)
+    for _ in range(2):
+        left.clear()
+        batch.begin()
+        if unit:
+            batch.add(0, 2)
+        batch.start()
+        with watch.during("train"):
+            assert batch.rewards() == [[1, 2, 3, 4], [0.0] * 4, [1.0] * 4, [1, 2, 3, 4]]
+            assert watch.phase == "train"
+    assert len(batch.said) == 1
+    assert "rewards of first and second are computed in it" in batch.said[0]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_it_raises_is_raised_where_trl_calls_it(batch_of: Make, watch: FailureWatch, beside: bool) -> None:
     def fails(completions: list[str], **_: Any) -> list[float]:
         raise KeyError("answer")
 
-    batch = batch_of(fails)
+    async def leaves(completions: list[str], **_: Any) -> list[float]:
+        raise SystemExit(3)
+
+    for func, error in ((fails, KeyError), (leaves, RuntimeError)):
+        batch = batch_of(func, beside=beside)
+        batch.start()
+        with pytest.raises(error):
+            batch.rewards()
+    assert beside is False or watch.phase == "reward"
+
+
+def test_what_functions_do_to_their_arguments_is_theirs(batch_of: Make) -> None:
+    def spoils(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[float]:
+        for ids in completion_ids:
+            ids.clear()
+        prompts.clear()
+        return [0.0] * len(completion_ids)
+
+    batch = batch_of(scores_each("completion")(spoils), length)
+    batch.add(0, 1, 2, 3)
     batch.start()
-    with pytest.raises(KeyError, match="answer"):
-        batch.rewards()
+    assert batch.rewards() == [[0.0] * 4, [1, 2, 3, 4]]
+    assert IDS == [[1], [2, 2], [3, 3, 3], [4, 4, 4, 4]]
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -335,7 +401,26 @@ def test_what_a_dropped_batch_brings_counts_for_nothing(batch_of: Make) -> None:
 
 def test_what_can_be_declared() -> None:
     assert unit_of(scores_each("group")(functools.partial(length))) == "group"
-    assert unit_of(functools.partial(scores_each("completion")(Scorer().__call__.__func__))) == "completion"
+    assert unit_of(functools.partial(scores_each("completion")(Scorer()))) == "completion"
     assert unit_of(length) is None
+
+    class Judge:
+        @scores_each("completion")
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return length(completions)
+
+        @scores_each("group")
+        def best(self, completions: list[str], **_: Any) -> list[float]:
+            return length(completions)
+
+    judge = scores_each("completion")(functools.partial(length))
+
+    @functools.wraps(judge)
+    def normalised(completions: list[str], **_: Any) -> list[float]:
+        return [each - 1 for each in judge(completions)]
+
+    assert (unit_of(Judge()), unit_of(Judge().best), unit_of(normalised)) == ("completion", "group", None)
+    with pytest.raises(TypeError, match="mark the function that it is made of"):
+        scores_each("group")(Judge().best)
     with pytest.raises(ValueError, match="scores_each\\('batch'\\)"):
         scores_each("batch")  # type: ignore[arg-type]
