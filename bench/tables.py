@@ -17,6 +17,7 @@ BENCHMARKS = (
     "balance",
     "generate",
     "conversations",
+    "neighbours",
     "rewards",
     "lora",
     "startup",

@@ -29,6 +29,10 @@ SHORT_FORMS = {
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
     "conversations": (("TRL's loop / side by side",), {"side by side": "s", "TRL's loop": "s"}),
+    "neighbours": (
+        ("first node: both alike / beside twice the turns", "second node's own time / the batch's"),
+        {"first node, both alike": "s", "batch, one with twice the turns": "s"},
+    ),
     "rewards": (
         ("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
         {"declared": "s", "undeclared": "s", "TRL's place": "s", "declared, and no reward to wait for": "s"},
@@ -55,7 +59,7 @@ SHORT_FORMS = {
 
 
 # Of several whole stacks, one after the other: `make test-long` alone runs them.
-LONG = ("push", "generate", "conversations", "rewards", "overlap", "save", "startup", "balance", "lora")
+LONG = ("push", "generate", "conversations", "neighbours", "rewards", "overlap", "save", "startup", "balance", "lora")
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
 IN_ONE_PROCESS = ("dispatch", "timeline", "scale")
 

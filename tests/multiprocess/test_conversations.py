@@ -70,16 +70,17 @@ def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
     assert steps[-1]["engine/respawns"] == 1
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["a rank", "the local main"])
 def test_a_rank_that_is_killed_in_mid_conversation_ends_the_job_with_one_record(
-    tiny_model: Path, tmp_path: Path
+    rank: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = start_rollouts(tiny_model, tmp_path / "out", turns=[3, 1], nodes=1, hold="turn")
     try:
         job.wait_for("at-turn", STARTUP_S)
         everyone = job.processes()
-        kill(job.rank(1)["pid"])
+        kill(job.rank(rank)["pid"])
         output = expect_the_contract(job, time.monotonic(), everyone)
-        the_record(job, output, says=["rank 1", "rollout"])
+        the_record(job, output, says=[f"rank {rank}", "rollout"])
     finally:
         job.end(may_leave=True)
 
