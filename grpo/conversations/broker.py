@@ -101,7 +101,10 @@ class TurnBroker:
             self._watch.uncovers(self._folder)
 
     def _take(self, connection: socket.socket) -> None:
-        self._lines.append(_Line(Pipe(connection), self._pool))
+        line = _Line(Pipe(connection), self._pool)
+        self._lines.append(line)  # before it asks: trouble is told to all that are here
+        self._pool.tell(self._hear_of_trouble)  # what it has missed
+        line.start()
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,8 @@ class _Line:
         self._homes: dict[int, int] = {}  # by row: the engine that has sampled its last turn
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
         for target in (self._read, self._write):
             threading.Thread(target=target, name="grpo-turns", daemon=True).start()
 

@@ -175,6 +175,17 @@ def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(n
     assert (answer.token_ids.tolist(), answer.policy_version) == (answer_to(np.array([1, 2]), 5), 3)
 
 
+def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch: Watch) -> None:
+    engine = FakeEngine("engine 0")
+    broker = TurnBroker(node.pool(engine), watch, num_others=1)  # type: ignore[arg-type]
+    broker.accept()
+    engine.die()
+    late = TurnChannel.to(str(broker.address))
+    wait_until(lambda: late.is_stalled)
+    late.close()
+    broker.close()
+
+
 def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node, ranks_of: Any) -> None:
     engines = [FakeEngine(f"engine {number}") for number in range(2)]
     ranks = ranks_of(*engines, ranks=1)
