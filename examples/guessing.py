@@ -1,5 +1,5 @@
-"""An environment: a game with a state of its own. A model that was taught to guess numbers, most often wildly, learns
-to guess in the middle. On a CPU in five minutes.
+"""An environment: a game with a state of its own. A model that was taught to guess numbers, most often wildly, begins
+to guess in the middle of what is left. On a CPU in seven minutes, of which teaching takes three.
 
 accelerate launch --config_file configs/cpu.yaml examples/guessing.py
 """

@@ -100,8 +100,8 @@ def test_a_model_learns_that_a_calculator_pays(example: str, calculator: Path, t
 
 
 @pytest.mark.long
-def test_a_model_learns_to_guess_in_the_middle(tmp_path: Path) -> None:
-    script = [str(ROOT / "examples" / "guessing.py"), "--output_dir", str(tmp_path)]
-    rewards = [line["reward"] for line in finish(start(accelerate_command(script, port=free_port()), tmp_path))]
-    assert sum(rewards[:3]) / 3 < 0.6, rewards
-    assert sum(rewards[-5:]) / 5 > 0.75, rewards
+def test_a_model_plays_a_guessing_game(calculator: Path, tmp_path: Path) -> None:
+    """One that knows another tool, and seldom this one: what it calls is told to be unknown, and the game goes on."""
+    script = [str(ROOT / "examples" / "guessing.py"), "--output_dir", str(tmp_path), "--model", str(calculator)]
+    steps = finish(start(accelerate_command([*script, "--max_steps", "2"], port=free_port()), tmp_path))
+    assert [step["rollout/turns"] >= 1 for step in steps] == [True, True]
