@@ -5,7 +5,7 @@ node's sentinel. HOW is
 
     stuck     the last rank sleeps, and the others are in a collective that waits for it
     finish    all come to their end
-    late      rank 2 sleeps before all ranks have met, and writes its own pid alone
+    late      rank 2 sleeps before all ranks have met; they write their own pids alone
     absent    rank 1 fails before all ranks have met
     reward    a reward function of rank 1 hangs, with the interpreter's lock
     rewards   those of all ranks do
@@ -14,7 +14,9 @@ node's sentinel. HOW is
 import ctypes
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,12 +47,20 @@ def hangs(values: list[int]) -> list[float]:
     return []
 
 
+def mark_when_it_waits() -> None:
+    """From where a SIGTERM is heard, while others are waited for; before, it would end this rank without a word."""
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.05)
+    mark()
+
+
 if how == "absent" and rank == 1:
     raise KeyError("answer")
 if how == "late":
-    mark()
     if rank == 2:
+        mark()
         time.sleep(600)
+    threading.Thread(target=mark_when_it_waits, daemon=True).start()
 topology, pids = agree_on_topology(
     lambda: read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None),
     rank,
