@@ -1,16 +1,19 @@
 """Runs cells of the matrix on real jobs: `python -m tests.faults.run [PATTERN …]`, all without one (`make faults`).
 
 A cell is FAULT/PHASE/LAYOUT, as in `matrix.py`; patterns are a shell's: `'host-*/push/*'`. What was found goes into
-`results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone.
+`results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone,
+`--missing` leaves out those with a good result.
 """
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -265,6 +268,7 @@ def main() -> int:
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="FAULT/PHASE/LAYOUT, as a shell's pattern")
     parser.add_argument("--list", action="store_true", help="show the cells, and run none")
     parser.add_argument("--missing", action="store_true", help="those alone that have no good result yet")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once; most of a cell is a start, on two cores")
     args = parser.parse_args()
     results, chosen = page.read_results(), find(args.patterns)
     if args.missing:
@@ -276,30 +280,38 @@ def main() -> int:
         print("\n".join(cell.name for cell in chosen))
         return 0
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="grpo-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="grpo-faults-") as folder, contextlib.ExitStack() as at_end:
+        pool = ThreadPoolExecutor(args.jobs)
+        at_end.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits for those that run, and begins no more
         ground = Ground.make(Path(folder))
-        for number, cell in enumerate(chosen):
-            out = ROOT / "runs" / "faults" / cell.name.replace("/", "-")
-            subprocess.run(["rm", "-rf", str(out)], check=True)
-            begun = time.monotonic()
-            result = _try(cell, ground, out)
+        if any(cell.phase == "resume" for cell in chosen):
+            ground.checkpoint()
+        under_way = {pool.submit(_try, cell, ground): cell for cell in chosen}
+        for number, future in enumerate(as_completed(under_way)):
+            cell, (result, took) = under_way[future], future.result()
             failed += bool(result.wrong)
             results[cell.name] = asdict(result)
             page.write_results(results)
-            how = "ok" if not result.wrong else f"WRONG: {'; '.join(result.wrong)} (logs: {out})"
-            took = time.monotonic() - begun
+            how = "ok" if not result.wrong else f"WRONG: {'; '.join(result.wrong)} (logs: {_folder(cell)})"
             print(f"{number + 1}/{len(chosen)} {cell.name}: {result.seconds} s, {how} ({took:.0f} s)", flush=True)
     page.write_page(results)
     return int(failed > 0)
 
 
-def _try(cell: Cell, ground: Ground, out: Path) -> Result:
+def _folder(cell: Cell) -> Path:
+    return ROOT / "runs" / "faults" / cell.name.replace("/", "-")
+
+
+def _try(cell: Cell, ground: Ground) -> tuple[Result, float]:
+    """What came of it, and the seconds that all of it took."""
+    out, begun = _folder(cell), time.monotonic()
+    subprocess.run(["rm", "-rf", str(out)], check=True)
     try:
-        return run_cell(cell, ground, out)
+        result = run_cell(cell, ground, out)
     except AssertionError as error:  # the job did not come to the phase
         (out / "why.txt").write_text(str(error))
-        why = str(error).splitlines()[0]
-        return Result(wrong=[why], seconds=None, record="", left=[])
+        result = Result(wrong=[str(error).splitlines()[0]], seconds=None, record="", left=[])
+    return result, time.monotonic() - begun
 
 
 if __name__ == "__main__":
