@@ -52,7 +52,7 @@ def ensure_demo_model(
     if _is_built(folder, recipe):
         return folder
     if is_local_main:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run's, which is its owner's alone
         private = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
         private.mkdir()
         try:

@@ -1,7 +1,7 @@
 """GRPO on grade-school maths with a reward of one's own. The two imports from `grpo` are all that differs from TRL.
 
 accelerate launch --config_file configs/1node.yaml examples/gsm8k.py
-accelerate launch --config_file configs/cpu.yaml examples/gsm8k.py --model MODEL --data FILE.jsonl --max_steps 2
+accelerate launch --config_file configs/cpu.yaml examples/gsm8k.py --model MODEL --data FILE --max_steps 2 --no-bf16
 """
 
 import argparse

@@ -186,7 +186,7 @@ class LocalVLLM:
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
         if self._serving.conversations is not None:
-            turns = self._first_turns(self._serving.conversations, prompts)
+            turns = self._first_turns(self._serving.conversations, prompts, profiler or contextlib.nullcontext())
             return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
         self._watch.check()
         batches = self._serving.batches
@@ -204,7 +204,10 @@ class LocalVLLM:
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
 
     def _first_turns(
-        self, conversations: RankConversations, prompts: list[list[int]]
+        self,
+        conversations: RankConversations,
+        prompts: list[list[int]],
+        profiler: contextlib.AbstractContextManager,
     ) -> list[tuple[list[int], list[float]]]:
         """Inside of a rollout function one more turn of each prompt, of this rank alone; else the first turn of whole
         conversations, which are in `last_talks` then."""
@@ -214,7 +217,7 @@ class LocalVLLM:
             return [nothing if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
         if conversations.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
-        with self._in_rollout(conversations, [len(prompt) for prompt in prompts]):
+        with profiler, self._in_rollout(conversations, [len(prompt) for prompt in prompts]):
             talks, tool_counts, self.last_batch = conversations.talk(prompts)
         self.last_talks = talks, tool_counts
         for talk in talks:
@@ -235,7 +238,19 @@ class LocalVLLM:
         with self._in_rollout(self._serving.conversations, []):
             output, self.last_batch = self._serving.conversations.roll_out(func, num_rows)
         self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
-        return output
+        return self._without_empty(output)
+
+    def _without_empty(self, output: dict[str, Any]) -> dict[str, Any]:
+        """TRL takes no empty completion; of rows that no engine took, as in `generate`."""
+        assert self.last_batch is not None
+        refused = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
+        empty = [row for row in refused if not len(output["completion_ids"][row])]
+        fillers = {"completion_ids": [self._trained.end_token], "logprobs": [float("nan")], "env_mask": [1]}
+        filled = {name: [*output[name]] for name in fillers if empty and output.get(name) is not None}
+        for name, values in filled.items():
+            for row in empty:
+                values[row] = fillers[name]
+        return {**output, **filled}
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
         """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""

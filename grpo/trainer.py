@@ -138,9 +138,10 @@ class GRPOTrainer(ConversingTrainer):
             self._record_what_the_watch_learns()
             self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
-            longest_s = max(
-                args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, args.rollout_timeout
-            )
+            rollout_s = args.rollout_timeout
+            if inherited["environment_factory"]:  # as long to reset, and nobody need hear of it before the batch ends
+                rollout_s *= 2
+            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, rollout_s)
             groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
             self.timeline = open_timeline(Path(args.output_dir), groups, self._watch, attempt=self.attempt)
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object

@@ -2,7 +2,7 @@
 # Two nodes on one machine, without Slurm: two launchers, each with its own ranks and its own vLLM engine. For trying out
 # what only happens between nodes. With GPUs each node gets half of them, the last one of each half for its engine.
 #
-# start    launch/local_2node.sh                          the demo task; arguments go to train.py: --max_steps 20 ...
+# start    launch/local_2node.sh --max_steps 20           train.py, and its arguments
 #          launch/local_2node.sh my_script.py ...         another script
 #          GRPO_RANKS_PER_NODE=2 launch/local_2node.sh    two ranks per node (one where there is no GPU)
 # follow   tail -F runs/local_2node/logs/*.log
@@ -29,6 +29,8 @@ if [[ ${1:--} != -* ]]; then
     script=$1
     shift
 fi
+mkdir -p -- "$(dirname -- "$output_dir")"
+[[ -d $output_dir ]] || mkdir -m 700 -- "$output_dir" # prompts, completions and arguments are its owner's
 mkdir -p -- "$output_dir/logs"
 
 if [[ -v CUDA_VISIBLE_DEVICES ]]; then

@@ -183,7 +183,7 @@ def start(
                 stdin=subprocess.DEVNULL,
                 cwd=output_dir,
                 env={
-                    **os.environ,
+                    **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # conftest's
                     "PYTHONUNBUFFERED": "1",
                     "TMPDIR": str(temporary),
                     "TORCH_EXTENSIONS_DIR": str(extensions),

@@ -1,17 +1,16 @@
-"""The page of options, from `GRPOConfig` itself: a hook of mkdocs, which writes docs/options.md into the site alone."""
+"""The page of options, from `GRPOConfig` itself: `python -m tools.options_page` writes docs/options.md."""
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import trl
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 from grpo.config import GRPOConfig
 from grpo.config.checks import OWN_ENGINE_KEYS
 
-PAGE = "options.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
@@ -46,14 +45,9 @@ _QUIET: dict[str, Any] = {"report_to": "none", "bf16": False, "use_cpu": True, "
 HEAD = """# Options
 
 Every field of `GRPOConfig` is a keyword of it, a flag of `train.py` (`--generation_lookahead 1`) and a key of a YAML
-file. All of TRL's own fields are there; its documentation has them. These tables are made from the code.
+file. All of TRL's own fields are there; its documentation has them. These tables are made from the code
+(`python -m tools.options_page`).
 """
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """mkdocs calls this once the files of docs/ are known."""
-    files.append(File.generated(config, PAGE, content=page()))
-    return files
 
 
 def page() -> str:
@@ -110,3 +104,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     """In Markdown; a `|` in a cell does not end it."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -32,8 +32,8 @@ class ConversationConfig:
     rollout_timeout: float = field(
         default=3600.0,
         metadata={
-            "help": "Seconds that one generation batch may take with tools or a rollout function, all turns of all "
-            "conversations together; then the job ends, and its failure says what it waited for."
+            "help": "Seconds that one generation batch may take with tools, a rollout function or a declared reward, "
+            "all turns of all conversations together; then the job ends, and its failure says what it waited for."
         },
     )
 

@@ -16,7 +16,7 @@ class Rollouts:
     """Has a conversation for each of the rank's prompts, all at once.
 
     Args:
-        max_completion_tokens, max_tool_turns: see `TalkLimits`.
+        max_completion_tokens, max_turn_tokens, max_tool_turns: see `TalkLimits`.
         tools: runs what the model calls.
         is_function: whether the user's own function holds the conversations.
         prepare: called first in the thread of that function.
@@ -29,6 +29,7 @@ class Rollouts:
         self,
         *,
         max_completion_tokens: int,
+        max_turn_tokens: int | None = None,
         max_tool_turns: int,
         tools: ToolRunner,
         is_function: bool = False,
@@ -42,6 +43,7 @@ class Rollouts:
         self.is_function, self.prepare = is_function, prepare
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._max_completion_tokens, self._max_tool_turns = max_completion_tokens, max_tool_turns
+        self._max_turn_tokens = max_completion_tokens if max_turn_tokens is None else max_turn_tokens
         self._template, self._toolbox_of, self._on_end, self._loop = template, toolbox_of, on_end, loop
 
     def start(self, prompts: Sequence[list[int]], sampler: Sampler, *, max_model_len: int) -> "Future[list[Talk]]":
@@ -54,6 +56,7 @@ class Rollouts:
         self.tools.begin()
         limits = TalkLimits(
             max_completion_tokens=self._max_completion_tokens,
+            max_turn_tokens=self._max_turn_tokens,
             max_model_len=max_model_len,
             max_tool_turns=self._max_tool_turns,
         )
@@ -73,7 +76,13 @@ class Rollouts:
             return talk
 
         async def hold_all() -> list[Talk]:
-            return list(await asyncio.gather(*(hold(row, prompt) for row, prompt in enumerate(prompts))))
+            tasks = [asyncio.ensure_future(hold(row, prompt)) for row, prompt in enumerate(prompts)]
+            try:
+                return list(await asyncio.gather(*tasks))
+            except (Exception, asyncio.CancelledError):
+                for task in tasks:  # the others call no more tools
+                    task.cancel()
+                raise
 
         if self._loop is None:
             _, self._loop, ready = start_event_loop_in_daemon("grpo-conversations")

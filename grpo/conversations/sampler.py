@@ -1,6 +1,7 @@
 """What a rollout calls to have its turns sampled."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,13 +42,15 @@ class Sampler:
 
     Args:
         base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
+        num_rows: of the rank in this batch.
     """
 
-    def __init__(self, channel: TurnChannel, *, base_seed: int, rank: int) -> None:
+    def __init__(self, channel: TurnChannel, *, base_seed: int, rank: int, num_rows: int) -> None:
         self._channel, self._base_seed, self._rank = channel, base_seed, rank
-        self._calls, self._is_over = 0, False
+        self._num_rows, self._is_over = num_rows, False
+        self._calls = itertools.count(1)  # also from several threads
         self.refused: dict[int, str] = {}
-        """By row: why no engine took its prompt."""
+        """By row: why no engine took its prompt, or a later turn of `sample_all`."""
         self.engines: dict[int, int] = {}
         """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
         self.policy_versions: dict[int, int] = {}
@@ -85,11 +88,23 @@ class Sampler:
         return self._note(row, turn, await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling)))
 
     def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
-        """One turn of each row, in a call that waits; its seed follows from the number of the call."""
-        self._calls += 1
-        turn = -self._calls  # which no call of `sample` has
+        """One turn of each prompt, in a call that waits; its seed follows from the number of the call.
+
+        Raises:
+            ValueError: no engine takes one of them, and they are not one for each row, so that nobody can say whose
+                conversation it is.
+        """
+        turn = -next(self._calls)  # which no call of `sample` has
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
-        return [self._note(row, turn, future.result()) for row, future in enumerate(futures)]
+        answers = [future.result() for future in futures]
+        if len(prompts) == self._num_rows:
+            return [self._note(row, turn, answer) for row, answer in enumerate(answers)]
+        if (why := next((answer.refusal for answer in answers if answer.refusal is not None), None)) is not None:
+            raise ValueError(
+                f"{why}; generate was given {len(prompts)} prompts, and the batch has {self._num_rows} rows: give it "
+                "one for each row, or await sample(..., row=..., turn=...), which tells each row's refusal"
+            )
+        return [self._note(None, turn, answer) for answer in answers]
 
     def close(self) -> None:
         """The batch is over: whoever asks now is told so."""
@@ -110,16 +125,21 @@ class Sampler:
             overrides=sampling,
         )
 
-    def _note(self, row: int, turn: int, answer: Answer) -> Turn:
+    def _note(self, row: int | None, turn: int, answer: Answer) -> Turn:
+        """
+        Args:
+            row: None: nobody knows.
+        """
         self.last_answer = time.monotonic()
-        if answer.refusal is not None:
+        if answer.refusal is not None and row is not None:
             self.counts["refused"] += 1
             self.engines.setdefault(row, REFUSED)
-            if turn in (0, -1):
+            if turn <= 0:  # of a later `sample` the function is told
                 self.refused[row] = answer.refusal
-        else:
-            self.engines[row] = answer.engine
-            self.policy_versions[row] = answer.policy_version
+        elif answer.refusal is None:
+            if row is not None:
+                self.engines[row] = answer.engine
+                self.policy_versions[row] = answer.policy_version
             self.counts["tokens"] += len(answer.token_ids)
             self.counts["cached_tokens"] += answer.num_cached_tokens
         return Turn(

@@ -1,6 +1,7 @@
 """A rank's conversations put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class RankConversations:
             self._channel, groups, watch, limits, revive=revive, pending=rollouts.pending
         )
         self._rollouts, self._max_model_len = rollouts, max_model_len
+        weakref.finalize(self, _let_go, rollouts, self._channel).atexit = False  # of a trainer that nobody closes
         self._period = Period()
         self.metrics: dict[str, float] = {}
         """Of the last batch, over the job."""
@@ -91,6 +93,7 @@ class RankConversations:
         talks, batch = self._hold(
             partial(self._rollouts.start, prompts, max_model_len=self._max_model_len),
             lambda talks, sampler: [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in talks],
+            len(prompts),
         )
         return talks, dict(self._rollouts.tools.counts), batch
 
@@ -101,12 +104,16 @@ class RankConversations:
             ValueError: it gives something else, or not `num_rows` of each.
         """
         return self._hold(
-            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(func),
+            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(partial(_without_exit, func)),
             lambda output, sampler: _rows_of(output, num_rows, sampler.refused),
+            num_rows,
         )
 
     def _hold(
-        self, start: "Callable[[Sampler], Future[Result]]", rows_of: Callable[[Result, Sampler], Sequence[Row]]
+        self,
+        start: "Callable[[Sampler], Future[Result]]",
+        rows_of: Callable[[Result, Sampler], Sequence[Row]],
+        num_rows: int,
     ) -> tuple[Result, GenerationBatch]:
         """One batch. Collective over the job.
 
@@ -115,7 +122,7 @@ class RankConversations:
             rows_of: the rank's rows of what the future brings.
         """
         now, base_seed = self._batches.next_base_seed()
-        sampler = self.sampler = Sampler(self._channel, base_seed=base_seed, rank=self._rank)
+        sampler = self.sampler = Sampler(self._channel, base_seed=base_seed, rank=self._rank, num_rows=num_rows)
         begun = time.monotonic()
         rows: list[Row] = []
 
@@ -178,6 +185,20 @@ class RankConversations:
         )
 
 
+def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
+    """Ends the threads of both, and those of the broker that serve this channel."""
+    rollouts.close()
+    channel.close()
+
+
+def _without_exit(func: Callable[[], Result]) -> Result:
+    """What it brings; an `exit()` in it as an error, which the other ranks hear of."""
+    try:
+        return func()
+    except SystemExit as error:
+        raise RuntimeError(f"rollout_func ended by SystemExit: {error}") from error
+
+
 def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
     """The completions of a rollout function, which has to give what TRL trains on."""
     if not isinstance(output, dict):
@@ -188,8 +209,9 @@ def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
         values = output[name]
         if (name != "logprobs" or values is not None) and len(values) != num_rows:
             raise ValueError(f"rollout_func returned {len(values)} {name} for {num_rows} prompts: give one for each")
-    if (empty := next((row for row, ids in enumerate(output["completion_ids"]) if not len(ids)), None)) is not None:
-        raise ValueError(f"rollout_func returned no tokens for row {empty}: give at least the end token")
+    empty = [row for row, ids in enumerate(output["completion_ids"]) if not len(ids) and row not in refused]
+    if empty:
+        raise ValueError(f"rollout_func returned no tokens for row {empty[0]}: give at least the end token")
     wanted = [len(ids) for ids in output["completion_ids"]]
     for name in ("logprobs", "env_mask"):
         if output.get(name) is not None and (found := [len(row) for row in output[name]]) != wanted:

@@ -22,6 +22,8 @@ class Template(Protocol):
 class TalkLimits:
     max_completion_tokens: int
     """Of all that follows the prompt, what tools say included."""
+    max_turn_tokens: int
+    """Of one turn."""
     max_model_len: int
     """Tokens that an engine holds."""
     max_tool_turns: int
@@ -107,7 +109,7 @@ async def _go_on(
         token_ids: list[int] = []
         logprobs: list[float] = []
         if left:
-            turn = await sampler.sample(said, row=row, turn=number, max_tokens=left)
+            turn = await sampler.sample(said, row=row, turn=number, max_tokens=min(left, limits.max_turn_tokens))
             if turn.refusal is not None:
                 return
             token_ids, logprobs = turn.token_ids, turn.logprobs

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.job.worker import Worker
 
 Message = dict[str, Any]
+HANGS = "an earlier call has not returned"  # an environment may be in any state
 _ABANDONED = "has not returned within {} s (tool_timeout)"
 
 
@@ -73,16 +74,13 @@ class ToolRunner:
         Synchronous calls of a conversation run one after the other, asynchronous ones together.
         """
         self.counts["calls"] += len(calls)
-        if row in self.hanging_rows:  # an environment may be in any state
-            names = [str(call.get("function", {}).get("name")) for call in calls]
-            return [
-                {"role": "tool", "name": name, "content": str(self._failed("an earlier call has not returned"))}
-                for name in names
-            ]
         results: list[tuple[str, Any]] = []
-        later: list[tuple[str, Any]] = []
+        later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for call in calls:
-            name = str(call.get("function", {}).get("name") or call.get("name", "unknown"))
+            name = _told(call.get("function", {}).get("name") or call.get("name", "unknown"))
+            if row in self.hanging_rows:
+                results.append((name, self._failed(HANGS)))
+                continue
             if call.get("type") != "function":
                 results.append((name, self._failed(f"Unsupported tool call type: {call.get('type')}")))
                 continue
@@ -90,10 +88,13 @@ class ToolRunner:
             if name in toolbox.sync:
                 results.append((name, await self._in_thread(name, toolbox.sync[name], arguments, row)))
             elif name in toolbox.asynchronous:
-                later.append((name, self._awaited(name, toolbox.asynchronous[name], arguments, row)))
+                try:
+                    later.append((name, toolbox.asynchronous[name](**arguments)))
+                except Exception as error:  # noqa: BLE001  wrong arguments
+                    results.append((name, self._failed(_told(error))))
             else:
                 results.append((name, self._failed(f"Tool {name} not found.")))
-        awaited = await asyncio.gather(*(result for _, result in later))
+        awaited = await asyncio.gather(*(self._awaited(name, call, row) for name, call in later))
         results += [(name, result) for (name, _), result in zip(later, awaited, strict=True)]
         return [{"role": "tool", "name": name, "content": self._content(result)} for name, result in results]
 
@@ -113,15 +114,17 @@ class ToolRunner:
             self._idle.append(worker)
         return self._outcome(name, done)
 
-    async def _awaited(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
+    async def _awaited(self, name: str, coroutine: Coroutine[Any, Any, Any], row: int) -> Any:
+        if row in self.hanging_rows:  # by a synchronous call of the same message
+            coroutine.close()
+            return self._failed(HANGS)
+        call = asyncio.ensure_future(_surviving(coroutine))
         try:
-            call = asyncio.ensure_future(tool(**arguments))
-        except Exception as error:  # noqa: BLE001  wrong arguments
-            return self._failed(str(error))
-        with self._noted(name, row):
-            finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
+            with self._noted(name, row):
+                finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
+        finally:
+            call.cancel()  # which it may not heed; if it still runs
         if not finished:
-            call.cancel()  # which it may not heed
             return self._left_alone(name, row)
         return self._outcome(name, call)
 
@@ -132,8 +135,8 @@ class ToolRunner:
             return done.result()
         if name not in self._told:  # the model is told each time, the user once: it may be the tool that is wrong
             self._told.add(name)
-            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {raised}; the model is told so")
-        return self._failed(str(raised))
+            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_told(raised)}; the model is told so")
+        return self._failed(_told(raised))
 
     @contextlib.contextmanager
     def _noted(self, name: str, row: int) -> Iterator[None]:
@@ -168,8 +171,27 @@ class ToolRunner:
         if isinstance(result, list) and all(isinstance(each, dict) and "type" in each for each in result):
             return result  # blocks of text and images, as TRL takes them
         try:
-            text = str(result)
+            return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
-            text = str(self._failed(f"its result cannot be shown: {type(error).__name__}: {error}"))
-        # What is no Unicode (`errors="surrogateescape"`) no tokenizer takes.
-        return text.encode("utf-8", "replace").decode()
+            return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_told(error)}"))
+
+
+async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What it brings; an `exit()` in it, which would end the event loop and nobody would hear of it, as an error."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _told(value: Any) -> str:
+    """In words that every screen and tokenizer takes; the model may have said them."""
+    try:
+        return _text(str(value))
+    except Exception:  # noqa: BLE001  the user's own __str__
+        return type(value).__name__
+
+
+def _text(text: str) -> str:
+    """Without what is no Unicode: half of a surrogate pair, bytes that are no UTF-8 (`errors="surrogateescape"`)."""
+    return text.encode("utf-8", "replace").decode()

@@ -81,6 +81,7 @@ class ConversingTrainer(ScoringTrainer):
         prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
             max_completion_tokens=self.max_completion_length,
+            max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens"),
             max_tool_turns=self.max_tool_calling_iterations,
             tools=ToolRunner(
                 timeout_s=args.tool_timeout,
@@ -120,9 +121,10 @@ class ConversingTrainer(ScoringTrainer):
                 )
                 limit = self._watch.limited("reset of environments", self.args.rollout_timeout, cause)
                 self._resetting.enter_context(limit)
-            scored = super()._generate_and_score_completions(inputs)
-        self._replace_hanging()
-        return scored
+            try:
+                return super()._generate_and_score_completions(inputs)
+            finally:
+                self._replace_hanging()
 
     def _generate(self, prompts: Any) -> Any:
         self._resetting.close()  # they are reset
@@ -133,9 +135,7 @@ class ConversingTrainer(ScoringTrainer):
             return
         for row in self._rollouts.tools.hanging_rows:
             pool = self._environment_pool[self._batch_environments[row]]
-            pool[:] = [each for each in pool if each is not self.environments[row]]
-            if not pool:
-                pool.append(self.environment_factories[self._batch_environments[row]]())
+            pool[:] = [each for each in pool if each is not self.environments[row]]  # TRL makes others
 
     def _note_sampling(self) -> None:
         """Log what the last batch cost."""

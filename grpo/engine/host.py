@@ -123,6 +123,9 @@ class Host:
         from vllm.inputs import tokens_input
 
         settings = {**self._sampling, **sample.overrides}
+        if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
+            # A turn may have less room than a completion, and vLLM takes no more at least than at most.
+            settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
         final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))
@@ -209,6 +212,8 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
     settings = dict(settings)
     if isinstance(settings.get("structured_outputs"), dict):
         settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
+    if settings.get("logit_bias"):  # on its way here JSON has made text of the tokens
+        settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
     settings.setdefault("detokenize", bool(settings.get("stop")))
     return SamplingParams(
         **settings,
@@ -223,13 +228,14 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
 
 def _refusal(completion_id: int, error: Exception) -> Sampled:
     import numpy as np
+    from vllm.exceptions import VLLMClientError
 
     return Sampled(
         completion_id=completion_id,
         token_ids=np.empty(0, np.int32),
         engine_logprobs=np.empty(0, np.float32),
         error=f"{type(error).__name__}: {error}",
-        is_refusal=isinstance(error, ValueError),  # vLLM's own for a request that it does not take (0.31)
+        is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
     )
 
 

@@ -78,6 +78,18 @@ def _zero_optimization(deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def zero_of(launcher: Launcher, training: "PlannedConfig") -> dict[str, Any]:
+    """DeepSpeed's `zero_optimization`: the launcher's, else the training file's.
+
+    Raises:
+        ValueError: its file cannot be read.
+    """
+    zero = launcher.zero_optimization
+    if zero is None and training.deepspeed_file is not None:
+        zero = read_deepspeed(training.deepspeed_file)
+    return zero or {"stage": 0}
+
+
 def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
     """The `zero_optimization` section of a DeepSpeed configuration, which is a file or what stands in one."""
     if isinstance(config, str):

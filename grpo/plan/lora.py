@@ -57,17 +57,19 @@ class PlannedLora:
         return [(down.shape[1], up.shape[0], down.shape[0]) for down, up in matrices]
 
 
-def check_flags(arguments: Arguments) -> None:
+def check_flags(arguments: Arguments, *, zero3: bool) -> None:
     """What of `--use_peft` and what goes with it can be told without the model.
 
     Raises:
         ValueError: as `choose_lora`.
     """
     if (config := get_peft_config(arguments.model)) is not None:
-        check_lora(config, arguments.training)
+        check_lora(config, arguments.training, zero3=zero3)
 
 
-def planned_lora(arguments: Arguments, config: Any, dtype: torch.dtype, *, has_gpus: bool) -> PlannedLora | None:
+def planned_lora(
+    arguments: Arguments, config: Any, dtype: torch.dtype, *, has_gpus: bool, zero3: bool
+) -> PlannedLora | None:
     """None without `--use_peft`.
 
     Args:
@@ -81,7 +83,7 @@ def planned_lora(arguments: Arguments, config: Any, dtype: torch.dtype, *, has_g
     peft_config = get_peft_config(arguments.model)
     if peft_config is None:
         return None
-    check_lora(peft_config, args)
+    check_lora(peft_config, args, zero3=zero3)
     wrapped = wrapped_without_weights(meta_model(config, trust_remote_code=args.trust_remote_code), peft_config)
     choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus)
     return PlannedLora(choice=choice, wrapped=wrapped)

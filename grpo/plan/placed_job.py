@@ -8,7 +8,7 @@ import torch
 from grpo.engine_settings import choose_backend
 from grpo.job.topology import NodeTopology
 from grpo.plan.batch import Batch
-from grpo.plan.job import Launcher, PlannedConfig, read_deepspeed
+from grpo.plan.job import Launcher, PlannedConfig, zero_of
 from grpo.plan.model_shape import ModelShape
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import PushShape
@@ -74,11 +74,8 @@ class PlacedJob:
         Raises:
             ValueError: its file cannot be read.
         """
-        zero = self.launcher.zero_optimization
-        if zero is None and self.args.deepspeed_file is not None:
-            zero = read_deepspeed(self.args.deepspeed_file)
         return read_sharding(
-            zero or {"stage": 0},
+            zero_of(self.launcher, self.args),
             hidden_size=self.shape.hidden_size,
             world_size=self.launcher.num_processes,
             dtype_bytes=self.dtype.itemsize,

@@ -14,7 +14,7 @@ from grpo.job.mistakes import is_mistake
 from grpo.job.topology import NodeTopology
 from grpo.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.plan.estimates import Estimates, estimate
-from grpo.plan.job import Launcher, PlannedConfig, read_launcher, read_training
+from grpo.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
 from grpo.plan.lora import PlannedLora, check_flags, planned_lora
 from grpo.plan.memory_budget import ASSUMED_GPU_GIB, GIB
 from grpo.plan.model_shape import ModelShape, count_parameters, shape_of
@@ -110,13 +110,14 @@ def _lora(plan: Plan, arguments: Arguments, config: Any) -> PlannedLora | None:
     assert isinstance(training, PlannedConfig)
     assert plan.launcher is not None
     try:
+        zero3 = zero_of(plan.launcher, training).get("stage") == 3
         if config is None or training.refusal is not None:
-            check_flags(arguments)
+            check_flags(arguments, zero3=zero3)
             return None
         dtype = compute_dtype(_name(arguments), training)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            lora = planned_lora(arguments, config, dtype, has_gpus=not plan.launcher.use_cpu)
+            lora = planned_lora(arguments, config, dtype, has_gpus=not plan.launcher.use_cpu, zero3=zero3)
     except Exception as error:  # noqa: BLE001  `refuse` raises what is no mistake
         plan.refuse(error)
         return None

@@ -101,7 +101,7 @@ def choose_lora(
                 "no parameter of the PeftModel has a gradient: load it by PeftModel.from_pretrained(..., "
                 "is_trainable=True)"
             )
-    check_lora(peft_config, args)
+    check_lora(peft_config, args, zero3=is_deepspeed_zero3_enabled())
     if getattr(model_config(model if isinstance(model, str) else base_of(model), args), "quantization_config", None):
         raise ValueError(f"the base of peft_config is quantised (QLoRA): {_QUANTISED}")
     wrapped = model if given else wrapped_without_weights(_without_weights(model, args), peft_config)
@@ -145,7 +145,7 @@ def choose_way(wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dt
     return LoraChoice(way="merge" if why else "adapter", why=why, slot=slot)
 
 
-def check_lora(config: Any, args: GRPOConfig) -> None:
+def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
     """What can be told without the model.
 
     Raises:
@@ -175,7 +175,7 @@ def check_lora(config: Any, args: GRPOConfig) -> None:
             f"peft_config adapts parameters that are no layers, {sorted(config.target_parameters)}, such as experts': "
             "name linear layers in target_modules, such as q_proj, k_proj, v_proj and o_proj"
         )
-    if config.use_dora and is_deepspeed_zero3_enabled():
+    if config.use_dora and zero3:
         raise ValueError(
             "use_dora with ZeRO-3: PEFT's DoRA (0.21) computes with matrices that ZeRO-3 has partitioned, and fails; "
             "train with ZeRO-2 or DDP, or without it"

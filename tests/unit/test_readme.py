@@ -25,6 +25,7 @@ GSM8K = "--config configs/train/gsm8k_qwen2.5_7b.yaml"
 TESTED = {
     "make demo": "multiprocess/test_layouts.py::test_the_demo_by_torchrun_with_deepspeeds_json",
     "make test": "unit/test_readme.py::test_make_knows_what_is_asked_of_it",
+    "make test-long": "unit/test_readme.py::test_make_knows_what_is_asked_of_it",
     "make coverage": "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count",
     "make install": "unit/harness/test_install.py::test_the_lists_hold_what_pyproject_pins",
     "make install PYTHON=python3.12": (
@@ -102,6 +103,9 @@ RUN_HERE = {
     "grpo plan --help": 0,
     "grpo doctor --help": 0,
     "grpo export --help": 0,
+    "grpo reshape --help": 0,
+    "grpo report --help": 0,
+    "grpo trace --help": 0,
     f"grpo plan --config_file configs/4node.yaml {GSM8K}": 0,
     "grpo plan --config_file configs/4node.yaml --config configs/train/math_qwen2.5_7b.yaml": 0,
     "grpo plan --config_file configs/2gpus.yaml --gpus-per-node 2 --config configs/train/gsm8k_qwen2.5_7b_lora.yaml": 0,
@@ -190,8 +194,14 @@ def test_make_knows_what_is_asked_of_it() -> None:
 def test_files_modules_and_links_in_the_text_are_there() -> None:
     for page in PAGES:
         text = page.read_text()
-        for words in re.findall(r"`pytest ([^`]*)`", text):
-            assert all((ROOT / word).exists() for word in words.split()), f"{page.name}: pytest {words}"
+        for said in re.findall(r"`pytest ([^`]*)`", text):
+            words = shlex.split(said)
+            files = [ROOT / word for word in (words[2:] if words[0] == "-m" else words)]
+            assert all(file.exists() for file in files), f"{page.name}: pytest {said}"
+            for file in files:  # those alone that are left to another command would be none
+                source, marked = file.read_text(), "pytestmark = pytest.mark.long"
+                is_long = marked in source or source.count("\ndef test_") == source.count("@pytest.mark.long\n")
+                assert words[0] == "-m" or not is_long, f"{page.name}: pytest {said} runs nothing"
         for module in re.findall(r"python -m ([\w.]+)", text):
             assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
         for file in re.findall(r"(?:configs|launch)/[\w./]+\.(?:yaml|json|sh|sbatch)", text):

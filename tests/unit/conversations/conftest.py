@@ -31,6 +31,7 @@ def make(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Iterat
         made.append(make_trainer(model, tmp_path / "run", reward, **more))
         return made[-1]
 
+    trainer.forget = made.clear  # type: ignore[attr-defined]
     yield trainer
     for each in made:
         each.close()

@@ -61,7 +61,9 @@ class Ranks:
         self.broker.accept()
         self.channels = [TurnChannel(self.broker.connect())]
         self.channels += [TurnChannel.to(str(self.broker.address)) for _ in range(ranks - 1)]
-        self.samplers = [Sampler(channel, base_seed=BASE, rank=rank) for rank, channel in enumerate(self.channels)]
+        self.samplers = [
+            Sampler(channel, base_seed=BASE, rank=rank, num_rows=4) for rank, channel in enumerate(self.channels)
+        ]
 
     def close(self) -> None:
         for channel in self.channels:
@@ -147,7 +149,7 @@ def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
     engine = FakeEngine("engine 0")
     engine.refuses = lambda owed: owed.token_ids[0] == 6
     ranks = ranks_of(engine, ranks=1, max_model_len=5)
-    refused, long, taken = ranks.samplers[0].sample_all([[6], [1] * 5, [1]])
+    refused, long, taken, _ = ranks.samplers[0].sample_all([[6], [1] * 5, [1], [1]])
     assert refused.refusal == "ValueError: too odd"
     assert "a prompt has 5 tokens; the engine holds 5" in str(long.refusal)
     assert (refused.token_ids, long.token_ids, taken.refusal) == ([], [], None)
@@ -248,7 +250,7 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
     stranger.close()
     channel = TurnChannel.to(str(broker.address))
     wait_until(lambda: not folder.exists() and not watch.covered)
-    sampler = Sampler(channel, base_seed=BASE, rank=0)
+    sampler = Sampler(channel, base_seed=BASE, rank=0, num_rows=4)
     assert sampler.sample_all([[1]])[0].token_ids == expected([1], rank=0, row=0, turn=-1)
     channel.close()
     broker.close()

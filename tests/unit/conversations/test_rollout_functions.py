@@ -1,6 +1,7 @@
 """Rollout functions in the real trainer, over an engine that says what is written down."""
 
 import asyncio
+import sys
 import threading
 from typing import Any
 
@@ -102,6 +103,8 @@ def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
 
     with pytest.raises(ZeroDivisionError, match="in an agent"):
         make(calculates, rollout_func=raises).train()
+    with pytest.raises(RuntimeError, match="rollout_func ended by SystemExit: 0"):
+        make(calculates, rollout_func=lambda prompts, trainer: sys.exit(0)).train()
     release = threading.Event()
     config = {"rollout_timeout": 1.0, "tool_timeout": 0.5}
     with pytest.raises(TimeoutError, match=r"rollout_timeout\); it waits for the rollout's own code"):
@@ -136,3 +139,64 @@ def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
     first, _ = steps_of(make(lambda text, seed: "17<e>", reward, rollout_func=rollout))
     assert first["rollout/refused"] == 1
     assert shown == [7, 7]
+
+
+def test_a_prompt_that_sample_is_refused_is_left_out_too(make: Make) -> None:
+    """Its function has nothing to give, and need not make anything up."""
+
+    async def one(row: int, trainer: GRPOTrainer) -> Any:
+        turn = await trainer.vllm_generation.sample([5] * (200 if row == 3 else 5), row=row, turn=0)
+        assert (turn.refusal is not None) == (row == 3)
+        return turn
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        async def everything() -> list[Any]:
+            return await asyncio.gather(*(one(row, trainer) for row in range(8)))
+
+        turns = asyncio.run(everything())
+        return {
+            "prompt_ids": [[5]] * 8,
+            "completion_ids": [turn.token_ids for turn in turns],
+            "logprobs": [turn.logprobs for turn in turns],
+            "env_mask": [[1] * len(turn.token_ids) for turn in turns],
+        }
+
+    shown: list[int] = []
+
+    def reward(completions: list[Any], **more: Any) -> list[float]:
+        shown.append(len(completions))
+        return [0.0] * len(completions)
+
+    first, _ = steps_of(make(lambda text, seed: "17<e>", reward, rollout_func=rollout))
+    assert first["rollout/refused"] == 1
+    assert shown == [7, 7]
+
+
+def nothing(prompts: list[Any], **more: Any) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def generates(*calls: list[list[int]]) -> Any:
+    """A rollout function that asks for these prompts one after the other, and gives the first answers."""
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        answers = [trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4) for ids in calls]
+        said, logprobs = answers[0][1], [[each[0] for each in row] for row in answers[0][2]]
+        return {"prompt_ids": [[5]] * 8, "completion_ids": said, "logprobs": logprobs}
+
+    return rollout
+
+
+def test_a_later_turn_of_generate_that_is_refused_leaves_its_row_out(make: Make) -> None:
+    """What stands for it there is no token that the model has said."""
+    rollout = generates([[5]] * 8, [[5] * (200 if row == 3 else 5) for row in range(8)])
+    first, _ = steps_of(make(calculates, nothing, rollout_func=rollout))
+    assert first["rollout/refused"] == 1
+
+
+def test_generate_for_some_rows_says_nothing_of_others(make: Make) -> None:
+    rollout = generates([[5]] * 8, [[6]] * 3)
+    first, _ = steps_of(make(calculates, nothing, rollout_func=rollout))
+    assert first["rollout/turns"] == 11 / 8
+    with pytest.raises(ValueError, match="generate was given 3 prompts, and the batch has 8 rows"):
+        make(calculates, rollout_func=generates([[5]] * 8, [[6] * 200] * 3)).train()

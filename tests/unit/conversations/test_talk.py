@@ -42,9 +42,20 @@ class Letters:
 
 
 def talk(
-    model: Model, *, result: str = "xx", max_completion_tokens: int = 20, max_model_len: int = 100, turns: int = 9
+    model: Model,
+    *,
+    result: str = "xx",
+    max_completion_tokens: int = 20,
+    max_turn_tokens: int = 20,
+    max_model_len: int = 100,
+    turns: int = 9,
 ) -> Talk:
-    limits = TalkLimits(max_completion_tokens=max_completion_tokens, max_model_len=max_model_len, max_tool_turns=turns)
+    limits = TalkLimits(
+        max_completion_tokens=max_completion_tokens,
+        max_turn_tokens=max_turn_tokens,
+        max_model_len=max_model_len,
+        max_tool_turns=turns,
+    )
     return asyncio.run(
         hold_talk(
             0,
@@ -106,6 +117,13 @@ def test_a_result_that_fills_the_completion_is_its_end() -> None:
 def test_the_last_turn_is_cut_where_the_completion_ends() -> None:
     found = talk(Model([5, CALL], [6, 6, 6, 6, END]), max_completion_tokens=6)
     assert found.token_ids == [5, CALL, 7, 7, 6, 6]
+
+
+def test_a_turn_may_be_shorter_than_what_is_left() -> None:
+    """As with `max_tokens` in generation_kwargs; of the first turn the engine knows it."""
+    model = Model([5, CALL], [6, 6, 6, 6, END])
+    assert talk(model, max_turn_tokens=3).token_ids == [5, CALL, 7, 7, 6, 6, 6]
+    assert [asked for _, asked in model.asked] == [None, 3]
 
 
 def test_no_more_turns_with_tools_than_allowed() -> None:

@@ -1,6 +1,8 @@
 """Tools as a model meets them: code that raises, hangs, returns anything; and what it costs the others."""
 
 import asyncio
+import io
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -85,9 +87,48 @@ def test_asynchronous_tools_run_together_and_come_last() -> None:
     calls = [call("one", who="good"), call("now"), call("one", who="bad"), call("one")]
     tools = runner()
     messages = asyncio.run(tools.run(calls, box, row=0))
-    assert [message["content"] for message in messages][:3] == ["now", "good", "{'error': 'bad'}"]
-    assert "missing 1 required" in messages[3]["content"]
+    first, missing, *others = (message["content"] for message in messages)
+    assert (first, others) == ("now", ["good", "{'error': 'bad'}"])
+    assert "missing 1 required" in missing
     assert tools.counts == {"calls": 4, "failures": 2}
+
+
+@pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_is_told_as_any_other_error(ends: BaseException) -> None:
+    """Code that the model wrote, say; it would end the event loop, and its thread."""
+
+    async def leaves() -> None:
+        raise ends
+
+    def leaves_too() -> None:
+        raise ends
+
+    box = Toolbox(sync={"too": leaves_too}, asynchronous={"leaves": leaves})
+    messages = asyncio.run(runner().run([call("too"), call("leaves")], box, row=0))
+    assert all("error" in message["content"] for message in messages)
+    assert type(ends).__name__ in messages[1]["content"]
+
+
+def test_text_that_is_no_unicode_reaches_no_screen_and_no_tokenizer() -> None:
+    half = json.loads('"\\ud83d"')  # of a pair, as a model may write it
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def fails(city: str) -> None:
+        raise ValueError(f"no such city: {city}")
+
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("not for you")
+
+    def unspeakable() -> None:
+        raise Unspeakable
+
+    tools = runner(say=lambda line: print(line, file=screen))
+    calls = [call("fails", city=half), call(half), call("unspeakable")]
+    box = Toolbox(sync={"fails": fails, "unspeakable": unspeakable})
+    for message in asyncio.run(tools.run(calls, box, row=0)):
+        (message["name"] + message["content"]).encode()
+        assert "error" in message["content"]
 
 
 def test_one_that_hangs_is_left_alone_counted_and_named() -> None:
@@ -105,7 +146,7 @@ def test_one_that_hangs_is_left_alone_counted_and_named() -> None:
 
     async def both() -> list[Any]:
         box = Toolbox(sync={"stuck": release.wait}, asynchronous={"deaf": deaf})
-        messages = await tools.run([call("stuck"), call("deaf")], box, row=3)
+        messages = [*await tools.run([call("stuck")], box, row=3), *await tools.run([call("deaf")], box, row=4)]
         release.set()
         return messages
 
@@ -120,10 +161,12 @@ def test_one_that_hangs_is_left_alone_counted_and_named() -> None:
 def test_a_limit_of_those_that_hang() -> None:
     release = threading.Event()
     tools = runner(timeout_s=0.05, max_abandoned=1)
+    run(tools, call("stuck"), stuck=release.wait)
+    tools.begin()
     with pytest.raises(
         TooManyAbandoned, match=r"more than 1 tool calls hang.*the first one: tool stuck, called in row"
     ):
-        run(tools, call("stuck"), call("stuck"), stuck=release.wait)
+        run(tools, call("stuck"), stuck=release.wait)
     release.set()
 
 
@@ -175,16 +218,27 @@ def test_one_thread_is_the_same_for_all_calls_until_one_hangs() -> None:
 def test_a_conversation_whose_call_hangs_calls_nothing_more() -> None:
     release = threading.Event()
     said: list[str] = []
+
+    async def never() -> None:
+        raise AssertionError("it is called")
+
     tools = runner(timeout_s=0.1, say=said.append)
-    box = Toolbox(sync={"stuck": release.wait, "other": lambda: 1 / 0})
+    box = Toolbox(sync={"stuck": release.wait, "other": lambda: 1 / 0}, asynchronous={"never": never})
 
     async def calls() -> list[Any]:
-        await tools.run([call("stuck")], box, 2)
+        first = await tools.run([call("stuck"), call("other"), call("never")], box, 2)
         refused = await tools.run([call("other")], box, 2)
-        return [*refused, *await tools.run([call("other")], box, 3), *await tools.run([call("other")], box, 3)]
+        return [
+            *first[1:],
+            *refused,
+            *await tools.run([call("other")], box, 3),
+            *await tools.run([call("other")], box, 3),
+        ]
 
-    refused, failed, again = asyncio.run(calls())
-    assert refused["content"] == "{'error': 'an earlier call has not returned'}"
+    behind, beside, refused, failed, again = asyncio.run(calls())
+    assert (
+        behind["content"] == beside["content"] == refused["content"] == "{'error': 'an earlier call has not returned'}"
+    )
     assert failed["content"] == again["content"] == "{'error': 'division by zero'}"
     assert tools.hanging_rows == {2}
     assert [line for line in said if "ZeroDivisionError" in line] == [

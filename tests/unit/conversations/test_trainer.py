@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import re
 import threading
 import time
@@ -219,6 +220,45 @@ def halves(text: str, seed: int) -> str:
             return "done<e>"
         low, high = (int(value) + 1, high) if said == "higher" else (low, int(value) - 1)
     return call("guess", value=(low + high) // 2)
+
+
+def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(make: Make) -> None:
+    release, made = threading.Event(), []
+
+    class Stuck(Guessing):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def guess(self, value: int) -> str:
+            """Guess.
+
+            Args:
+                value: the guess
+            """
+            if self.resets == 1 and self is made[0]:
+                release.wait()
+            return super().guess(value)
+
+    config = {**LONG, "tool_timeout": 0.3}
+    trainer = make(halves, None, environment_factory=Stuck, train_dataset=None, config=config)
+    first, second = steps_of(trainer)
+    assert (first["tools/abandoned"], second["tools/abandoned"]) == (1, 0)
+    assert [each.resets for each in made] == [1, *[2] * 7, 1]
+    release.set()
+
+
+def test_a_trainer_that_nobody_holds_leaves_no_thread(make: Make) -> None:
+    before = set(threading.enumerate())
+    trainer = make(calculates, tools=[times], config={"max_steps": 1})
+    trainer.train()
+    make.forget()  # type: ignore[attr-defined]
+    del trainer
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while left := {each for each in set(threading.enumerate()) - before if each.name.startswith("grpo-t")}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
 
 
 def test_an_environment_that_owns_data_and_reward(make: Make) -> None:

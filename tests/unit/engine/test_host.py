@@ -2,14 +2,16 @@
 
 import asyncio
 import io
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
 
-from grpo.engine.host import Host, _sampled_logprobs
+from grpo.engine.host import Host, _sampled_logprobs, sampling_params
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 
 
@@ -43,8 +45,16 @@ def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
 SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), seed=0)
 
 
-def test_a_refused_request_is_answered_with_the_reason() -> None:
-    host, sent = host_of(MadeUpEngine(ValueError("the prompt is too long")))
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (ValueError("the prompt is too long"), True),
+        (VLLMValidationError("the prompt is too long"), True),
+        (RuntimeError("the prompt is too long"), False),
+    ],
+)
+def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refusal: bool) -> None:
+    host, sent = host_of(MadeUpEngine(error))
 
     async def sample() -> None:
         host._dispatch(SAMPLE)
@@ -55,7 +65,8 @@ def test_a_refused_request_is_answered_with_the_reason() -> None:
     assert isinstance(answers, Answers)
     assert [answer.completion_id for answer in answers.sampled] == [3, 4]
     for answer in answers.sampled:
-        assert answer.error == "ValueError: the prompt is too long"
+        assert answer.error == f"{type(error).__name__}: the prompt is too long"
+        assert answer.is_refusal == is_refusal
         assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
 
@@ -65,9 +76,11 @@ class FinishingEngine(MadeUpEngine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[str, int, int]] = []
+        self.params: list[Any] = []
 
     async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append((request_id, params.seed, params.n))
+        self.params.append(params)
         await asyncio.sleep(0)
         yield SimpleNamespace(
             num_cached_tokens=None,
@@ -98,6 +111,26 @@ def test_completions_of_a_prompt_are_one_request_or_many_with_the_same_seeds(tog
         (3, [10]), (4, [11]), (5, [12])
     ]  # fmt: skip
     assert host._tasks == {}
+
+
+def test_a_turn_may_have_less_room_than_a_completion_has_at_least() -> None:
+    engine = FinishingEngine()
+    host, _ = host_of(engine)
+    host._sampling = {"min_tokens": 32, "max_tokens": 64}
+
+    async def sample(**overrides: Any) -> Any:
+        host._dispatch(Sample(ids=range(1), token_ids=np.array([1], np.int32), seed=1, overrides=overrides))
+        await asyncio.gather(*host._tasks.values())
+        return engine.params[-1].min_tokens, engine.params[-1].max_tokens
+
+    assert asyncio.run(sample()) == (32, 64)
+    assert asyncio.run(sample(max_tokens=20)) == (20, 20)
+    assert asyncio.run(sample(max_tokens=20, min_tokens=5)) == (5, 20)
+
+
+def test_tokens_are_numbers_again_behind_the_wire() -> None:
+    overrides = json.loads(json.dumps({"logit_bias": {5: -100.0}}))
+    assert sampling_params(overrides, seed=0).logit_bias == {5: -100.0}
 
 
 def test_calls_are_answered_under_their_id() -> None:

@@ -61,6 +61,11 @@ def test_a_bar_does_not_end_a_cell() -> None:
     assert options_page.table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
 
 
+def test_the_page_of_options_is_that_of_the_code() -> None:
+    """If not: `python -m tools.options_page`."""
+    assert options_page.PAGE.read_text() == page()
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

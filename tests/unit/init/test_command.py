@@ -1,6 +1,7 @@
 """`grpo init` in a checkout: what it writes, and what it refuses."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_the_script_names_launcher_files_that_are_there(made: Path) -> None:
     assert named
     for name in named:
         assert yaml.safe_load((made / name).read_text())["distributed_type"] == "DEEPSPEED"
+
+
+def test_no_file_names_one_that_is_not_there(made: Path) -> None:
+    """Configurations and scripts of ours; `my_run.yaml` and the like are the user's."""
+    for name, path in files(made).items():
+        for named in re.findall(r"\b(?:configs|launch|examples)/[\w./-]*\w\.\w+", path.read_text()):
+            assert (made / named).exists(), f"{name} names {named}"
 
 
 def test_the_command_says_what_it_wrote_and_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,17 @@ def test_what_every_node_is_given(template: str, machine: Machine) -> None:
     assert "--kill-on-bad-exit=0" in machine.lines("srun_options"), "rank 0 may still be writing"
 
 
+@pytest.mark.parametrize("script", ["train.sbatch", "local_2node.sh"])
+def test_a_new_output_folder_is_its_owners_alone(script: str, machine: Machine) -> None:
+    new = machine.folder / "runs" / "new"
+    _, output = machine.run(script, GRPO_OUTPUT_DIR=str(new), FAKE_GPUS="1 1", CUDA_VISIBLE_DEVICES="")
+    assert new.stat().st_mode & 0o777 == 0o700, output
+    assert (new / "logs").is_dir()
+    new.chmod(0o750)
+    machine.run(script, GRPO_OUTPUT_DIR=str(new), FAKE_GPUS="1 1", CUDA_VISIBLE_DEVICES="")
+    assert new.stat().st_mode & 0o777 == 0o750, "one that is there stays as it is"
+
+
 def test_a_script_of_ones_own(machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run("train.sbatch", "examples/gsm8k.py", "--config", "x.yaml")

@@ -123,7 +123,9 @@ def test_other_stages(cluster: Cluster, zero: dict[str, Any], states: float, bas
 
 
 def test_what_vllm_cannot_hold_is_merged(cluster: Cluster) -> None:
-    found = plan(cluster, use_dora=True)
+    file = cluster.accelerate(1, 7, deepspeed_config={"zero_stage": 2})
+    training = cluster.training(QWEN_7B, **LORA, use_dora=True)
+    found = cluster.read("--config_file", file, "--config", training)
     assert (found["lora"]["way"], found["lora"]["why"]) == ("merge", "vLLM has no DoRA")
     outputs = 2 * HIDDEN + 2 * KEYS + 2 * MLP + HIDDEN  # a magnitude each
     assert found["model"]["trained"]["elements"] == ADAPTERS + LAYERS * outputs
@@ -132,6 +134,14 @@ def test_what_vllm_cannot_hold_is_merged(cluster: Cluster) -> None:
     # Embedding, head and norms stay behind; the biases go with their layers.
     behind = 2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * HIDDEN
     assert found["estimates"]["push"]["engine_bytes"] == 2 * (BASE - behind)
+
+
+def test_dora_needs_another_way_to_share_than_zero3(cluster: Cluster) -> None:
+    (error,) = plan(cluster, use_dora=True)["errors"]
+    assert error.startswith("use_dora with ZeRO-3")
+    training = cluster.training(QWEN_7B, **LORA, use_dora=True, deepspeed=str(ROOT / "configs" / "zero3.json"))
+    (error,) = cluster.read("--num_processes", "7", "--config", training)["errors"]
+    assert error.startswith("use_dora with ZeRO-3")
 
 
 def test_dropout_is_a_warning(cluster: Cluster) -> None:
