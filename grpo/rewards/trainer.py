@@ -55,15 +55,18 @@ class ScoringTrainer(ObservedTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._inputs = inputs
-        return super()._generate_and_score_completions(inputs)
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._inputs = ()
 
     def _generate(self, prompts: Any) -> Any:
         """TRL's; rewards begin, at the latest, when it is over."""
-        if self._scoring is None:
+        self._is_chat = is_conversational({"prompt": prompts[0]})
+        if self._scoring is None or len(self._inputs) != len(prompts):  # a subclass may ask for completions alone
             return super()._generate(prompts)
         if not self._scoring.scores(self.reward_funcs):
             self._score_beside()  # they were changed
-        self._is_chat = is_conversational({"prompt": prompts[0]})
         groups = self._groups(len(prompts))
         self._scoring.begin(self._rows(self._inputs, prompts), groups)
         generated = super()._generate(prompts)

@@ -190,3 +190,12 @@ def test_completions_that_are_changed_on_the_way_are_scored_as_they_are(make: Ma
     trainer._calculate_rewards = shorter  # type: ignore[method-assign]
     (step,) = steps_of(trainer)
     assert step["reward"] == 1.0
+
+
+def test_a_subclass_may_ask_for_completions_alone(make: Make) -> None:
+    trainer = make(calculates, tools=[times])
+    trainer.train()
+    trainer.model.train()
+    rows = [{"role": "user", "content": "12*34"}]
+    completions = trainer._generate([[dict(row) for row in rows] for _ in range(8)])[3]
+    assert {len(said) for said in completions} == {1, 3}  # with a call and its answer, and without
