@@ -8,6 +8,7 @@ samples come from and how the weights get there.
 import asyncio
 import contextlib
 import copy
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo.engine.supervisor import EngineSupervisor, StartEngine
 from grpo.engine_settings import attention_heads, base_of, describe_model, engine_spec
 from grpo.job.agreement import agree_on_topology
 from grpo.job.failure import FailureRecord
+from grpo.job.launch import read_launch
 from grpo.job.node_groups import NodeGroups
 from grpo.job.process_groups import join_deepspeed
 from grpo.job.signals import StopSignals
@@ -33,6 +35,7 @@ from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import LoraChoice, choose_lora, with_revision
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.run.deepspeed_settings import import_deepspeeds_muon
+from grpo.run.folder import make_run_folder
 from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.run.observed import UsageOf
 from grpo.run.prompt_order import prompts_of_batch
@@ -102,6 +105,8 @@ class GRPOTrainer(ConversingTrainer):
         self._reward_loop: asyncio.AbstractEventLoop | None = None
         if not args.local_mode:
             join_deepspeed(args.deepspeed)
+            if read_launch(os.environ).rank == 0:
+                make_run_folder(Path(args.output_dir))  # transformers would make it for everybody to read
             super().__init__(**inherited)
             # A launcher sends SIGTERM when a rank has failed, and here no watch could tell that from a request.
             signals = StopSignals(sigterm=False)

@@ -3,6 +3,10 @@
 
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
+# One job of an array has the whole array's number, and what is asked of that one happens to all.
+slurm_job=$SLURM_JOB_ID
+[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || slurm_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 run_job() {
     local script=train.py replaced nodes used lost attempt status stop_file='' asked_to_stop=''
     if [[ ${1:--} != -* ]]; then
@@ -110,7 +114,7 @@ conclude_attempt() {
         say "every node has ended well"
         exit 0
     fi
-    python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" \
+    python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --failed \
         --max_crashes "$max_crashes" || next=$?
     ((next == 85)) || exit "$next"
     for node in "${nodes[@]}"; do
@@ -122,12 +126,12 @@ conclude_attempt() {
         leave_lost_nodes
         return
     fi
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if scontrol requeue "$slurm_job"; then
         say "requeued"
         exit 0
     fi
     say "Slurm does not requeue this job; to go on:"
-    say "  GRPO_OUTPUT_DIR=$output_dir sbatch $(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')"
+    say "  GRPO_OUTPUT_DIR=$output_dir sbatch $(scontrol show job "$slurm_job" | sed -n 's/^ *Command=//p')"
     exit 85
 }
 
@@ -135,7 +139,7 @@ conclude_attempt() {
 leave_lost_nodes() {
     local folder
     folder=$(mktemp -d) # the command writes two files to where it is
-    (cd "$folder" && timeout 30 scontrol update JobId="$SLURM_JOB_ID" NodeList="$(comma_separated "${nodes[@]}")") \
+    (cd "$folder" && timeout 30 scontrol update JobId="$slurm_job" NodeList="$(comma_separated "${nodes[@]}")") \
         >"$folder/said" 2>&1 || say "scontrol does not shrink the job: $(head -n 1 "$folder/said")"
     rm -rf -- "$folder"
 }
@@ -156,7 +160,7 @@ comma_separated() {
 # The numbers of GPUs that the job was given on its nodes, the smallest first; nothing on a cluster without.
 gpus_per_node() {
     local names given node
-    scontrol show job --details "$SLURM_JOB_ID" | sed -n 's/^ *Nodes=\([^ ]*\) .*GRES=\(.*\)/\1 \2/p' |
+    scontrol show job --details "$slurm_job" | sed -n 's/^ *Nodes=\([^ ]*\) .*GRES=\(.*\)/\1 \2/p' |
         while read -r names given; do
             for node in $(scontrol show hostnames "$names"); do
                 echo "$node,$given"

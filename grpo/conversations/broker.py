@@ -24,7 +24,7 @@ from grpo.rollout.pool import DeadlyRequests, EnginePool
 
 MEET_S = 60.0  # until all ranks of the node have connected
 MAX_FOLDER = 80  # characters of the folder for temporary files: a socket's path has 107 at most
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: `struct ucred`
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: `struct ucred`
 
 
 class TurnBroker:

@@ -19,7 +19,7 @@ class Rollouts:
         max_completion_tokens, max_turn_tokens, max_tool_turns: see `TalkLimits`.
         tools: runs what the model calls.
         is_function: whether the user's own function holds the conversations.
-        prepare: called first in the thread of that function.
+        prepare: called first in the thread of that function, and in the event loop's.
         toolbox_of: what the conversation of a row may call; None where there are no tools.
         on_end: hears of each conversation that has ended, by its row, from the event loop.
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
@@ -88,6 +88,7 @@ class Rollouts:
             _, self._loop, ready = start_event_loop_in_daemon("grpo-conversations")
             self._own_loop = self._loop
             ready.wait()
+        self._loop.call_soon_threadsafe(self.prepare)  # asynchronous tools run in its thread
         return asyncio.run_coroutine_threadsafe(hold_all(), self._loop)
 
     def close(self) -> None:

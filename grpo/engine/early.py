@@ -19,7 +19,7 @@ from grpo.job.launch import read_launch
 # What an engine reads only when it is built. All else has to be as it was when the host started: vLLM, torch and what
 # they load read it while they are imported.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
-_READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+_READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_F32_DEFAULT"}
 
 _waiting: HostProcess | None = None
 _taking = threading.Lock()  # two engines may come back at once

@@ -31,12 +31,18 @@ MORE_VARIABLE = "GRPO_ENGINE_ENV"  # names that an engine is to see as well, sep
 
 
 def engine_environment(
-    inherited: Mapping[str, str], *, devices: Sequence[str], tensor_parallel_size: int, engines_per_node: int
+    inherited: Mapping[str, str],
+    *,
+    devices: Sequence[str],
+    tensor_parallel_size: int,
+    engines_per_node: int,
+    dtype: str | None = None,
 ) -> dict[str, str]:
     """The environment of an engine host: of the inherited one what engines need, and its own devices.
 
     Args:
         devices: values for CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
+        dtype: of the engine, as vLLM names it; None: not known yet.
     """
     more = [name.strip() for name in inherited.get(MORE_VARIABLE, "").split(",") if name.strip()]
     names = _PASSED | {name for name in more if not name.endswith("*")}
@@ -64,6 +70,10 @@ def engine_environment(
     if devices:
         if tensor_parallel_size > 1:
             _drop_expandable_segments(env)
+        if dtype == "float32":
+            # Triton multiplies float32 in TF32 by itself, also in vLLM's attention (0.31): no proof of what a trainer
+            # computes in float32 would hold.
+            env.setdefault("TRITON_F32_DEFAULT", "ieee")
         return env
     cores = sorted(os.sched_getaffinity(0))
     if tensor_parallel_size > 1:

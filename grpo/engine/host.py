@@ -307,6 +307,14 @@ def load() -> None:
     write_libraries_whole()
 
 
+def forget_device() -> None:
+    """vLLM remembers from its import on what the first GPU can do (0.31), and that is another one now."""
+    from vllm.platforms import current_platform
+
+    if clear := getattr(current_platform.get_device_capability, "cache_clear", None):
+        clear()
+
+
 def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[str, str]) -> None:
     """Go on under this engine's environment and in its log.
 
@@ -316,6 +324,8 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
     for name in inherited.keys() - environment.keys():
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in environment.items() if inherited.get(name) != value})
+    if environment.get("CUDA_VISIBLE_DEVICES") != inherited.get("CUDA_VISIBLE_DEVICES"):
+        forget_device()
     first_output = Path(os.environ[HOST_MARK]) / FIRST_OUTPUT
     sys.stdout.flush()
     with log_path.open("ab") as log:

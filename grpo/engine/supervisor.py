@@ -142,6 +142,7 @@ class EngineSupervisor:
                 devices=devices,
                 tensor_parallel_size=topology.tensor_parallel_size,
                 engines_per_node=topology.num_engines,
+                dtype=spec.engine_args.get("dtype"),
             )
             for devices in (topology.engines if topology.is_local_main else ())
         ]

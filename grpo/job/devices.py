@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from grpo.job.files import is_on, read_wishes
 
+UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
 _BESIDE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # of ROCm alone
 
 
@@ -67,6 +68,11 @@ def device_tokens(env: Mapping[str, str], device_count: int, *, rocm: bool = Fal
             token = str(int(number[1])) if number else None
         if token is None or token in tokens:
             break
+        if is_uuid and len(token) < UUID_LENGTH:
+            raise DeviceMistake(
+                f"CUDA_VISIBLE_DEVICES names a GPU by the beginning of its UUID, {token}, and vLLM wants all of it",
+                "write whole UUIDs (nvidia-smi -L), or numbers",
+            )
         tokens.append(token)
     if len(tokens) < device_count:
         raise DeviceMistake(

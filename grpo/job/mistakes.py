@@ -79,11 +79,12 @@ def is_mistake(error: BaseException, *, before_first_step: bool) -> bool:
 def _is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, _OF_THE_MACHINE):
         return type(error).__name__ != _USERS_OWN
-    status = getattr(getattr(error, "response", None), "status_code", None)  # of the hub's answer
-    if isinstance(status, int):
-        return status in (408, 429) or status >= 500
+    if isinstance(getattr(getattr(error, "response", None), "status_code", None), int):  # of the hub's answer
+        return _is_hub_down(error)
     if isinstance(error, OSError):
-        return error.errno is not None and error.errno not in _OF_PATHS  # transformers raises it without, for a typo
+        if error.errno is None:  # transformers raises it so for a typo, and for a hub that is down
+            return any(_is_hub_down(cause) for cause in with_causes(error))
+        return error.errno not in _OF_PATHS
     if any(_FOREIGN.fullmatch(f"{kind.__module__}.{kind.__name__}") for kind in type(error).__mro__):
         return True
     if isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError)):
@@ -91,6 +92,13 @@ def _is_of_the_machine(error: BaseException) -> bool:
             error.__cause__ is not None and _is_of_the_machine(error.__cause__)
         )
     return False
+
+
+def _is_hub_down(error: BaseException) -> bool:
+    """Whether the hub has answered that it cannot now, or not to so many. One that cannot be reached at all is, before
+    the first step, more often a name that is not there than a network that is gone."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return isinstance(status, int) and (status in (408, 429) or status >= 500)
 
 
 def _tells_of_the_machine(text: str) -> bool:

@@ -246,7 +246,7 @@ class Sentinel:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             ranks = [rank for rank in self._ranks.values() if rank.pid == pid]
             if uid != os.getuid() or not ranks:
                 connection.close()

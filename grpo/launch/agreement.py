@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo.job.devices import DeviceMistake, count_gpus
 from grpo.job.wire import Wire
-from grpo.launch.ranks import Asked, ranks_per_node
+from grpo.launch.ranks import Asked, LostGPUs, ranks_per_node
 from grpo.meeting.agreement import Software, compare_software, differences, read_software
 from grpo.meeting.expected import Place
 from grpo.meeting.meeting import Attendance, MeetingFailed, attend, preside
@@ -100,11 +100,12 @@ def decide(
             troubles += found
         same = "give all nodes the same command line and the same files"
         troubles += differences({node: one.inputs for node, one in reports.items()}, same).values()
-    agreed = None
+    agreed, may_heal = None, bool(absent)
     if not any(trouble.is_fatal for trouble in troubles):
         try:
             ranks = ranks_per_node(asked, {node: one.gpus for node, one in reports.items()})
         except ValueError as error:
+            may_heal = isinstance(error, LostGPUs)
             troubles.append(Trouble(nodes=(place.head,), message=str(error), fix=""))
         else:
             agreed = Agreed(
@@ -114,7 +115,7 @@ def decide(
                 port=port or place.told_port or free_port(),
                 started=time.time(),
             )
-    return Verdict(agreed=agreed, troubles=tuple(troubles), is_mistake=agreed is None and not absent)
+    return Verdict(agreed=agreed, troubles=tuple(troubles), is_mistake=agreed is None and not may_heal)
 
 
 def meet(

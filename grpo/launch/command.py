@@ -5,6 +5,8 @@ command line that cannot be read, 130 for one that a person has interrupted.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import signal
@@ -200,8 +202,19 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
         num_machines=file.get("num_machines"),
         use_cpu=wishes.use_cpu,
         has_engines=wishes.has_engines,
+        resumed_ranks=_resumed_ranks(args),
     )
     return asked, wishes, is_readable
+
+
+def _resumed_ranks(args: argparse.Namespace) -> int | None:
+    """Of the newest complete checkpoint, where the job goes on from that."""
+    if args.resume != "auto" or args.output_dir is None:
+        return None
+    newest = args.output_dir / f"checkpoint-{next_attempt.newest_checkpoint(args.output_dir)}"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((newest / "complete.json").read_text())["world_size"])
+    return None
 
 
 def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
@@ -248,7 +261,7 @@ def _launch(
     """Becomes the launcher, and says what follows its end."""
     from grpo.launch.agent import run_launcher
     from grpo.launch.attempt import Attempt
-    from grpo.launch.last_words import tell_waiting_ranks
+    from grpo.launch.last_words import outlast_head, tell_waiting_ranks
 
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
         attempt = Attempt(
@@ -256,6 +269,7 @@ def _launch(
         )
         _prepare_environment(args, attempt)
         ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
+        outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)

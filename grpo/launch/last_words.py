@@ -1,7 +1,8 @@
-"""What this node's launcher tells the others' ranks when its own have failed: some may wait for them."""
+"""What this node's launcher owes the others at its end: word to ranks that wait for its own, and patience."""
 
 import contextlib
 import socket
+import time
 from datetime import timedelta
 
 from grpo.launch.agent import Ending
@@ -9,6 +10,7 @@ from grpo.launch.line import Rendezvous
 from grpo.meeting.deadline import within
 
 STORE_S = 10.0
+LOOK_S = 2.0
 
 
 def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
@@ -40,3 +42,17 @@ def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
 
     with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it whoever waited
         within(STORE_S, tell)
+
+
+def outlast_head(at: Rendezvous, ending: Ending) -> None:
+    """Until the first node's launcher has ended, if this one's ranks have ended well.
+
+    Rank 0 may still write a model, for longer than a scheduler lets a job's last node go on alone (`srun --wait`), and
+    than torchrun's launchers wait for each other (300 s, torch 2.13).
+    """
+    if at.node_rank == 0 or not ending.has_succeeded:
+        return
+    with contextlib.suppress(OSError):  # nobody holds the job's store any more
+        while True:
+            socket.create_connection((at.head_address, at.port), timeout=STORE_S).close()
+            time.sleep(LOOK_S)

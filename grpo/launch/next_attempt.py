@@ -6,7 +6,7 @@ Reads what rank 0 has left in OUTPUT_DIR/run_state.json, prints one line and exi
 
     0    it has finished, or a person has stopped it
     85   start again: training resumes from the newest complete checkpoint
-    1    it has failed, and starting again would not help
+    1    it has failed, and starting again would not help; or, with --failed, it has finished and failed after that
 
 An attempt that did not say how it ended has died without a word; that is a crash which another attempt may mend.
 Crashes are counted in OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed, each attempt's once: whoever
@@ -14,6 +14,7 @@ asks a second time gets the same answer. Needs nothing but Python.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
+FAILED_AFTER_IT = "training has finished, but the script failed after it"
 ENDED = ("finished", "stopped", "failed")
 
 State = dict[str, Any]
@@ -44,7 +46,7 @@ def read_state(
     while True:
         try:
             state = json.loads((output_dir / "run_state.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (OSError, ValueError):  # not there, being replaced, or on a file system that does not answer now
             state = {}
         if is_own(state) and state.get("state") in states:
             return state
@@ -62,15 +64,18 @@ def newest_checkpoint(output_dir: Path) -> int:
 def count_crash(record: Path, newest: int, attempt: str) -> int:
     """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before."""
     before: State = {"crashes": 0, "checkpoint": -1, "attempt": None}
-    if record.exists():
-        before = json.loads(record.read_text())
+    with contextlib.suppress(OSError, ValueError):  # none; or empty, where a machine has lost its power
+        before |= json.loads(record.read_text())
     if before["attempt"] == attempt:
         return int(before["crashes"])
     crashes = 0 if newest > before["checkpoint"] else before["crashes"] + 1
-    record.parent.mkdir(parents=True, exist_ok=True)  # of an attempt that died before it had a folder
-    written = record.with_suffix(".new")
-    written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
-    written.replace(record)
+    try:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an attempt that died before it had a folder
+        written = record.with_suffix(".new")
+        written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
+        written.replace(record)
+    except OSError as error:  # a full disk, which may be why the attempt has failed, is no reason to give up
+        print(f"this crash is not counted: {record} cannot be written: {error}", file=sys.stderr, flush=True)
     return crashes
 
 
@@ -89,7 +94,8 @@ def conclude(
     if not follow and (state is None or state["state"] == "failed"):
         crashes = count_crash(record, newest_checkpoint(output_dir), attempt)
     elif not follow:
-        record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            record.unlink(missing_ok=True)
     return decide(state, crashes, max_crashes)
 
 
@@ -120,10 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
     parser.add_argument("--attempt", required=True, type=int, help="GRPO_ATTEMPT of the attempt")
+    parser.add_argument("--failed", action="store_true", help="a node's launcher has ended with an error")
     parser.add_argument("--max_crashes", type=int, default=3, help="crashes in a row without a newer checkpoint")
     args = parser.parse_args(argv)
     name = (args.job, str(args.attempt))
     state = read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
+    if args.failed and state is not None and state["state"] == "finished":
+        print(f"job {args.job}, attempt {args.attempt}: {FAILED_AFTER_IT}", flush=True)
+        return FAILED
     code, why = conclude(args.output_dir, state, job=args.job, attempt=name[1], max_crashes=args.max_crashes)
     print(f"job {args.job}, attempt {args.attempt}: {why}", flush=True)
     return code

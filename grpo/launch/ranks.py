@@ -24,8 +24,14 @@ class Asked:
     """The file's."""
     use_cpu: bool = False
     """Whether the file was written for CPUs."""
+    resumed_ranks: int | None = None
+    """Of the checkpoint that the job goes on from."""
     has_engines: bool = True
     """False for a script that leaves generating to TRL's own modes: no GPU is kept from the ranks."""
+
+
+class LostGPUs(ValueError):
+    """A node has fewer GPUs than it had: other nodes would do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +48,32 @@ def ranks_per_node(asked: Asked, gpus: Mapping[str, int]) -> Ranks:
         gpus: usable GPUs by node; the smallest node counts, for torchrun wants the same number on all.
 
     Raises:
+        LostGPUs: some nodes cannot hold what the others can, and the job's checkpoint is for.
         ValueError: the ranks leave no engine a GPU; says what to write.
     """
     smallest = min(gpus, key=lambda node: gpus[node])
     engine = asked.reserved_gpus if asked.reserved_gpus is not None else asked.tensor_parallel_size or 1
     engine = engine if asked.has_engines else 0
+    _check_resumed(asked, gpus, engine)
     ranks = _first_given(asked, gpus[smallest], engine)
     if ranks.per_node < 1:
         raise ValueError(f"{ranks.per_node} ranks per node ({ranks.why}): a node needs at least 1")
     if gpus[smallest] and ranks.per_node + engine > gpus[smallest]:
         raise ValueError(_too_many(ranks, engine, smallest, gpus[smallest]))
     return ranks
+
+
+def _check_resumed(asked: Asked, gpus: Mapping[str, int], engine: int) -> None:
+    if not asked.resumed_ranks or asked.resumed_ranks % len(gpus):
+        return
+    ranks = asked.resumed_ranks // len(gpus)
+    short = [f"{node} has {count} usable GPUs" for node, count in gpus.items() if count < ranks + engine]
+    if short and len(short) < len(gpus):  # all of them: somebody has moved the job, and the trainer says how
+        raise LostGPUs(
+            f"{', '.join(short)}, and the checkpoint that the job goes on from is for {asked.resumed_ranks} ranks, "
+            f"{ranks} on each node beside {engine} for an engine: start it on other nodes, or make a checkpoint for "
+            "fewer ranks (grpo reshape)"
+        )
 
 
 def _first_given(asked: Asked, smallest: int, engine: int) -> Ranks:

@@ -161,7 +161,7 @@ def slow_rewards(figures: Figures) -> Advice | None:
         option="reward_funcs",
         setting=f"reward_funcs: {name} as async def",
         finding=f"rewards take {percent(share)} of the time, most of it {name}",
-        do=f"make {name} faster, an `async def`, or declare by `scores_each` what it judges by itself",
+        do=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
         why="Ranks wait for it in every step. `async def` functions run side by side, declared ones beside sampling.",
         weight=share,
     )

@@ -198,7 +198,9 @@ class Scoring:
         if function.is_async:
             call = _Call(rows=[*rows])
             arguments = self._arguments(call)
-            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments, call.limit), self._loop())
+            loop = self._loop()
+            loop.call_soon_threadsafe(self._prepare)
+            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments, call.limit), loop)
             self._calls[function].append(call)
         elif (queued := self._queued.get(function)) is not None:
             queued.rows += rows

@@ -11,8 +11,15 @@ from grpo.run.durable import FileSum
 
 DURABLE_S = 1800.0
 """Until what every rank has written is on the disk."""
+SLOW_BYTES_PER_S = 20e6
+"""What the slowest disk brings home of a checkpoint that is so large that this takes longer."""
 POLL_S = 0.5
 LAST_S = 5.0  # for a process that ends for another reason: a save that is nearly through still counts
+
+
+def deadline_for(num_bytes: int) -> float:
+    """Seconds that a checkpoint of this size may take to the disk."""
+    return max(DURABLE_S, num_bytes / SLOW_BYTES_PER_S)
 
 
 class BackgroundSave:
@@ -22,6 +29,7 @@ class BackgroundSave:
 
     Args:
         folder: of the checkpoint; every rank has written its files.
+        deadline_s: until what all ranks have written is on the disk; see `deadline_for`.
         complete: on rank 0: called with the sums of all files when every rank's record is there. From a thread.
     """
 
@@ -74,12 +82,15 @@ class BackgroundSave:
             self._error = error
 
     def _await_records(self) -> Mapping[str, FileSum]:
-        deadline = time.monotonic() + self._deadline_s
+        begun = time.monotonic()
+        sums: dict[str, FileSum] = {}
+        missing = [*range(self._world_size)]
         while True:
-            sums, missing = read_rank_records(self.folder, self._world_size)
+            found, missing = read_rank_records(self.folder, missing)
+            sums |= found
             if not missing:
                 return sums
-            if time.monotonic() > deadline:
+            if time.monotonic() - begun > self._deadline_s:
                 raise TimeoutError(
                     f"{self.folder} is not complete: ranks {missing} have not brought to the disk what they wrote "
                     f"within {self._deadline_s:.0f} s"

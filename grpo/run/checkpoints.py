@@ -4,9 +4,12 @@ No other file proves it: DeepSpeed writes `latest` before its last barrier, and 
 ranks still write (deepspeed 0.19, transformers 5.17).
 """
 
+import errno
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ COMPLETE_FILE = "complete.json"
 PARTIAL_FILE = ".partial"  # stands in a checkpoint that we are writing, until it is complete
 NAME_PREFIX = "checkpoint-"
 DAMAGED_PREFIX = "damaged-"
+AGAIN_S = 5.0  # behind a read that failed
 # Of ranks that write: DeepSpeed's partitions, transformers' random states, ours, DeepSpeed's tensors on NVMe.
 _OF_A_RANK = re.compile(
     r"(?:^|/)(?:(?:bf16_)?zero_pp_rank_|rng_state_|rollout_state_|files-|offloaded_tensors/rank)(\d+)(?=[_./])"
@@ -66,8 +70,15 @@ def record_name(rank: int) -> str:
 
 def files_in(folder: Path) -> list[str]:
     """Paths inside a checkpoint, sorted, but for `complete.json` and hidden files."""
-    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(str(name) for name in names if not name.name.startswith(".") and str(name) != COMPLETE_FILE)
+    return sorted(_names_in(folder, lambda name: True))
+
+
+def _names_in(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Asks the file system about those alone that are wanted: on a network it takes its time."""
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if not path.name.startswith(".") and name != COMPLETE_FILE and is_wanted(name) and path.is_file():
+            yield name
 
 
 def write_rank_record(folder: Path, rank: int, world_size: int) -> None:
@@ -76,18 +87,19 @@ def write_rank_record(folder: Path, rank: int, world_size: int) -> None:
     Raises:
         OSError: the disk is full or broken.
     """
-    own = [name for name in files_in(folder) if writer_of(name, world_size) == rank and name != record_name(rank)]
+    record = record_name(rank)
+    own = sorted(_names_in(folder, lambda name: writer_of(name, world_size) == rank and name != record))
     sums = {name: make_durable(folder / name) for name in own}
     for inner in {(folder / name).parent for name in own} - {folder}:
         sync_folder(inner)
-    write_atomically(folder / record_name(rank), json.dumps({name: asdict(found) for name, found in sums.items()}))
+    write_atomically(folder / record, json.dumps({name: asdict(found) for name, found in sums.items()}))
 
 
-def read_rank_records(folder: Path, world_size: int) -> tuple[dict[str, FileSum], list[int]]:
-    """What all ranks say that they have written, their records too; and the ranks whose record is not there yet."""
+def read_rank_records(folder: Path, ranks: Iterable[int]) -> tuple[dict[str, FileSum], list[int]]:
+    """What these ranks say that they have written, their records too; and those whose record is not there yet."""
     sums: dict[str, FileSum] = {}
     missing = []
-    for rank in range(world_size):
+    for rank in ranks:
         path = folder / record_name(rank)
         try:
             told = json.loads(path.read_text())
@@ -142,6 +154,7 @@ def read_complete(folder: Path) -> CompleteRecord:
     Raises:
         Damaged: says what is missing, and in which checkpoint.
         ValueError: it was never complete.
+        OSError: its file system does not answer, which says nothing about it.
     """
     names = {each.name for each in fields(CompleteRecord)}
     try:
@@ -149,12 +162,12 @@ def read_complete(folder: Path) -> CompleteRecord:
         record = CompleteRecord(**{name: value[name] for name in names & value.keys()})
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {COMPLETE_FILE}: its writing did not come to an end") from None
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise Damaged(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
     for name, size in record.files.items():
         try:
             found = (folder / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             raise Damaged(f"{folder} lacks {name}") from None
         if found != size:
             raise Damaged(f"{folder / name} has {found} bytes, not the {size} that were written")
@@ -174,19 +187,38 @@ def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
 
     Raises:
         Damaged: names the file that is not as it was written.
+        ValueError: this process does not see it, and somebody else has.
+        OSError: its file system does not answer, which says nothing about it.
     """
     for name in names:
         if name not in record.checksums:
             continue
-        try:
-            found = sum_of(folder / name)
-        except OSError as error:
-            raise Damaged(f"{folder / name} cannot be read: {error.strerror or error}") from None
+        found = _read_twice(folder / name)
         if found != FileSum(size_bytes=record.files[name], crc32=record.checksums[name]):
             raise Damaged(
                 f"{folder / name} is not as it was written: {found.size_bytes} bytes with the checksum "
                 f"{found.crc32:08x}, not {record.files[name]} with {record.checksums[name]:08x}"
             )
+
+
+def _read_twice(path: Path) -> FileSum:
+    """Its sum; a disk that does not give a file back has lost it when it does not the second time either."""
+    for patience_s in (AGAIN_S, None):
+        try:
+            return sum_of(path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is not there on {socket.gethostname()}, and another rank has seen it: put output_dir on a "
+                "file system that all nodes share, and look whether this node has it mounted"
+            ) from None
+        except OSError as error:
+            if patience_s is not None:
+                time.sleep(patience_s)
+            elif error.errno == errno.EIO:
+                raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+            else:
+                raise
+    raise AssertionError("unreachable")
 
 
 def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:

@@ -220,6 +220,7 @@ class CompletionSamples:
         self.folder = folder
         self._max_bytes = max_bytes
         self._has_warned = False
+        self._size: int | None = None  # None: nobody has looked
 
     def write(self, step: int, attempt: int, time: float, rows: Sequence[Row]) -> None:
         """The file of a log, whole at once; that it cannot be written is told once, and is no reason to fail.
@@ -234,7 +235,10 @@ class CompletionSamples:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = _table([{"time": time, "attempt": attempt, "step": step, **row} for row in rows])
             write_atomically(self.folder / f"step-{step:08}.parquet", table)
-            self._thin()
+            if self._size is not None:
+                self._size += len(table)
+            if self._size is None or self._size > self._max_bytes:  # a network's file system is slow to look through
+                self._thin()
         except OSError as error:
             if not self._has_warned:
                 warnings.warn(f"cannot write completions to {self.folder}: {error}", stacklevel=2)
@@ -251,7 +255,7 @@ class CompletionSamples:
         aside.mkdir(exist_ok=True)
         for path in later:
             path.replace(aside / path.name)
-        self._thin()
+        self._size = None
 
     def _files(self) -> list[tuple[int, Path]]:
         """By step."""
@@ -269,6 +273,7 @@ class CompletionSamples:
     def _thin(self) -> None:
         asides, files = self._asides(), [path for _, path in self._files()]
         size = sum(_size(path) for aside in asides for path in aside.iterdir()) + sum(_size(path) for path in files)
+        self._size = size
         while size > self._max_bytes:
             if asides:
                 size -= sum(_size(path) for path in asides[0].iterdir())
@@ -279,7 +284,8 @@ class CompletionSamples:
                     path.unlink(missing_ok=True)
                 files = [path for path in files if path not in doomed]
             else:
-                return
+                break
+            self._size = size
 
 
 def _size(path: Path) -> int:

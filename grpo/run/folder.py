@@ -29,6 +29,7 @@ from grpo.run.history import RunHistory
 
 STATE_FILE = "run_state.json"
 NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
+LOST_S = 150.0  # until a network file system lets go of what a node held that is off
 LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
 METRICS_FILE = "metrics.jsonl"
 
@@ -61,6 +62,20 @@ class RunState:
     """When the launcher began this attempt, by which it knows it again (GRPO_STARTED)."""
 
 
+def _is_taken(lock: IO[str]) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def make_run_folder(path: Path) -> None:
+    """Where there is none, one that only its owner reads: it holds prompts, completions, and arguments with tokens."""
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+
+
 class RunFolder:
     """`output_dir` in the hands of one job.
 
@@ -71,8 +86,7 @@ class RunFolder:
     def __init__(self, path: Path, env: Mapping[str, str]) -> None:
         self.path = path
         check_writable(path)
-        if not path.exists():
-            path.mkdir(parents=True, mode=0o700)  # prompts, completions, and arguments with tokens in them
+        make_run_folder(path)
         self._started = float(env.get("GRPO_STARTED") or time.time())
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
@@ -98,16 +112,22 @@ class RunFolder:
         # The kernel drops it with this process, however that ends; a file that says "running" would stay.
         path = self.path / LOCK_FILE
         lock = path.open("a+")
+        deadline = time.monotonic() + LOST_S
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
+            while not _is_taken(lock):
+                lock.seek(0)
+                owner = lock.read().strip() or "unknown"
+                if owner.split(" (pid ")[0] != self.job:
+                    raise ValueError(
+                        f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's "
+                        "checkpoints; end that job, or set another output_dir"
+                    )
+                if time.monotonic() > deadline:  # its own attempt before, on a node that is off or does not answer
+                    raise TimeoutError(f"{self.path} is still held by this job's attempt before: {owner}")
+                time.sleep(0.5)
+        except (ValueError, TimeoutError):
             lock.close()
-            raise ValueError(
-                f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's checkpoints; "
-                "end that job, or set another output_dir"
-            ) from None
+            raise
         except OSError as error:
             lock.close()
             warnings.warn(f"{path} cannot be locked ({error}): a second job here would go unnoticed", stacklevel=2)

@@ -184,7 +184,7 @@ class ObservedTrainer(ResumableTrainer):
             super()._end(stop)
         finally:
             if self._refresh is not None:
-                self._refresh.finish(Path(self.args.output_dir))
+                self._refresh.finish(Path(self.args.output_dir), has_time=stop is None)
 
     def close(self) -> None:
         if self._usage is not None:

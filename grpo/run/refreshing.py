@@ -27,8 +27,15 @@ class RefreshReport(TrainerCallback):
         if not is_busy and time.monotonic() - self._began_s >= self._every_s:
             self._start(Path(args.output_dir))
 
-    def finish(self, output_dir: Path) -> None:
-        """The last page: the run has ended, and says how."""
+    def finish(self, output_dir: Path, *, has_time: bool) -> None:
+        """The last page: the run has ended, and says how.
+
+        Args:
+            has_time: False where somebody waits for the end: a page that is being made is given up, too.
+        """
+        if not has_time:
+            self._end(0.0)
+            return
         self._end()
         self._start(output_dir)
         self._end()
@@ -47,12 +54,12 @@ class RefreshReport(TrainerCallback):
                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 )
 
-    def _end(self) -> None:
+    def _end(self, patience_s: float = _AT_THE_END_S) -> None:
         process, self._process = self._process, None
         if process is None:
             return
         try:
-            process.wait(_AT_THE_END_S)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

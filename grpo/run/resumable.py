@@ -49,6 +49,8 @@ class ResumableTrainer(SavingTrainer):
     _signals: StopSignals
     _sound: CompleteCheckpoint | None = None
     """The one whose files the ranks have read last."""
+    _resumes_by_itself = False
+    """Whether it goes on from the newest checkpoint, and nobody has named one."""
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         self._screen = ProgressOnScreen()
@@ -163,6 +165,7 @@ class ResumableTrainer(SavingTrainer):
         """
         with self.recording_failures(self.args.output_dir):
             wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            self._resumes_by_itself = wish is True or wish == "auto"
             checkpoint = self._choose(self.args, wish)
             tracker_run = self._begin(checkpoint)
             self._signals.open()
@@ -225,8 +228,9 @@ class ResumableTrainer(SavingTrainer):
             self._say(f"{folder} was not finished by an earlier attempt: deleted")
         for folder in set_aside(run.path, after_step=first_step, attempt=run.previous_attempt):
             self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
-        for folder in bound_set_aside(run.path):
-            self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
+        if first_step and self._resumes_by_itself:  # what a person's start lays aside, a person deletes
+            for folder in bound_set_aside(run.path):
+                self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._sampler = GenerationSampler(

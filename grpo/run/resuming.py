@@ -5,6 +5,7 @@ taken; a checkpoint that was asked for by name is never replaced by another.
 """
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo.run.checkpoints import (
 from grpo.run.pickles import check_pickle
 from grpo.run.rotation import damaged_in, set_damaged_aside
 
+MEET_S = 300.0  # while files are read, which takes as long as the disk is slow
 _REFUSED = "refused: "
 # What a resume unpickles; a callback of the user's may have put files of its own beside it.
 _LOADED = re.compile(
@@ -136,7 +138,7 @@ def choose(
         if checkpoint == known:
             return checkpoint, notes
         names = shares(checkpoint.record.files, world_size)[job.rank]
-        problems = [text for text in job.texts(_problem_of(checkpoint, names)) if text]
+        problems = [text for text in _problems_of(job, checkpoint, names) if text]
         if not problems:
             return checkpoint, notes
         if refused := [text for text in problems if text.startswith(_REFUSED)]:
@@ -151,8 +153,22 @@ def _laying_aside(folder: Path, problem: str) -> Callable[[], str]:
     return lambda: lay_aside(folder, problem)
 
 
+def _problems_of(job: JobGroup, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
+    """What is wrong with each rank's share of the files; empty if nothing is. Collective.
+
+    Ranks meet on the way, so that none waits for longer than its group does.
+    """
+    left, mine = list(names), ""
+    while job.largest(len(left)):
+        begun = time.monotonic()
+        while left and time.monotonic() - begun < MEET_S:
+            name = left.pop()
+            mine = mine or _problem_of(checkpoint, [name])
+    return job.texts(mine)
+
+
 def _problem_of(checkpoint: CompleteCheckpoint, names: list[str]) -> str:
-    """What is wrong with a rank's share of the files; empty if nothing is."""
+    """What is wrong with some files; empty if nothing is."""
     folder = checkpoint.folder
     try:
         verify(folder, checkpoint.record, names)

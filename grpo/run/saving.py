@@ -9,7 +9,8 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from grpo.job.failure import JobFailed
 from grpo.job.job_group import JobGroup
 from grpo.job.signals import StopLead, StopRequest
-from grpo.run.background import BackgroundSave
+from grpo.run.background import BackgroundSave, deadline_for
 from grpo.run.checkpoints import files_in, newest_complete, read_complete, write_complete, writer_of
 from grpo.run.durable import FileSum
 from grpo.run.folder import RunFolder
@@ -60,6 +61,9 @@ class SavingTrainer(TRLTrainer):
     """On global rank 0."""
     _stop: StopRequest | None = None
     """What every rank has agreed on."""
+    _to_bring_home: Callable[[], BackgroundSave] | None = None
+    """Of a save whose callbacks have not been heard yet."""
+    _callbacks_follow = False
     _saving: BackgroundSave | None = None
     """The last save, as long as it may be on its way to the disk."""
     _must_resume = False
@@ -121,7 +125,31 @@ class SavingTrainer(TRLTrainer):
         self._metrics["train"]["run/save_s"] = [now - begun]
         if resumable:
             self._complete_step = step
-        self._saving = BackgroundSave(folder, rank=args.process_index, world_size=args.world_size, complete=complete)
+        self._to_bring_home = partial(
+            BackgroundSave,
+            folder,
+            rank=args.process_index,
+            world_size=args.world_size,
+            deadline_s=deadline_for(self._bytes_of_state),
+            complete=complete,
+        )
+        if not self._callbacks_follow:
+            self._bring_home()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """transformers'. What callbacks add to a checkpoint in `on_save`, behind the save itself, belongs to it."""
+        self._callbacks_follow = True
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._callbacks_follow = False
+        self._bring_home()
+
+    def _bring_home(self) -> None:
+        """Let what the ranks have written of a checkpoint go to the disk, beside the next steps."""
+        to_bring_home, self._to_bring_home = self._to_bring_home, None
+        if to_bring_home is not None:
+            self._saving = to_bring_home()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers'; in a checkpoint whose shards hold the weights it adds no other copy of them.
@@ -150,15 +178,19 @@ class SavingTrainer(TRLTrainer):
         run_dir = folder.parent
         run_dir.mkdir(parents=True, exist_ok=True)
         newest, _ = newest_complete(run_dir)
-        saved = self.model.parameters()
-        if is_peft_model(self.model):
-            saved = (parameter for parameter in saved if parameter.requires_grad)
-        num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in saved)
-        size = sum(read_complete(newest).files.values()) if newest else num_parameters * BYTES_PER_PARAMETER
+        size = sum(read_complete(newest).files.values()) if newest else self._bytes_of_state
         if folder.exists():
             size -= size_of(folder)  # is written over
         check_free_space(run_dir, size, rotated=to_rotate(run_dir, limit=limit, keep={folder}))
         begin_partial(folder)
+
+    @property
+    def _bytes_of_state(self) -> int:
+        """Of a checkpoint, roughly."""
+        saved = self.model.parameters()
+        if is_peft_model(self.model):
+            saved = (parameter for parameter in saved if parameter.requires_grad)
+        return sum(getattr(p, "ds_numel", p.numel()) for p in saved) * BYTES_PER_PARAMETER
 
     def _finish_saving(self) -> None:
         """Until the last save is on this rank's disk, on rank 0 until it is complete. Raises what went wrong."""

@@ -78,11 +78,12 @@ def meta_bytes(meta: ParamMeta) -> int:
 
 
 def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
-    """What vLLM's worker is told of the tensors of an update."""
+    """What vLLM's worker is told of the tensors of an update; a scalar is a tensor of one: it cannot take others out of
+    a packed buffer (0.31)."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
-        "shapes": [list(meta.shape) for meta in metas],
+        "shapes": [list(meta.shape) or [1] for meta in metas],
     }
 
 

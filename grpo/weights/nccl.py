@@ -115,12 +115,12 @@ class NcclTransport:
     def start_sending(self, index: int, bucket: Bucket) -> None:
         """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
         holds the caller until its peers are there, or until `abort`."""
-        if self._aborted.is_set():
-            return
         self._stream.wait_stream(torch.cuda.current_stream())
-        num_bytes = sum(meta_bytes(meta) for meta in bucket.metas)
+        packed = self._buffers[index][: sum(meta_bytes(meta) for meta in bucket.metas)]
+        if self._aborted.is_set():  # right before the call: what is given up is freed
+            return
         try:
-            self._communicator.broadcast(self._buffers[index][:num_bytes], src=0, stream=self._stream)
+            self._communicator.broadcast(packed, src=0, stream=self._stream)
         except RuntimeError as error:
             if not self._aborted.is_set():  # else an engine has failed, and its answer says why
                 raise EngineError(f"the broadcast to the node's engines failed: {error}") from error

@@ -1,6 +1,7 @@
 """One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,10 +25,27 @@ if TYPE_CHECKING:
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
 
 
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
 def load_transport(backend: str) -> None:
-    """Import what this backend takes of vLLM, seconds that cost nothing while the engines start."""
-    if backend == "nccl":
+    """Import what this backend takes of vLLM, seconds that cost nothing while the engines start.
+
+    This process trains: it keeps its kernels, as the ranks that import no vLLM do. vLLM's platform turns cuDNN's
+    attention off for all of its process, and has inductor compile in one thread (0.31).
+    """
+    if backend != "nccl":
+        return
+    has_cudnn, threads = torch.backends.cuda.cudnn_sdp_enabled(), os.environ.get(_COMPILE_THREADS)
+    try:
         importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+        _ = importlib.import_module("vllm.platforms").current_platform  # which is looked for when it is asked for
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        if threads is None:
+            os.environ.pop(_COMPILE_THREADS, None)
+        else:
+            os.environ[_COMPILE_THREADS] = threads
 
 
 class NodeEngines:

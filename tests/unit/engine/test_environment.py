@@ -138,3 +138,14 @@ def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> N
             assert threads.submit(end).result() is signal.getsignal(signal.SIGCHLD)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_float32_on_gpus_is_float32() -> None:
+    """Triton would multiply it in TF32."""
+
+    def of(dtype: str, devices: tuple[str, ...] = ("0",), **inherited: str) -> dict[str, str]:
+        return engine_environment(inherited, devices=devices, tensor_parallel_size=1, engines_per_node=1, dtype=dtype)
+
+    assert of("float32")["TRITON_F32_DEFAULT"] == "ieee"
+    assert of("float32", TRITON_F32_DEFAULT="tf32x3")["TRITON_F32_DEFAULT"] == "tf32x3"
+    assert "TRITON_F32_DEFAULT" not in of("bfloat16") | of("float32", devices=())

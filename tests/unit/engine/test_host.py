@@ -1,8 +1,10 @@
 """The engine host's answers to the local main: what it refuses, and what it passes on. Its engine is made up."""
 
 import asyncio
+import functools
 import io
 import json
+import os
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from grpo.engine.host import Host, _sampled_logprobs, sampling_params
+from grpo.engine.host import Host, _sampled_logprobs, forget_device, sampling_params
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 
 
@@ -186,3 +188,20 @@ def test_a_log_probability_for_each_token() -> None:
     assert _sampled_logprobs(given(2)).tolist() == [-1.0, -1.0]
     with pytest.raises(RuntimeError, match="vLLM gave 1 log-probabilities for 2 tokens"):
         _sampled_logprobs(given(1))
+
+
+def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that waits does not know yet on which one its engine will be."""
+
+    class Platform:
+        @classmethod
+        @functools.cache
+        def get_device_capability(cls, device_id: int = 0) -> str | None:
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(), raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert Platform.get_device_capability() == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    forget_device()
+    assert Platform.get_device_capability() == "1"

@@ -47,13 +47,13 @@ UUIDS = [f"GPU-{index}{index}c4d1e2-90ab-cdef-0123-456789abcdef" for index in ra
         ("0,0,1", 0, ()),  # twice: CUDA shows nothing
         ("1,2,9", 2, ("1", "2")),  # there is no GPU 9
         ("1x,+2", 2, ("1", "2")),
-        ("1,GPU-8a", 1, ("1",)),
+        (f"1,{UUIDS[0]}", 1, ("1",)),
         ("1,MIG-8a", 1, ("1",)),
-        ("GPU-8a,GPU-1b", 2, ("GPU-8a", "GPU-1b")),
-        ("GPU-8a, GPU-1b", 2, ("GPU-8a", "GPU-1b")),
-        ("GPU-8a, GPU-1b", 1, ("GPU-8a",)),  # torch ends the list at the space
-        ("GPU-8a,1", 1, ("GPU-8a",)),
-        ("GPU-8a,GPU-8a", 0, ()),
+        (",".join(UUIDS[:2]), 2, tuple(UUIDS[:2])),
+        (", ".join(UUIDS[:2]), 2, tuple(UUIDS[:2])),
+        (", ".join(UUIDS[:2]), 1, (UUIDS[0],)),  # torch ends the list at the space
+        (f"{UUIDS[0]},1", 1, (UUIDS[0],)),
+        (f"{UUIDS[0]},{UUIDS[0]}", 0, ()),
     ],
 )
 def test_device_tokens(visible: str | None, count: int, tokens: tuple[str, ...]) -> None:
@@ -64,6 +64,15 @@ def test_device_tokens(visible: str | None, count: int, tokens: tuple[str, ...])
 def test_fewer_names_than_devices(visible: str) -> None:
     with pytest.raises(ValueError, match="sees 3 GPUs, but CUDA_VISIBLE_DEVICES="):
         device_tokens({"CUDA_VISIBLE_DEVICES": visible}, 3)
+
+
+def test_the_beginning_of_a_uuid_is_refused() -> None:
+    """CUDA and torch take it, and NVML, which vLLM asks, does not."""
+    visible = f"{UUIDS[0][:12]},{UUIDS[1][:12]}"
+    with pytest.raises(
+        ValueError, match=rf"beginning of its UUID, {UUIDS[0][:12]}, and vLLM wants all of it: write wh"
+    ):
+        device_tokens({"CUDA_VISIBLE_DEVICES": visible}, 2)
 
 
 @pytest.mark.parametrize("visible", ["MIG-3c,MIG-4d", "MIG-GPU-8a/1/0", " MIG-3c"])

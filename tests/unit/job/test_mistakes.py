@@ -122,6 +122,7 @@ MACHINE = {
     "an engine's GPU": EngineError(f"engine 0 ended with exit code 1{LOG}RuntimeError: CUDA error: no device"),
     "the hub's trouble": of_the_hub(503),
     "the hub's patience": of_the_hub(429),
+    "the hub's trouble, as transformers tells it": followed(OSError("We couldn't connect"), of_the_hub(503)),
     "another rank's": failed(can_heal=True),
     "an engine after a stop": GenerationDropped("SIGTERM"),
     "a person": KeyboardInterrupt(),

@@ -67,6 +67,8 @@ exit $status
 """
 
 SCONTROL = r"""
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 case "$1 $2 $3" in
 "show job --details")
     echo "JobId=$4 JobName=grpo"
@@ -78,9 +80,9 @@ case "$1 $2 $3" in
 "show hostnames n[0-1]") printf '%s\n' n0 n1 ;;
 "show hostnames n[0-2]") printf '%s\n' n0 n1 n2 ;;
 "show hostnames n"?) echo "$3" ;;
-"update JobId=$SLURM_JOB_ID "*) echo "$3" >>"$FAKE/shrunk" ;;
-"show job $SLURM_JOB_ID") echo "   Command=/home/me/grpo/launch/train.sbatch --max_steps 5" ;;
-"requeue $SLURM_JOB_ID ") echo requeue >>"$FAKE/requeued"; exit "${FAKE_REFUSES:-0}" ;;
+"update JobId=$job "*) echo "$3" >>"$FAKE/shrunk" ;;
+"show job $job") echo "   Command=/home/me/grpo/launch/train.sbatch --max_steps 5" ;;
+"requeue $job ") echo requeue >>"$FAKE/requeued"; exit "${FAKE_REFUSES:-0}" ;;
 *) echo "scontrol $*: not expected" >&2; exit 2 ;;
 esac
 """

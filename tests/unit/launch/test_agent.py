@@ -1,10 +1,13 @@
 """What torchrun says while it runs in this process."""
 
 import logging
+import socket
+import threading
 
 import pytest
 
-from grpo.launch import agent
+from grpo.launch import agent, last_words
+from grpo.launch.line import Rendezvous
 
 LOGGER = "torch.distributed.elastic.agent.server.api"
 
@@ -44,3 +47,20 @@ def test_it_is_heard_where_something_has_failed(
     monkeypatch.setattr(agent, "_launch", fails)
     assert not agent.run_launcher(["torchrun"], lambda: False).has_succeeded
     assert "Error waiting on exit barrier" in caplog.text
+
+
+def test_a_node_that_is_done_stays_until_the_first_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may still write a model, and a scheduler ends a job some minutes after its first node."""
+    monkeypatch.setattr(last_words, "LOOK_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        at = Rendezvous(
+            num_nodes=2, node_rank=1, head_address="127.0.0.1", port=store.getsockname()[1], ranks_per_node=1
+        )
+        waits = threading.Thread(target=last_words.outlast_head, args=[at, agent.Ending(has_succeeded=True)])
+        waits.start()
+        for _ in range(3):
+            store.accept()[0].close()
+        assert waits.is_alive()
+        last_words.outlast_head(at, agent.Ending(has_succeeded=False))  # it has a failure to tell, at once
+    waits.join(30)
+    assert not waits.is_alive()

@@ -1,6 +1,8 @@
 """What follows an attempt: decided by what rank 0 has said, and by how many crashes stand in a row."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +120,34 @@ def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
 def test_an_attempt_that_died_before_it_had_a_folder(tmp_path: Path) -> None:
     code, why = conclude(tmp_path / "not" / "there", None, job="17", attempt="0", max_crashes=2)
     assert (code, "crash 1 of 2" in why) == (START_AGAIN, True)
+
+
+def test_a_script_that_fails_behind_its_training_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0"})
+    run.update(state="finished", why="all steps are done")
+    run.release()
+    asked = [str(tmp_path), "--job", "17", "--attempt", "0"]
+    assert (main(asked), main([*asked, "--failed"])) == (DONE, FAILED)
+    assert "training has finished, but the script failed after it" in capsys.readouterr().out
+
+
+def test_a_record_that_cannot_be_read_or_written_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "crashes.17.json").write_text("")  # as a machine leaves it that has lost its power
+    assert conclude(tmp_path, None, job="17", attempt="0", max_crashes=2)[0] == START_AGAIN
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert conclude(tmp_path, None, job="17", attempt="1", max_crashes=9)[0] == START_AGAIN
+    assert "No space left on device" in capsys.readouterr().err
+
+    def stale(path: Path) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert read_state(tmp_path, lambda state: True) is None

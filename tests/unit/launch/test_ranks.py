@@ -2,7 +2,9 @@
 
 import pytest
 
-from grpo.launch.ranks import Asked, ranks_per_node
+from grpo.launch.agreement import NodeReport, decide
+from grpo.launch.ranks import Asked, LostGPUs, ranks_per_node
+from grpo.meeting.expected import Place
 
 EIGHT = {"a": 8, "b": 8}
 FILE = {"file": "4node.yaml", "num_processes": 28, "num_machines": 4}
@@ -58,3 +60,18 @@ def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int,
 def test_ranks_that_leave_no_engine_a_gpu(asked: Asked, gpus: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ranks_per_node(asked, gpus)
+
+
+def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None:
+    """Its checkpoint is for as many as there were; another allocation has them."""
+    asked = Asked(reserved_gpus=1, resumed_ranks=28)
+    lost = {"a": 8, "b": 8, "c": 7, "d": 8}
+    with pytest.raises(LostGPUs, match=r"^c has 7 usable GPUs, and the checkpoint .* is for 28 ranks, 7 on each node"):
+        ranks_per_node(asked, lost)
+    place = Place(nodes=tuple(lost), node="a", head_address="a", port=1, command="grpo launch")
+    verdict = decide(place, {node: NodeReport(gpus=count) for node, count in lost.items()}, asked, port=1)
+    assert (verdict.agreed, verdict.is_mistake) == (None, False)
+    # What fits, and a job that somebody has moved to other machines: the trainer says what to do.
+    assert ranks_per_node(asked, dict.fromkeys("abcd", 8)).per_node == 7
+    assert ranks_per_node(asked, dict.fromkeys("abcd", 4)).per_node == 3
+    assert ranks_per_node(asked, {"a": 8, "b": 7, "c": 8}).per_node == 6

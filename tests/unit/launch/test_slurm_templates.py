@@ -78,6 +78,15 @@ def test_a_new_output_folder_is_its_owners_alone(script: str, machine: Machine) 
     assert new.stat().st_mode & 0o777 == 0o750, "one that is there stays as it is"
 
 
+def test_one_job_of_an_array_is_requeued_alone(machine: Machine) -> None:
+    """The array's number is that of one of its jobs, and stands for all."""
+    machine.behave("heal")
+    array = {"SLURM_ARRAY_JOB_ID": machine.env["SLURM_JOB_ID"], "SLURM_ARRAY_TASK_ID": "2"}
+    code, output = machine.run("train.sbatch", FAKE_GPUS="8 8", **array)
+    assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
+    assert "not expected" not in output
+
+
 def test_a_script_of_ones_own(machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run("train.sbatch", "examples/gsm8k.py", "--config", "x.yaml")

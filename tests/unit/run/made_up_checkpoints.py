@@ -40,7 +40,7 @@ def make(output_dir: Path, step: int, *, complete: bool = True, resumable: bool 
     if complete:
         for rank in (0, 1):
             write_rank_record(folder, rank, 2)
-        sums, missing = read_rank_records(folder, 2)
+        sums, missing = read_rank_records(folder, range(2))
         assert not missing
         write_complete(folder, step=step, world_size=2, sampling={"seed": 42}, resumable=resumable, sums=sums)
     return folder

@@ -1,11 +1,15 @@
 """What counts as a complete checkpoint, who answers for which file, and what a damaged one says."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo.run import checkpoints
 from grpo.run.checkpoints import (
     CompleteRecord,
     Damaged,
@@ -20,6 +24,7 @@ from grpo.run.checkpoints import (
     write_rank_record,
     writer_of,
 )
+from grpo.run.durable import sum_of
 from tests.unit.run.made_up_checkpoints import FILES, SAMPLING, fill, make, names
 
 RECORDS = ["files-0.json", "files-1.json"]
@@ -57,7 +62,7 @@ def test_who_writes_what(name: str, rank: int) -> None:
 def test_every_rank_answers_for_its_own(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
     write_rank_record(folder, 1, 2)
-    sums, missing = read_rank_records(folder, 2)
+    sums, missing = read_rank_records(folder, range(2))
     assert missing == [0]
     assert sorted(sums) == [
         "files-1.json",
@@ -65,7 +70,7 @@ def test_every_rank_answers_for_its_own(tmp_path: Path) -> None:
         "rollout_state_1.bin",
     ]
     write_rank_record(folder, 0, 2)
-    sums, missing = read_rank_records(folder, 2)
+    sums, missing = read_rank_records(folder, range(2))
     assert missing == []
     assert sorted(sums) == sorted([*FILES, *RECORDS])
 
@@ -99,8 +104,46 @@ def test_every_flipped_bit_is_seen(name: str, tmp_path: Path) -> None:
         verify(folder, record, record.files)
     verify(folder, record, [other for other in record.files if other != name])
     (folder / name).unlink()
-    with pytest.raises(Damaged, match=rf"{name} cannot be read: No such file"):
+    with pytest.raises(ValueError, match=rf"{name} is not there on .*look whether this node has it mounted") as found:
         verify(folder, record, [name])
+    assert not isinstance(found.value, Damaged), "rank 0 has seen it: it is this node's fault"
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "raised"),
+    [(errno.ESTALE, 1, None), (errno.ESTALE, 2, OSError), (errno.EIO, 1, None), (errno.EIO, 2, Damaged)],
+)
+def test_a_file_system_that_does_not_answer_condemns_no_checkpoint(
+    number: int, times: int, raised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, 6)
+    record, left = read_complete(folder), [times]
+
+    def sum_or_not(path: Path) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return sum_of(path)
+
+    monkeypatch.setattr(checkpoints, "sum_of", sum_or_not)
+    monkeypatch.setattr(checkpoints, "AGAIN_S", 0.0)
+    if raised is None:
+        verify(folder, record, [FILES[0]])
+        return
+    with pytest.raises(raised) as found:
+        verify(folder, record, [FILES[0]])
+    assert isinstance(found.value, Damaged) == (raised is Damaged)
+
+
+def test_a_rank_looks_at_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are thousands of a large job's, on a file system that is being written."""
+    folder = make(tmp_path, 6)
+    seen: list[str] = []
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: seen.append(path.name) or is_file(path))
+    write_rank_record(folder, 1, 2)
+    assert seen
+    assert all("_1" in name for name in seen), seen
 
 
 def test_without_checksums_sizes_alone_count(tmp_path: Path) -> None:

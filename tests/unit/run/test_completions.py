@@ -283,3 +283,17 @@ def test_calls_of_any_arguments_fit_into_trls_file(tmp_path: Path) -> None:
     assert logs["completion"] is kept
     assert kept[0][0]["tool_calls"] == [call()]
     assert first["function"]["name"] == "a"
+
+
+def test_a_folder_is_looked_through_when_it_is_full_and_not_at_every_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Path] = []
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: looked.append(path) or iterdir(path))
+    samples = CompletionSamples(tmp_path)
+    for step in range(1, 9):
+        samples.write(step, 0, 1.0, [row(noise(step))])
+        if step == 1:
+            looked.clear()
+    assert not looked

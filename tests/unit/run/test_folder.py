@@ -48,6 +48,20 @@ def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
     RunFolder(tmp_path, {}).release()  # its end, however it came, lets the next one in
 
 
+def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system lets go of it in its own time."""
+    answers = [False, False, True]
+    monkeypatch.setattr("grpo.run.folder._is_taken", lambda lock: answers.pop(0))
+    (tmp_path / "_run.lock").write_text("17 (pid 5 on a-node-that-is-off)")
+    RunFolder(tmp_path, JOB).release()
+    assert not answers
+    answers += [False] * 9
+    monkeypatch.setattr("grpo.run.folder.LOST_S", 0.6)
+    (tmp_path / "_run.lock").write_text("17 (pid 5 on a-node-that-is-off)")
+    with pytest.raises(TimeoutError, match=r"held by this job's attempt before: 17 \(pid 5 on a-node"):
+        RunFolder(tmp_path, JOB)
+
+
 def test_requests_and_who_asked(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     (tmp_path / "stop.17.1").touch()

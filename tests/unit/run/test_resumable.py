@@ -135,10 +135,23 @@ def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None
         make(tmp_path, step)
     make(tmp_path, 9, complete=False)
     said: list[str] = []
-    trainer(_say=said.append)._clear_away(SimpleNamespace(path=tmp_path, previous_attempt=0), 3)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
+    trainer(_say=said.append, _resumes_by_itself=True)._clear_away(run, 3)
     assert said[0] == f"{tmp_path / 'checkpoint-9'} was not finished by an earlier attempt: deleted"
     assert [line.split(" is ")[0] for line in said[1:4]] == [
         str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
     ]
     assert said[4].endswith("was laid aside, and 2 later ones are: deleted")
     assert len(said) == 5
+
+
+@pytest.mark.parametrize(("by_itself", "first_step"), [(True, 0), (False, 3)])
+def test_what_a_person_starts_anew_deletes_no_checkpoint(by_itself: bool, first_step: int, tmp_path: Path) -> None:
+    """A line without --resume, or with an older checkpoint's name: all that was there is laid aside."""
+    for step in (3, 6, 7, 8, 9):
+        make(tmp_path, step)
+    run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
+    trainer(_say=lambda line: None, _resumes_by_itself=by_itself)._clear_away(run, first_step)
+    aside = tmp_path / "abandoned.attempt-0"
+    left = {f"checkpoint-{step}" for step in (3, 6, 7, 8, 9) if step > first_step}
+    assert {folder.name for folder in aside.iterdir()} == left

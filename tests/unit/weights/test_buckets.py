@@ -9,6 +9,7 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from grpo.weights.buckets import (
     ParamMeta,
     aligned,
+    described,
     make_buckets,
     meta_bytes,
     packed_bytes,
@@ -74,3 +75,9 @@ def test_a_bucket_of_several_dtypes_is_taken_apart_by_vllms_own_worker() -> None
         tensor = arrived[meta.name]
         assert (tensor.dtype, tuple(tensor.shape)) == (meta.dtype, meta.shape)
         assert (tensor == index + 1).all()
+
+
+def test_a_scalar_travels_as_a_tensor_of_one() -> None:
+    """vLLM's worker makes views of what is packed, and none of no sizes (0.31)."""
+    metas = [ParamMeta("scale", torch.float32, torch.Size([])), ParamMeta("w", torch.float32, torch.Size([2, 3]))]
+    assert described(metas)["shapes"] == [[1], [2, 3]]

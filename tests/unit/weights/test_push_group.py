@@ -2,6 +2,8 @@
 
 import base64
 import dataclasses
+import importlib
+import os
 import subprocess
 import sys
 import threading
@@ -184,6 +186,46 @@ def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) 
     bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
     transport.places(0, bucket)  # type: ignore[arg-type]
     transport.start_sending(0, bucket)  # type: ignore[arg-type]
+
+
+def test_what_is_given_up_before_the_call_is_not_called(without_gpus: None) -> None:
+    """It is freed by then."""
+    transport = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
+
+    class Freed(Communicator):
+        def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+            pytest.fail("a communicator that is gone")
+
+        def destroy(self) -> None:
+            pass
+
+    class Waiting(CpuStream):
+        def wait_stream(self, stream: Any) -> None:
+            transport.abort()
+
+    transport._communicator, transport._stream = Freed(), Waiting()  # type: ignore[assignment]
+    bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
+    transport.places(0, bucket)  # type: ignore[arg-type]
+    transport.start_sending(0, bucket)  # type: ignore[arg-type]
+
+
+def test_importing_vllm_leaves_a_training_process_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's platform for CUDA turns cuDNN's attention off, in the one rank of a node that imports it."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+
+    def imported(name: str) -> Any:
+        torch.backends.cuda.enable_cudnn_sdp(not before)
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        return SimpleNamespace(current_platform=None)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    push.load_transport("nccl")
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "7"
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    push.load_transport("nccl")
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
 
 
 def test_an_interrupted_push_goes_on_with_nothing(without_gpus: None) -> None:
