@@ -174,6 +174,7 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
         for rank in ranks:
             _await(job, marks / f"submitted-{rank}")
     lost = own_files(taken, job.temporary) if fault.target.startswith(("node", "agent")) else set()
+    send(taken, signal.SIGSTOP)  # all at once, as a machine goes: or some would hear of the others' end
     send(taken, SIGNALS[fault.act])
     if SIGNALS[fault.act] == signal.SIGKILL:
         lose_memory(lost)
