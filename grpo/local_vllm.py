@@ -199,8 +199,7 @@ class LocalVLLM:
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
         self._look_at_refusals(self.last_batch.reports)
         for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
-            # TRL takes no empty completion; this one is left out of rewards and loss, and a NaN of its metrics.
-            completion_ids[row], engine_logprobs[row] = [self._trained.end_token], [float("nan")]
+            completion_ids[row], engine_logprobs[row] = self._nothing()
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
 
     def _first_turns(
@@ -213,8 +212,7 @@ class LocalVLLM:
         conversations, which are in `last_talks` then."""
         if conversations.sampler is not None:
             turns = conversations.sampler.sample_all(prompts)
-            nothing = [self._trained.end_token], [float("nan")]
-            return [nothing if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
+            return [self._nothing() if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
         if conversations.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
         with profiler, self._in_rollout(conversations, [len(prompt) for prompt in prompts]):
@@ -222,7 +220,7 @@ class LocalVLLM:
         self.last_talks = talks, tool_counts
         for talk in talks:
             if talk.refusal is not None:
-                talk.add([self._trained.end_token], [float("nan")])
+                talk.add(*self._nothing())
                 talk.first_turn = 1
         return [(talk.token_ids[: talk.first_turn], talk.logprobs[: talk.first_turn]) for talk in talks]
 
@@ -241,16 +239,22 @@ class LocalVLLM:
         return self._without_empty(output)
 
     def _without_empty(self, output: dict[str, Any]) -> dict[str, Any]:
-        """TRL takes no empty completion; of rows that no engine took, as in `generate`."""
+        """With something for rows that no engine took, and the function has nothing of."""
         assert self.last_batch is not None
         refused = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
         empty = [row for row in refused if not len(output["completion_ids"][row])]
-        fillers = {"completion_ids": [self._trained.end_token], "logprobs": [float("nan")], "env_mask": [1]}
+        token_ids, logprobs = self._nothing()
+        fillers: dict[str, list[Any]] = {"completion_ids": token_ids, "logprobs": logprobs, "env_mask": [1]}
         filled = {name: [*output[name]] for name in fillers if empty and output.get(name) is not None}
         for name, values in filled.items():
             for row in empty:
                 values[row] = fillers[name]
         return {**output, **filled}
+
+    def _nothing(self) -> tuple[list[int], list[float]]:
+        """Token and log-probability of what no engine has sampled. TRL takes no empty completion; this one is left out
+        of rewards and loss, and a NaN of its metrics."""
+        return [self._trained.end_token], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
         """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""

@@ -29,8 +29,7 @@ if [[ ${1:--} != -* ]]; then
     script=$1
     shift
 fi
-mkdir -p -- "$(dirname -- "$output_dir")"
-[[ -d $output_dir ]] || mkdir -m 700 -- "$output_dir" # prompts, completions and arguments are its owner's
+mkdir -p -m 700 -- "$output_dir" # if it is new: prompts, completions and arguments are its owner's
 mkdir -p -- "$output_dir/logs"
 
 if [[ -v CUDA_VISIBLE_DEVICES ]]; then

@@ -21,7 +21,8 @@ run_job() {
         exit 2
     fi
     output_dir=$(realpath --canonicalize-missing -- "$output_dir")
-    make_output_dir
+    mkdir -p -m 700 -- "$output_dir" # if it is new: prompts, completions and arguments are its owner's
+    mkdir -p -- "$output_dir/logs"
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e $output_dir/stop ]]; then
         rm -- "$output_dir/stop"
         say "$output_dir/stop was written while the job waited in the queue: not training"
@@ -40,13 +41,6 @@ run_job() {
         say "lost ${lost[*]}: another attempt on ${nodes[*]:0:used}"
         echo "$attempt ${lost[*]}" >>"$replaced"
     done
-}
-
-# Readable by its owner alone, where it is new: it holds prompts, completions and arguments.
-make_output_dir() {
-    mkdir -p -- "$(dirname -- "$output_dir")"
-    [[ -d $output_dir ]] || mkdir -m 700 -- "$output_dir" || [[ -d $output_dir ]]
-    mkdir -p -- "$output_dir/logs"
 }
 
 # Run one attempt on the first nodes. Sets `status`, srun's, and `lost`, the nodes that the attempt has lost.

@@ -8,7 +8,6 @@ import os
 import queue
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo.conversations.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.job.channel import peer_of
 from grpo.job.watch import FailureWatch
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Request, node_and_engine
@@ -24,7 +24,6 @@ from grpo.rollout.pool import DeadlyRequests, EnginePool
 
 MEET_S = 60.0  # until all ranks of the node have connected
 MAX_FOLDER = 80  # characters of the folder for temporary files: a socket's path has 107 at most
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: `struct ucred`
 
 
 class TurnBroker:
@@ -83,7 +82,7 @@ class TurnBroker:
         try:
             while num_others:
                 connection, _ = listener.accept()
-                if _user_of(connection) != os.getuid():
+                if peer_of(connection)[1] != os.getuid():
                     connection.close()
                     continue
                 connection.settimeout(None)
@@ -208,8 +207,3 @@ def _answer_of(ask: Ask, batch: Batch) -> Answer:
         finish_reason=sampled.finish_reason,
         refusal=batch.refusals.get(completion),
     )
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1]

@@ -85,7 +85,9 @@ class Sampler:
             )
         if max_tokens is not None:
             sampling["max_tokens"] = max_tokens
-        return self._note(row, turn, await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling)))
+        answer = await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling))
+        self._attribute(row, turn, answer)
+        return self._note(answer)
 
     def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
         """One turn of each prompt, in a call that waits; its seed follows from the number of the call.
@@ -98,13 +100,14 @@ class Sampler:
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
         answers = [future.result() for future in futures]
         if len(prompts) == self._num_rows:
-            return [self._note(row, turn, answer) for row, answer in enumerate(answers)]
-        if (why := next((answer.refusal for answer in answers if answer.refusal is not None), None)) is not None:
+            for row, answer in enumerate(answers):
+                self._attribute(row, turn, answer)
+        elif (why := next((answer.refusal for answer in answers if answer.refusal is not None), None)) is not None:
             raise ValueError(
                 f"{why}; generate was given {len(prompts)} prompts, and the batch has {self._num_rows} rows: give it "
                 "one for each row, or await sample(..., row=..., turn=...), which tells each row's refusal"
             )
-        return [self._note(None, turn, answer) for answer in answers]
+        return [self._note(answer) for answer in answers]
 
     def close(self) -> None:
         """The batch is over: whoever asks now is told so."""
@@ -125,21 +128,21 @@ class Sampler:
             overrides=sampling,
         )
 
-    def _note(self, row: int | None, turn: int, answer: Answer) -> Turn:
-        """
-        Args:
-            row: None: nobody knows.
-        """
+    def _attribute(self, row: int, turn: int, answer: Answer) -> None:
+        """An answer to a conversation of this row."""
+        if answer.refusal is None:
+            self.engines[row] = answer.engine
+            self.policy_versions[row] = answer.policy_version
+            return
+        self.engines.setdefault(row, REFUSED)
+        if turn <= 0:  # of a later `sample` the function is told
+            self.refused[row] = answer.refusal
+
+    def _note(self, answer: Answer) -> Turn:
         self.last_answer = time.monotonic()
-        if answer.refusal is not None and row is not None:
+        if answer.refusal is not None:
             self.counts["refused"] += 1
-            self.engines.setdefault(row, REFUSED)
-            if turn <= 0:  # of a later `sample` the function is told
-                self.refused[row] = answer.refusal
-        elif answer.refusal is None:
-            if row is not None:
-                self.engines[row] = answer.engine
-                self.policy_versions[row] = answer.policy_version
+        else:
             self.counts["tokens"] += len(answer.token_ids)
             self.counts["cached_tokens"] += answer.num_cached_tokens
         return Turn(

@@ -19,7 +19,7 @@ from grpo.conversations.sampler import Sampler
 from grpo.conversations.talk import Talk
 from grpo.job.node_groups import NodeGroups
 from grpo.job.watch import FailureWatch
-from grpo.job.worker import Worker
+from grpo.job.worker import Worker, exits_as_errors
 from grpo.rollout.ahead import GenerationBatch, GenerationBatches, PolicyLag
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
@@ -192,11 +192,8 @@ def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
 
 
 def _without_exit(func: Callable[[], Result]) -> Result:
-    """What it brings; an `exit()` in it as an error, which the other ranks hear of."""
-    try:
+    with exits_as_errors("rollout_func ended by "):
         return func()
-    except SystemExit as error:
-        raise RuntimeError(f"rollout_func ended by SystemExit: {error}") from error
 
 
 def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:

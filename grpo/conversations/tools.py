@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.job.worker import Worker
+from grpo.job.worker import Worker, exits_as_errors
 
 Message = dict[str, Any]
 HANGS = "an earlier call has not returned"  # an environment may be in any state
@@ -177,11 +177,8 @@ class ToolRunner:
 
 
 async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What it brings; an `exit()` in it, which would end the event loop and nobody would hear of it, as an error."""
-    try:
+    with exits_as_errors():
         return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _told(value: Any) -> str:

@@ -8,6 +8,7 @@ import hmac
 import json
 import secrets
 import socket
+import struct
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 20
@@ -16,6 +17,14 @@ MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
 CONNECT_S = 5.0
 
 Message = dict[str, Any]
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: `struct ucred`
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Who is at the other end of a Unix socket, as the kernel knows it: pid and user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    return pid, user
 
 
 class Channel:

@@ -79,7 +79,7 @@ def is_mistake(error: BaseException, *, before_first_step: bool) -> bool:
 def _is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, _OF_THE_MACHINE):
         return type(error).__name__ != _USERS_OWN
-    if isinstance(getattr(getattr(error, "response", None), "status_code", None), int):  # of the hub's answer
+    if _hub_status(error) is not None:
         return _is_hub_down(error)
     if isinstance(error, OSError):
         if error.errno is None:  # transformers raises it so for a typo, and for a hub that is down
@@ -97,8 +97,14 @@ def _is_of_the_machine(error: BaseException) -> bool:
 def _is_hub_down(error: BaseException) -> bool:
     """Whether the hub has answered that it cannot now, or not to so many. One that cannot be reached at all is, before
     the first step, more often a name that is not there than a network that is gone."""
+    status = _hub_status(error)
+    return status is not None and (status in (408, 429) or status >= 500)
+
+
+def _hub_status(error: BaseException) -> int | None:
+    """Of the hub's answer, if it is one."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(status, int) and (status in (408, 429) or status >= 500)
+    return status if isinstance(status, int) else None
 
 
 def _tells_of_the_machine(text: str) -> bool:

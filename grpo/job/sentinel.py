@@ -14,7 +14,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.job.channel import peer_of
 from grpo.job.failure import FailureRecord
 from grpo.job.hub import Between, Hub, HubLink, Table
 from grpo.job.liveness import AwakeClock, Place, beat_interval_s
@@ -246,7 +246,7 @@ class Sentinel:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, uid = peer_of(connection)
             ranks = [rank for rank in self._ranks.values() if rank.pid == pid]
             if uid != os.getuid() or not ranks:
                 connection.close()

@@ -1,15 +1,29 @@
 """A thread for calls of the user's code, which may hang: no pool's, as the interpreter waits at its end for those."""
 
+import contextlib
 import contextvars
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+@contextlib.contextmanager
+def exits_as_errors(told: str = "") -> Iterator[None]:
+    """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
+
+    Args:
+        told: what the error begins with.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{told}{type(error).__name__}: {error}") from error
 
 
 class Worker:

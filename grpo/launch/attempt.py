@@ -65,11 +65,15 @@ class Attempt:
         folder = self.folder or self.output_dir
         if folder is None:
             return next_attempt.FAILED, "the script has failed, without a trainer"
-        if state is not None and state["state"] == "finished" and not (ending.has_succeeded or ending.is_terminated):
-            return next_attempt.FAILED, f"{next_attempt.FAILED_AFTER_IT}; {folder}"
         job, attempt = _names(self.env, state, self.started)
         code, why = next_attempt.conclude(
-            folder, state, job=job, attempt=attempt, max_crashes=max_crashes, follow=not self.is_head
+            folder,
+            state,
+            job=job,
+            attempt=attempt,
+            max_crashes=max_crashes,
+            follow=not self.is_head,
+            has_failed=not (ending.has_succeeded or ending.is_terminated),
         )
         return code, f"{why}; {folder}"
 

@@ -11,6 +11,7 @@ from grpo.meeting.deadline import within
 
 STORE_S = 10.0
 LOOK_S = 2.0
+LONGEST_S = 6 * 3600.0  # that a model takes to be written; by then somebody else may have the port
 
 
 def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
@@ -52,7 +53,8 @@ def outlast_head(at: Rendezvous, ending: Ending) -> None:
     """
     if at.node_rank == 0 or not ending.has_succeeded:
         return
+    deadline = time.monotonic() + LONGEST_S
     with contextlib.suppress(OSError):  # nobody holds the job's store any more
-        while True:
+        while time.monotonic() < deadline:
             socket.create_connection((at.head_address, at.port), timeout=STORE_S).close()
             time.sleep(LOOK_S)

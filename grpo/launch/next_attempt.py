@@ -26,7 +26,6 @@ from typing import Any
 DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
-FAILED_AFTER_IT = "training has finished, but the script failed after it"
 ENDED = ("finished", "stopped", "failed")
 
 State = dict[str, Any]
@@ -80,7 +79,14 @@ def count_crash(record: Path, newest: int, attempt: str) -> int:
 
 
 def conclude(
-    output_dir: Path, state: State | None, *, job: str, attempt: str, max_crashes: int, follow: bool = False
+    output_dir: Path,
+    state: State | None,
+    *,
+    job: str,
+    attempt: str,
+    max_crashes: int,
+    follow: bool = False,
+    has_failed: bool = False,
 ) -> tuple[int, str]:
     """The exit code, and why.
 
@@ -88,6 +94,7 @@ def conclude(
         state: how the attempt said that it ended.
         attempt: what tells it from the job's others.
         follow: another node counts the crashes: start again after any.
+        has_failed: whether a launcher has ended with an error.
     """
     record = output_dir / f"crashes.{job}.json"
     crashes = 0
@@ -96,16 +103,18 @@ def conclude(
     elif not follow:
         with contextlib.suppress(OSError):
             record.unlink(missing_ok=True)
-    return decide(state, crashes, max_crashes)
+    return decide(state, crashes, max_crashes, has_failed=has_failed)
 
 
-def decide(state: State | None, crashes: int, max_crashes: int) -> tuple[int, str]:
-    """The exit code, and why. `crashes` counts this attempt, if it was one."""
+def decide(state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False) -> tuple[int, str]:
+    """The exit code, and why. `crashes` counts this attempt, if it was one; `has_failed` is its launcher's end."""
     if state is None:
         how = "died without a word"
     else:
         why, step = state.get("why") or "no reason given", state.get("step")
         match state:
+            case {"state": "finished"} if has_failed:
+                return FAILED, "training has finished, but the script failed after it"
             case {"state": "finished"}:
                 return DONE, "training has finished"
             case {"state": "stopped", "requeue": True}:
@@ -131,10 +140,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     name = (args.job, str(args.attempt))
     state = read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
-    if args.failed and state is not None and state["state"] == "finished":
-        print(f"job {args.job}, attempt {args.attempt}: {FAILED_AFTER_IT}", flush=True)
-        return FAILED
-    code, why = conclude(args.output_dir, state, job=args.job, attempt=name[1], max_crashes=args.max_crashes)
+    code, why = conclude(
+        args.output_dir,
+        state,
+        job=args.job,
+        attempt=name[1],
+        max_crashes=args.max_crashes,
+        has_failed=args.failed,
+    )
     print(f"job {args.job}, attempt {args.attempt}: {why}", flush=True)
     return code
 

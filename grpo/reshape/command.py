@@ -14,6 +14,7 @@ from grpo.reshape.rank_files import generation_batches, random_name, random_stat
 from grpo.reshape.zero import partition_file, reshape_zero
 from grpo.run.checkpoints import CompleteRecord, files_in, read_resumable, record_name, verify, write_complete
 from grpo.run.durable import appearing_whole
+from grpo.run.folder import make_run_folder
 from grpo.run.pickles import load_mapped
 
 
@@ -83,6 +84,7 @@ def reshape(checkpoint: Path, out: Path, *, ranks: int) -> BatchSettings:
     batches = generation_batches(checkpoint, record)
     verify(checkpoint, record, record.files)
     tag = deepspeed_folder(checkpoint)
+    make_run_folder(out.parent)
     with appearing_whole(out) as partial:
         for name in shared_files(checkpoint, record, tag):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)

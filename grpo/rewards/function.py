@@ -12,6 +12,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from grpo.job.mistakes import with_causes
 from grpo.job.watch import FailureWatch
+from grpo.job.worker import exits_as_errors
 from grpo.rewards.declared import unit_of
 from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import SCORE
@@ -81,10 +82,8 @@ class RewardFunction:
         """In an event loop; otherwise as `in_thread`."""
         with self._span(), limit:
             limit.enter_context(self._watch.limits.around(*self._limit))
-            try:
+            with exits_as_errors(f"reward function {self.name} raised "):
                 return list(await self._func(**arguments))
-            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and nobody would hear of it
-                raise RuntimeError(f"reward function {self.name} raised {type(error).__name__}: {error}") from error
 
     def _span(self) -> Any:
         return self._timeline.span(SCORE, f"{PHASE} {self.name}", name=self.name)

@@ -202,23 +202,24 @@ def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
 
 
 def _read_twice(path: Path) -> FileSum:
-    """Its sum; a disk that does not give a file back has lost it when it does not the second time either."""
-    for patience_s in (AGAIN_S, None):
+    """Its sum; a disk that does not give a file back the second time either has lost it."""
+    try:
         try:
             return sum_of(path)
         except FileNotFoundError:
-            raise ValueError(
-                f"{path} is not there on {socket.gethostname()}, and another rank has seen it: put output_dir on a "
-                "file system that all nodes share, and look whether this node has it mounted"
-            ) from None
-        except OSError as error:
-            if patience_s is not None:
-                time.sleep(patience_s)
-            elif error.errno == errno.EIO:
-                raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-            else:
-                raise
-    raise AssertionError("unreachable")
+            raise
+        except OSError:
+            time.sleep(AGAIN_S)
+            return sum_of(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there on {socket.gethostname()}, and another rank has seen it: put output_dir on a "
+            "file system that all nodes share, and look whether this node has it mounted"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
 
 
 def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:

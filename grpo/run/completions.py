@@ -220,7 +220,7 @@ class CompletionSamples:
         self.folder = folder
         self._max_bytes = max_bytes
         self._has_warned = False
-        self._size: int | None = None  # None: nobody has looked
+        self._held_bytes: int | None = None  # None: nobody has looked
 
     def write(self, step: int, attempt: int, time: float, rows: Sequence[Row]) -> None:
         """The file of a log, whole at once; that it cannot be written is told once, and is no reason to fail.
@@ -235,9 +235,11 @@ class CompletionSamples:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = _table([{"time": time, "attempt": attempt, "step": step, **row} for row in rows])
             write_atomically(self.folder / f"step-{step:08}.parquet", table)
-            if self._size is not None:
-                self._size += len(table)
-            if self._size is None or self._size > self._max_bytes:  # a network's file system is slow to look through
+            if self._held_bytes is not None:
+                self._held_bytes += len(table)
+            if (
+                self._held_bytes is None or self._held_bytes > self._max_bytes
+            ):  # a network's file system is slow to look through
                 self._thin()
         except OSError as error:
             if not self._has_warned:
@@ -255,7 +257,7 @@ class CompletionSamples:
         aside.mkdir(exist_ok=True)
         for path in later:
             path.replace(aside / path.name)
-        self._size = None
+        self._held_bytes = None
 
     def _files(self) -> list[tuple[int, Path]]:
         """By step."""
@@ -273,7 +275,7 @@ class CompletionSamples:
     def _thin(self) -> None:
         asides, files = self._asides(), [path for _, path in self._files()]
         size = sum(_size(path) for aside in asides for path in aside.iterdir()) + sum(_size(path) for path in files)
-        self._size = size
+        self._held_bytes = size
         while size > self._max_bytes:
             if asides:
                 size -= sum(_size(path) for path in asides[0].iterdir())
@@ -285,7 +287,7 @@ class CompletionSamples:
                 files = [path for path in files if path not in doomed]
             else:
                 break
-            self._size = size
+            self._held_bytes = size
 
 
 def _size(path: Path) -> int:

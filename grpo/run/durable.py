@@ -76,8 +76,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def appearing_whole(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out` that becomes `out` at the end, or is removed with what was written into it."""
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of checkpoints a run's folder
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         yield partial
         os.rename(partial, out)

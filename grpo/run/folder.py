@@ -117,7 +117,8 @@ class RunFolder:
             while not _is_taken(lock):
                 lock.seek(0)
                 owner = lock.read().strip() or "unknown"
-                if owner.split(" (pid ")[0] != self.job:
+                is_ours = owner.startswith(f"{self.job} (pid ") and not owner.endswith(f" on {socket.gethostname()})")
+                if not is_ours:
                     raise ValueError(
                         f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's "
                         "checkpoints; end that job, or set another output_dir"

@@ -1,5 +1,6 @@
 """Trainers whose engine says what is written down."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ def make(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Iterat
     monkeypatch.setattr(GRPOTrainer, "start_engine", SpeakingEngine)
     monkeypatch.setattr(SpeakingEngine, "asked_for", [], raising=False)
     monkeypatch.setattr(delivery, "is_due", lambda push: False)
-    made: list[GRPOTrainer] = []
+    made: weakref.WeakSet[GRPOTrainer] = weakref.WeakSet()  # those that their test holds no more go by themselves
 
     def trainer(reply: Callable[[str, int], str], reward: Any = right, **more: Any) -> GRPOTrainer:
         monkeypatch.setattr(SpeakingEngine, "reply", staticmethod(reply), raising=False)
-        made.append(make_trainer(model, tmp_path / "run", reward, **more))
-        return made[-1]
+        new = make_trainer(model, tmp_path / "run", reward, **more)
+        made.add(new)
+        return new
 
-    trainer.forget = made.clear  # type: ignore[attr-defined]
     yield trainer
     for each in made:
         each.close()

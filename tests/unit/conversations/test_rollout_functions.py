@@ -124,12 +124,8 @@ def test_nobody_samples_behind_the_batch(make: Make) -> None:
         asyncio.run(trainer.vllm_generation.sample([5], row=0, turn=0))
 
 
-def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
-    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        ids = [[5] * (200 if row == 3 else 5) for row in range(8)]
-        _, said, logprobs, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
-        return {"prompt_ids": ids, "completion_ids": said, "logprobs": [[each[0] for each in row] for row in logprobs]}
-
+def expect_one_left_out(make: Make, rollout: Any) -> None:
+    """Of the eight rows, in both steps: no reward function is shown it."""
     shown: list[int] = []
 
     def reward(completions: list[Any], **more: Any) -> list[float]:
@@ -139,6 +135,15 @@ def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
     first, _ = steps_of(make(lambda text, seed: "17<e>", reward, rollout_func=rollout))
     assert first["rollout/refused"] == 1
     assert shown == [7, 7]
+
+
+def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        ids = [[5] * (200 if row == 3 else 5) for row in range(8)]
+        _, said, logprobs, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
+        return {"prompt_ids": ids, "completion_ids": said, "logprobs": [[each[0] for each in row] for row in logprobs]}
+
+    expect_one_left_out(make, rollout)
 
 
 def test_a_prompt_that_sample_is_refused_is_left_out_too(make: Make) -> None:
@@ -161,15 +166,7 @@ def test_a_prompt_that_sample_is_refused_is_left_out_too(make: Make) -> None:
             "env_mask": [[1] * len(turn.token_ids) for turn in turns],
         }
 
-    shown: list[int] = []
-
-    def reward(completions: list[Any], **more: Any) -> list[float]:
-        shown.append(len(completions))
-        return [0.0] * len(completions)
-
-    first, _ = steps_of(make(lambda text, seed: "17<e>", reward, rollout_func=rollout))
-    assert first["rollout/refused"] == 1
-    assert shown == [7, 7]
+    expect_one_left_out(make, rollout)
 
 
 def nothing(prompts: list[Any], **more: Any) -> list[float]:

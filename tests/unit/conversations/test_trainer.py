@@ -252,7 +252,6 @@ def test_a_trainer_that_nobody_holds_leaves_no_thread(make: Make) -> None:
     before = set(threading.enumerate())
     trainer = make(calculates, tools=[times], config={"max_steps": 1})
     trainer.train()
-    make.forget()  # type: ignore[attr-defined]
     del trainer
     gc.collect()
     deadline = time.monotonic() + 20
