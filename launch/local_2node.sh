@@ -29,6 +29,7 @@ if [[ ${1:--} != -* ]]; then
     script=$1
     shift
 fi
+# shellcheck disable=SC2174  # this folder alone
 mkdir -p -m 700 -- "$output_dir" # if it is new: prompts, completions and arguments are its owner's
 mkdir -p -- "$output_dir/logs"
 

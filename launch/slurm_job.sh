@@ -21,6 +21,7 @@ run_job() {
         exit 2
     fi
     output_dir=$(realpath --canonicalize-missing -- "$output_dir")
+    # shellcheck disable=SC2174  # this folder alone
     mkdir -p -m 700 -- "$output_dir" # if it is new: prompts, completions and arguments are its owner's
     mkdir -p -- "$output_dir/logs"
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e $output_dir/stop ]]; then

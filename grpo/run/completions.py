@@ -237,9 +237,8 @@ class CompletionSamples:
             write_atomically(self.folder / f"step-{step:08}.parquet", table)
             if self._held_bytes is not None:
                 self._held_bytes += len(table)
-            if (
-                self._held_bytes is None or self._held_bytes > self._max_bytes
-            ):  # a network's file system is slow to look through
+            # Not at every log: a network's file system is slow to look through.
+            if self._held_bytes is None or self._held_bytes > self._max_bytes:
                 self._thin()
         except OSError as error:
             if not self._has_warned:

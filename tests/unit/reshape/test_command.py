@@ -76,6 +76,7 @@ def test_where_it_goes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> 
         f"{out}: for 3 training processes. Go on with per_device_train_batch_size: 4, steps_per_generation: 2, "
         "gradient_accumulation_steps: 2\n"
     )
+    assert out.parent.stat().st_mode & 0o777 == 0o700, "a run goes on in it"
     assert cli.main(["reshape", str(checkpoint), "--ranks", "3"]) == 1
     assert f"{out} is not empty" in capsys.readouterr().err
 
