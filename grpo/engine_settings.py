@@ -27,8 +27,6 @@ class EngineModel:
     tokenizer: str
     revision: str | None
     dtype: torch.dtype
-    special_ids: tuple[int, ...] = ()
-    """Token ids that the probe leaves out."""
 
 
 class PrivateFolder:
@@ -61,7 +59,6 @@ def describe_model(
         The description, and the folder to keep as long as the engines run; None on ranks that start none.
     """
     dtype = compute_dtype(model, args)
-    special_ids = tuple(processing_class.all_special_ids) if processing_class is not None else ()
     if isinstance(model, str):
         path = tokenizer = model
         revision = (args.model_init_kwargs or {}).get("revision")
@@ -82,7 +79,7 @@ def describe_model(
         if processing_class is not None:
             processing_class.save_pretrained(folder.path)
             tokenizer = str(folder.path)
-    return EngineModel(path=path, tokenizer=tokenizer, revision=revision, dtype=dtype, special_ids=special_ids), folder
+    return EngineModel(path=path, tokenizer=tokenizer, revision=revision, dtype=dtype), folder
 
 
 def base_of(model: Any) -> "str | PreTrainedModel":

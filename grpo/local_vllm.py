@@ -83,6 +83,7 @@ class LocalVLLM:
         self._pushes = self._num_refused = 0
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
         self._serving: Serving | None = None
+        self._is_closed = False
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class LocalVLLM:
             JobFailed: on every rank, when an engine failed on any node or a proof did not hold.
         """
         self._watch.check()
+        self._check_open()
         if self._serving is None:
             self._serving = self._connect()
             now = time.monotonic()
@@ -183,6 +185,7 @@ class LocalVLLM:
         del num_generations
         if images is not None:
             raise ValueError("images reached the engine; local mode takes text alone")
+        self._check_open()
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
         if self._serving.conversations is not None:
@@ -231,6 +234,7 @@ class LocalVLLM:
             JobFailed: on every rank, when the job has failed on one.
             TimeoutError: it has not ended within `rollout_timeout`.
         """
+        self._check_open()
         if self._serving is None or self._serving.conversations is None:
             raise RuntimeError("roll_out before sync_weights: the engines have no weights yet")
         with self._in_rollout(self._serving.conversations, []):
@@ -327,7 +331,7 @@ class LocalVLLM:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps of the weights that have sampled the last batch."""
+        """Optimizer steps of the weights by which the last batch was asked for."""
         return 0 if self.last_batch is None else self.last_batch.policy_version
 
     def _hear_of_respawn(self, respawn: Respawn) -> None:
@@ -361,8 +365,13 @@ class LocalVLLM:
             found["push/total_s"] = self._serving.delivery.total_s_by_node
         return found
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engines of this trainer were closed: make a new trainer")
+
     def close(self) -> None:
         """End this node's engines. Safe to call twice."""
+        self._is_closed = True
         if self._serving is not None:
             self._serving.delivery.close()
         if self._serving is not None and self._serving.conversations is not None:

@@ -11,8 +11,6 @@ from transformers import ProcessorMixin
 
 from grpo.config import GRPOConfig
 
-DDP_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two Adam moments
-
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Refuse what local mode does not do, before anything is started.
@@ -92,14 +90,21 @@ def check_text_only(processing_class: Any, *datasets: Any) -> None:
                 )
 
 
-def ddp_memory_message(num_parameters: int, device_bytes: int, *, base_bytes: int = 0) -> str | None:
+def ddp_bytes(loaded_bytes: int, *, world_size: int) -> int:
+    """Of a parameter that plain DDP trains: weight, gradient and two Adam moments, all in the dtype in which it is
+    loaded, and with several ranks DDP's buckets, into which it copies all gradients (torch 2.13)."""
+    return (4 + (world_size > 1)) * loaded_bytes
+
+
+def ddp_memory_message(num_parameters: int, device_bytes: int, *, each: int, base_bytes: int = 0) -> str | None:
     """What to say when a model is trained by plain DDP and cannot fit; None when it may.
 
     Args:
         num_parameters: that are trained.
+        each: bytes of each of them: `ddp_bytes`.
         base_bytes: of those that are not, as they are loaded.
     """
-    needed = num_parameters * DDP_BYTES_PER_PARAMETER
+    needed = num_parameters * each
     if needed + base_bytes <= device_bytes:
         return None
     base = f", and the frozen base {base_bytes / 2**30:.0f} GiB," if base_bytes else ""
@@ -117,7 +122,9 @@ def ddp_memory_warning(trainer: Any) -> None:
     device_bytes = torch.cuda.get_device_properties(trainer.accelerator.device).total_memory
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    loaded = max(parameter.element_size() for parameter in parameters if parameter.requires_grad)
+    each = ddp_bytes(loaded, world_size=dist.get_world_size())
     base_bytes = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
-    message = ddp_memory_message(trained, device_bytes, base_bytes=base_bytes)
+    message = ddp_memory_message(trained, device_bytes, each=each, base_bytes=base_bytes)
     if message is not None:
         warnings.warn(message, stacklevel=2)

@@ -8,9 +8,9 @@ from grpo.conversations.batch import Limits
 from grpo.conversations.broker import TurnBroker
 from grpo.conversations.rollouts import Rollouts
 from grpo.conversations.serving import RankConversations
-from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.engine_settings import choose_backend
+from grpo.job.failure import JobFailed
 from grpo.job.node_groups import NodeGroups
 from grpo.job.startup import StartupClock
 from grpo.job.watch import FailureWatch
@@ -78,7 +78,9 @@ class ServingStart:
                 self.say("the model is loaded; waiting for the engines to start")
                 if clients:
                     pool, broker, facts = self._meet_engines(source)
-            except (EngineError, RuntimeError) as error:
+            except JobFailed:
+                raise  # of another node: it has its record
+            except RuntimeError as error:  # `EngineError` is one
                 failure = self.watch.make_record(error)
             of_ranks = self.groups.exchange(self.watch, failure, facts, _EngineFacts | None)
         of_nodes = [each for each in of_ranks if each is not None]

@@ -39,6 +39,7 @@ from grpo.run.folder import make_run_folder
 from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.run.observed import UsageOf
 from grpo.run.prompt_order import prompts_of_batch
+from grpo.run.provenance import beside_options
 from grpo.run.screen import what_runs_where
 from grpo.timeline.start import open_timeline
 from grpo.weights.adapters import Lora
@@ -139,7 +140,8 @@ class GRPOTrainer(ConversingTrainer):
             )
             named = inherited["model"]
             name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
-            self.open_run(args, self._watch.signals, self._watch, topology=self.topology, model=name)
+            beside = {"model_name_or_path": name, **beside_options(inherited)}
+            self.open_run(args, self._watch.signals, self._watch, topology=self.topology, beside=beside)
             self._record_what_the_watch_learns()
             self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
@@ -180,6 +182,7 @@ class GRPOTrainer(ConversingTrainer):
                     model=self.model if lora is None else lora.base,
                     lora=lora,
                     engine_model=engine_model,
+                    special_ids=tuple(self._tokenizer.all_special_ids),
                     end_token=self._tokenizer.eos_token_id,
                     autocast=self.accelerator.autocast,
                 ),

@@ -45,6 +45,10 @@ class MadeRun:
     """One of `FAULTS`."""
     seed: int = 0
     save_every: int = 50
+    lost: int = 0
+    """Of `failed`: steps that the second attempt makes again."""
+    renumbers: bool = False
+    """Of `failed`: the second attempt is another job's, whose attempts count from 0 again."""
     log_completions_every: int = 10
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of a step's parts, where they are not the usual ones."""
@@ -70,11 +74,14 @@ def make_run(folder: Path, run: MadeRun) -> Path:
     (folder / "completions").mkdir()
     (folder / "logs").mkdir()
     timelines = [records.timeline_path(folder, node).open("w") for node in range(run.nodes)]
-    breaks = [run.steps // 2] if run.fault == "failed" else []
-    attempts = [(0, 0), *((number + 1, step) for number, step in enumerate(breaks))]
-    metrics, clock = [], BEGAN
-    ends: list[float] = []
-    for (attempt, first), (_, last) in zip(attempts, [*attempts[1:], (0, run.steps)], strict=True):
+    attempts = [(0, 0, run.steps)]  # number, first step, last
+    if run.fault == "failed":
+        half = run.steps // 2
+        attempts = [(0, 0, half), (0 if run.renumbers else 1, half - run.lost, run.steps)]
+    metrics: dict[int, dict[str, Any]] = {}
+    clock = BEGAN
+    times: list[tuple[float, float]] = []
+    for attempt, first, last in attempts:
         for node, file in enumerate(timelines):
             file.write(records.to_line(_attempt(attempt, node, clock)) + "\n")
         began, clock = clock, clock + 60.0
@@ -84,15 +91,15 @@ def make_run(folder: Path, run: MadeRun) -> Path:
         for step in range(first, last):
             begin = clock
             clock, by_node = _step(run, attempt, step, clock, timelines, rng)
-            metrics.append(_metrics(run, attempt, step + 1, clock, clock - begin, by_node, rng))
+            metrics[step] = _metrics(run, attempt, step + 1, clock, clock - begin, by_node, rng)
             if (step + 1) % run.log_completions_every == 0:
                 _completions(folder, run, attempt, step + 1, clock, rng)
-        ends.append(clock)
+        times.append((began, clock))
         clock += 120.0
     for file in timelines:
         file.close()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    _write_states(folder, run, attempts, ends)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics.values()))
+    _write_states(folder, run, attempts, times)
     for node in range(run.nodes):
         log = folder / "logs" / f"engine-node{node}-0.attempt-{attempts[-1][0]}.log"
         log.write_text("INFO: the engine is ready\nERROR: CUDA error: an illegal memory access was encountered\n")
@@ -296,10 +303,12 @@ def _completions(folder: Path, run: MadeRun, attempt: int, step: int, time: floa
     pq.write_table(pa.Table.from_pylist(rows), folder / "completions" / f"step-{step:08}.parquet")
 
 
-def _write_states(folder: Path, run: MadeRun, attempts: list[tuple[int, int]], ends: list[float]) -> None:
-    told = []
-    for (attempt, first), ended in zip(attempts, ends, strict=True):
-        is_last = attempt == attempts[-1][0]
+def _write_states(
+    folder: Path, run: MadeRun, attempts: list[tuple[int, int, int]], times: list[tuple[float, float]]
+) -> None:
+    told: list[dict[str, Any]] = []
+    for (attempt, first, last), (began, ended) in zip(attempts, times, strict=True):
+        is_last = len(told) == len(attempts) - 1
         record = {
             "node": 1,
             "rank": 8,
@@ -312,11 +321,11 @@ def _write_states(folder: Path, run: MadeRun, attempts: list[tuple[int, int]], e
             {
                 "attempt": attempt,
                 "job": "4711",
-                "started": ended - 1000,
+                "started": began,
                 "ended": ended,
                 "state": "finished" if is_last else "failed",
                 "from_step": first,
-                "step": run.steps if is_last else attempts[attempt + 1][1],
+                "step": last,
                 "why": "" if is_last else "JobFailed: the job failed on node 1",
                 "can_heal": True,
                 "failure": None if is_last else record,

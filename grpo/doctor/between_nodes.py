@@ -102,7 +102,10 @@ def _same_hardware(reports: Sequence[NodeReport]) -> list[Finding]:
 
 def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
     """gloo listens on the address that the own host name resolves to, and on loopback when it does not resolve."""
-    shared_loopback = len({report.network for report in reports}) == 1
+    networks = {report.network for report in reports}
+    if networks == {""}:
+        return []  # none of them could look at its network, and says so
+    shared_loopback = len(networks) == 1
     findings = []
     for report in reports:
         address = report.own_address

@@ -10,7 +10,7 @@ from grpo.job.devices import DeviceMistake
 MIB, GIB = 1 << 20, 1 << 30
 IDLE_BYTES = GIB  # what a driver holds on a GPU that nobody uses stays well below
 ENGINE_SHARE = 0.9  # of a GPU's memory that an engine takes unless vllm_gpu_memory_utilization says otherwise
-_QUERY_TIMEOUT_S = 15.0
+QUERY_S = 15.0  # nvidia-smi takes up to 10 s on a node without its persistence daemon
 _GPU_FIELDS = "index,uuid,driver_version,memory.used,memory.total"
 _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
@@ -50,7 +50,7 @@ def query_gpus() -> tuple[list[Gpu], list[GpuProcess]]:
 
 def _nvidia_smi(what: str, fields: str) -> str:
     command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_TIMEOUT_S).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_S).stdout
 
 
 def _memory_bytes(cell: str) -> int | None:

@@ -21,7 +21,8 @@ from grpo.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.meeting.agreement import read_software
 from grpo.meeting.deadline import within
 
-CHECK_S = 20.0  # for one check; nvidia-smi takes up to 10 s on a node without its persistence daemon
+CHECK_S = 20.0  # for one check
+GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
 
 Part = tuple[Sequence[Finding], Mapping[str, Any]]
 """What one check finds, and the fields of the report that it fills."""
@@ -76,7 +77,7 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
 
 def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
     try:
-        return within(CHECK_S, check)
+        return within(GPUS_S if name == "gpus" else CHECK_S, check)
     except TimeoutError as error:
         fix = "look for a mount or a driver that hangs: df, nvidia-smi, dmesg"
         return [Finding.fail(name, str(error), fix)], {}

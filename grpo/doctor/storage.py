@@ -58,8 +58,10 @@ def check_room(output_dir: Path) -> Finding:
 
 def missing_model_files(folder: Path) -> list[str]:
     """Files that a checkpoint folder lacks: its configuration, a tokenizer, weights, shards that its index names."""
+    from grpo.preflight.model import has_tokenizer
+
     missing = [] if (folder / "config.json").exists() else ["config.json"]
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         missing.append("a tokenizer")
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -74,7 +76,12 @@ def check_model(model: str) -> Finding:
     """Whether this node can load `model`, a folder or a name on the hub, without network."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    is_folder = Path(model).is_dir()
+    from grpo.preflight.model import local_model  # imports transformers
+
+    try:
+        is_folder = local_model(model, "--model") is not None
+    except ValueError as error:
+        return Finding.fail("model", str(error), "mount or copy it on this node, or mend the path")
     found = str(Path(model) / "config.json") if is_folder else try_to_load_from_cache(model, "config.json")
     if isinstance(found, str):
         folder = Path(found).parent
@@ -93,6 +100,8 @@ def check_dataset(dataset: str) -> Finding:
     """Whether this node can load `dataset`, a path or a name on the hub, without network."""
     if Path(dataset).exists():
         return Finding.passed("dataset", f"{dataset}: a local path")
+    if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
+        return Finding.fail("dataset", f"{dataset}: there is no such path", "mount or copy it on this node")
     from huggingface_hub import is_offline_mode
 
     where = ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo.engine.early import take_host
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
-from grpo.engine.process import SEND_TIMEOUT_S, deaf_to_sigchld
+from grpo.engine.process import END_S, SEND_TIMEOUT_S, deaf_to_sigchld
 
 POLL_S = 0.5
 STOPPED_TIMEOUT_S = 20.0
@@ -172,13 +172,19 @@ class EngineClient:
         return self._is_ending
 
     def close(self) -> None:
-        """End the engine and everything that it started. Safe to call twice."""
+        """End the engine and everything that it started. Safe to call twice.
+
+        Raises:
+            EngineError: its host is still there `END_S` after SIGKILL.
+        """
         self._closing = True
         with deaf_to_sigchld():
             self._host.end()
             if threading.current_thread() is not self._exit:  # which may hold the last reference to who closes us
-                self._exit.join()
+                self._exit.join(END_S)
         self._connection.close()
+        if self._host.is_running():
+            raise self.error(f"(pid {self.pid}) does not end {END_S:.0f} s after SIGKILL: a driver may hold it")
 
     # -- threads --------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 HEALTH_POLL_S = 0.5
+ENDED_WELL = ("stop", "length", "repetition")
 WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other rooms stand above this one
 
 
@@ -105,14 +106,18 @@ class Host:
             self._tasks.pop(completion_id, None)
 
     async def _sample(self, sample: Sample, ids: range) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
             answers = await self._completions(sample, ids)
         except EngineDeadError:
             return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            answers = [_refusal(completion_id, error) for completion_id in ids]
+            cause = error.__cause__ if isinstance(error, EngineGenerateError) else None  # whose own text is empty
+            answers = [_refusal(completion_id, cause or error) for completion_id in ids]
+            if not answers[0].is_refusal:
+                with contextlib.suppress(OSError):  # a full disk
+                    traceback.print_exception(error)
         if not self._answers:  # what else ends in this step of the engine goes along
             asyncio.get_running_loop().call_soon(self._send_answers)
         self._answers += answers
@@ -129,6 +134,11 @@ class Host:
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
         final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))
+        for completion in final.outputs:
+            if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
+                raise ValueError("vLLM ended the request with an error, which its log tells")
+            if completion.finish_reason not in ENDED_WELL:
+                raise RuntimeError(f"vLLM ended the request with the reason {completion.finish_reason!r}")
         return [
             Sampled(
                 completion_id=completion_id,
@@ -171,8 +181,6 @@ class Host:
             return await getattr(engine, method)(**kwargs)
         if method == "reset_prefix_cache":
             return await engine.reset_prefix_cache()
-        if method == "weight_version":
-            return await engine.get_weight_version()
         if method == "wire_format":
             return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
         if method == "take_adapter":
@@ -226,7 +234,7 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
     )
 
 
-def _refusal(completion_id: int, error: Exception) -> Sampled:
+def _refusal(completion_id: int, error: BaseException) -> Sampled:
     import numpy as np
     from vllm.exceptions import VLLMClientError
 

@@ -23,7 +23,9 @@ def _wait_for_death(pid: int) -> None:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    select.select([pidfd], [], [])
+    end = select.poll()  # `select` takes no descriptor above 1023
+    end.register(pidfd, select.POLLIN)
+    end.poll()
     os.close(pidfd)
 
 

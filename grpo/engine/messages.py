@@ -85,7 +85,7 @@ class Sampled:
     is_refusal: bool = False
     """Whether the error is about the prompt, and the engine goes on."""
     finish_reason: str | None = None
-    """vLLM's: `stop` or `length`."""
+    """vLLM's: `stop`, `length` or `repetition`."""
     num_cached_tokens: int = 0
     """Of the prompt, that the engine's prefix cache held."""
 

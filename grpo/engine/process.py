@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
-from grpo.job.sessions import end_session, session_members, stopped_members
+from grpo.job.sessions import end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
+END_S = 30.0  # from SIGKILL to the end of a process that no driver holds
 CHECK_S = 2.0  # how often its processes are looked at
 CHECKS_PER_LISTING = 15
 
@@ -25,7 +26,7 @@ CHECKS_PER_LISTING = 15
 class HostProcess:
     """A host from its first moment on: it imports vLLM, and waits on its socket for what it is to run.
 
-    Started from the main thread. What it writes until then goes into its private folder.
+    What it writes until then goes into its private folder. From any thread: an engine's own starts its successor.
 
     Args:
         environment: as `engine_environment` makes it.
@@ -38,16 +39,21 @@ class HostProcess:
         self.private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
-        with (self.private_folder / FIRST_OUTPUT).open("wb") as output, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo.engine.host", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self.private(environment),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with (self.private_folder / FIRST_OUTPUT).open("wb") as output, theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "grpo.engine.host", str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self.private(environment),
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:  # no room, or no more processes
+            ours.close()
+            remove_traces(self.private_folder)
+            raise
         self.connection = Connection(ours.detach())
 
     @property
@@ -75,7 +81,9 @@ class HostProcess:
         try:
             members, looks = [self.pid], 0
             stopped_s: dict[int, float] = {}
-            while not select.select([pidfd], [], [], CHECK_S)[0]:
+            end = select.poll()  # `select` takes no descriptor above 1023
+            end.register(pidfd, select.POLLIN)
+            while not end.poll(CHECK_S * 1000):
                 if looks % CHECKS_PER_LISTING == 0:  # to list all processes of a large node takes a while
                     members = session_members(self.pid)
                 looks += 1
@@ -87,9 +95,13 @@ class HostProcess:
         finally:
             os.close(pidfd)
 
-    def wait(self) -> int:
-        """Wait for its end. Returns its exit code, or less than 0, the signal that killed it."""
-        return self._process.wait()
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end. Returns its exit code, or less than 0, the signal that killed it.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still there.
+        """
+        return self._process.wait(timeout_s)
 
     def end(self) -> None:
         """Kill it and everything that it started, and remove what they leave behind. Safe to call twice."""
@@ -99,7 +111,7 @@ class HostProcess:
         """As `end`, with the socket; nobody else waits for it any more."""
         with deaf_to_sigchld():
             self.end()
-            self.wait()
+            self.wait(END_S)
         self.connection.close()
 
     def first_output(self) -> bytes:

@@ -1,5 +1,6 @@
 """A node's engines over all their lives: they start while the trainer loads its model, and come back when they die."""
 
+import contextlib
 import os
 import threading
 import time
@@ -150,12 +151,22 @@ class EngineSupervisor:
             _Slot(start=starter(index, environment), limit=RespawnLimit(max_respawns))
             for index, environment in enumerate(self._environments)
         ]
-        self.clients: list[EngineClient] = [slot.start() for slot in self._slots]
-        drop_host()  # one that no engine of this node has taken
-        self._every = [*self.clients]  # whose processes may still be there
-        for client in self.clients:
-            watch.covers(client.private_folder, client.pid)
+        self.clients: list[EngineClient] = []
+        self._every: list[EngineClient] = []  # whose processes may still be there
         self._ender = weakref.finalize(self, _close_all, self._every, watch)
+        try:
+            for slot in self._slots:
+                self.clients.append(self._started(slot))
+        except BaseException:  # no room for the second one's log
+            self.close()
+            raise
+        drop_host()  # one that no engine of this node has taken
+
+    def _started(self, slot: _Slot) -> EngineClient:
+        client = slot.start()
+        self._every.append(client)
+        self._watch.covers(client.private_folder, client.pid)
+        return client
 
     def wait_ready(self) -> list[Ready]:
         """Wait until all engines take work for the first time; not collective.
@@ -301,12 +312,9 @@ class EngineSupervisor:
         if self._closed:
             return
         try:
-            loss.successor = slot.start()
+            loss.successor = self._started(slot)
         except OSError as error:  # no room for its log, say
             loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
-        else:
-            self._every.append(loss.successor)
-            self._watch.covers(loss.successor.private_folder, loss.successor.pid)
 
     def _record(self, loss: _Loss, cause: str) -> FailureRecord:
         return replace(loss.record, cause=cause)
@@ -321,6 +329,7 @@ def _first_line(cause: str) -> str:
 
 
 def _close_all(clients: Sequence[EngineClient], watch: FailureWatch) -> None:
-    for client in clients:
-        client.close()
-        watch.uncovers(client.private_folder)
+    with contextlib.ExitStack() as all_of_them:  # whatever one of them raises
+        for client in clients:
+            all_of_them.callback(watch.uncovers, client.private_folder)
+            all_of_them.callback(client.close)

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo.export.room import check_room
 from grpo.run.durable import appearing_whole
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -19,7 +20,7 @@ def has_adapter(checkpoint: Path) -> bool:
     return (checkpoint / ADAPTER_CONFIG).exists()
 
 
-def copy_adapter(checkpoint: Path, out: Path) -> tuple[int, set[str]]:
+def copy_adapter(checkpoint: Path, out: Path, *, trust_remote_code: bool) -> tuple[int, set[str]]:
     """What `PeftModel.from_pretrained` and `vllm serve --lora-modules` read, and the tokenizer.
 
     Returns:
@@ -32,7 +33,7 @@ def copy_adapter(checkpoint: Path, out: Path) -> tuple[int, set[str]]:
     with appearing_whole(out) as partial:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy(checkpoint / name, partial / name)
-        _copy_tokenizer(checkpoint, partial)
+        _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
     return num_bytes, dtypes
 
 
@@ -55,7 +56,8 @@ def merge_adapter(
         As `copy_adapter`.
 
     Raises:
-        ValueError: there is no such base, or the adapter is not for it.
+        ValueError: there is no such base, the adapter is not for it, or memory does not suffice.
+        OSError: the disk does not suffice.
     """
     from peft import PeftModel
 
@@ -67,27 +69,41 @@ def merge_adapter(
         raise ValueError(f"{checkpoint / ADAPTER_CONFIG} names no base: name it with --base")
     try:
         settings = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _no_base(base, error) from None
+    dtype = dtype or settings.dtype or torch.float32
+    num_bytes = _bytes_of(settings, dtype, trust_remote_code=trust_remote_code)
+    check_room(out, total_bytes=num_bytes, memory_bytes=num_bytes)
+    try:
         model = AutoModelForCausalLM.from_pretrained(
-            base, revision=revision, dtype=dtype or settings.dtype, trust_remote_code=trust_remote_code
+            base, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the adapter's base, {base}, cannot be loaded; name another place with --base: {error}"
-        ) from None
+        raise _no_base(base, error) from None
     try:
         merged: Any = PeftModel.from_pretrained(model, str(checkpoint)).merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the adapter in {checkpoint} is not for {base}: {error}") from None
     with appearing_whole(out) as partial:
         merged.save_pretrained(partial, max_shard_size=max_shard_size)
-        _copy_tokenizer(checkpoint, partial)
+        _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
     weights = merged.state_dict().values()
     return sum(tensor.nbytes for tensor in weights), {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
 
 
-def _copy_tokenizer(checkpoint: Path, out: Path) -> None:
+def _copy_tokenizer(checkpoint: Path, out: Path, *, trust_remote_code: bool) -> None:
     if (checkpoint / "tokenizer_config.json").exists():
-        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(out)
+        AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(out)
+
+
+def _bytes_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+
+
+def _no_base(base: str, error: Exception) -> ValueError:
+    return ValueError(f"the adapter's base, {base}, cannot be loaded; name another place with --base: {error}")
 
 
 def _look_at(path: Path) -> tuple[int, set[str]]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from grpo.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, copy_adapter, has_adapter, merge_adapter
+from grpo.export.room import check_room
 from grpo.export.stored_weights import StoredWeights, open_weights
 from grpo.job.signals import exiting_on_sigterm
 from grpo.run.checkpoints import CompleteRecord, checkpoints, read_complete, verify
@@ -200,7 +200,7 @@ def _export_adapter(
             raise ValueError(
                 f"{'--dtype' if dtype else '--base'} is for a merged model: give --merge too, or remove it"
             )
-        num_bytes, dtypes = copy_adapter(checkpoint, out)
+        num_bytes, dtypes = copy_adapter(checkpoint, out, trust_remote_code=trust_remote_code)
         origin = "an adapter; --merge gives a whole model"
     num_files = len(list(out.glob("*.safetensors")))
     return Exported(num_files=num_files, num_bytes=num_bytes, dtypes=tuple(sorted(dtypes)), origin=origin, notes=notes)
@@ -317,25 +317,3 @@ def check_out(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
         raise ValueError(f"{out} {what}: give a folder that is new or empty, or remove it")
-
-
-def check_room(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
-    """Refuse what the disk, or the host's memory, cannot hold.
-
-    Raises:
-        OSError: the disk.
-        ValueError: the memory.
-    """
-    existing = next(parent for parent in out.parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < total_bytes:
-        raise OSError(
-            f"the weights take {total_bytes / 1e9:.1f} GB, but {existing} has {free / 1e9:.1f} GB free: free space, or "
-            "give an OUT on another disk"
-        )
-    available = psutil.virtual_memory().available
-    if available < memory_bytes:
-        raise ValueError(
-            f"the model takes {memory_bytes / 1e9:.1f} GB of memory in the dtype to write, but this host has "
-            f"{available / 1e9:.1f} GB available: export on a host with more, or give --dtype bfloat16"
-        )

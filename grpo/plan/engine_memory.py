@@ -95,9 +95,10 @@ def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int) 
     return 1024 if capacity_bytes >= 70 * GIB else 256
 
 
-def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int) -> list[int]:
-    """Powers of two that split the model's heads and leave a GPU room for its share of the weights."""
-    sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0]
+def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int, num_gpus: int) -> list[int]:
+    """Powers of two that split the model's heads, leave a GPU room for its share of the weights, and one of the node's
+    GPUs to a rank."""
+    sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0 and 2**power < num_gpus]
     room = budget_bytes - ENGINE_OVERHEAD_BYTES
     return [size for size in sizes if model_bytes / size < room]
 

@@ -199,12 +199,20 @@ def _mlp_elements(text: Any, *, is_sparse: bool) -> int:
     the weighting after them).
     """
     if not is_sparse:
-        return 4 * text.intermediate_size
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        return 4 * _mlp_width(text)
+    width = getattr(text, "moe_intermediate_size", None) or _mlp_width(text)
     shared = getattr(text, "shared_expert_intermediate_size", None) or width * (
         getattr(text, "n_shared_experts", None) or 0
     )
-    return text.num_experts_per_tok * (4 * width + 2 * text.hidden_size) + 4 * shared
+    routed = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+    return routed * (4 * width + 2 * text.hidden_size) + 4 * shared
+
+
+def _mlp_width(text: Any) -> int:
+    """Of the widest layer, by any of the names that transformers' configurations have for it (5.17)."""
+    names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
+    found = next((width for name in names if (width := getattr(text, name, None))), 4 * text.hidden_size)
+    return max(found) if isinstance(found, list | tuple) else found
 
 
 def _kv_windows(text: Any, num_layers: int) -> tuple[tuple[tuple[int | None, int], ...], int]:

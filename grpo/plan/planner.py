@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING
 
 from grpo.engine_settings import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
@@ -151,7 +151,9 @@ def _read_config(plan: Plan, setting: str, name: str, arguments: Arguments) -> A
     try:
         return model_config(name, arguments.training)
     except (OSError, ValueError, StrictDataclassError) as error:
-        is_known = is_local or isinstance(error.__cause__, (RepositoryNotFoundError, RevisionNotFoundError))
+        is_gated = isinstance(error.__cause__, GatedRepoError)  # a RepositoryNotFoundError, too
+        absent = isinstance(error.__cause__, (RepositoryNotFoundError, RevisionNotFoundError))
+        is_known = is_local or (absent and not is_gated)
         (plan.errors if is_known else plan.warnings).append(
             f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and push are "
             f"left out: give a local folder with its config.json (hf download {name} config.json), or look at the "
@@ -222,6 +224,12 @@ def _estimate(
         plan.model, plan.estimates = job.shape, estimate(job)
     except ValueError as error:  # of a model without attention, or a DeepSpeed configuration that cannot be read
         plan.errors += [str(error)] if str(error) not in plan.errors else []
+        return
+    except (AttributeError, TypeError) as error:  # what a configuration calls otherwise
+        plan.warnings.append(
+            f"the memory of a {config.model_type} is left out: its configuration is not understood "
+            f"({type(error).__name__}: {error})"
+        )
         return
     if not getattr(config.get_text_config(), "num_experts_per_tok", None):  # of experts only some compute
         plan.advice = advise(job, plan.estimates.engine, Speed(tflops=args.gpu_tflops, tbps=args.gpu_tbps))

@@ -5,6 +5,7 @@ from grpo.plan.engine_memory import fitting_tensor_parallel
 from grpo.plan.estimates import Estimates
 from grpo.plan.memory_budget import Budget, readable
 from grpo.plan.placed_job import PlacedJob
+from grpo.plan.zero_memory import ddp_bytes_of
 from grpo.refusals import ddp_memory_message
 
 ENGINE_BUCKETS = 2  # on an engine's GPU: the one that arrives, and the one before it while a layer waits for its rest
@@ -49,7 +50,8 @@ def _engine_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
     engine, size = estimates.engine, job.args.vllm_tensor_parallel_size
     if engine.budget_bytes is None or engine.weights_bytes <= engine.budget_bytes:
         return []
-    fitting = fitting_tensor_parallel(job.shape, job.model_bytes, budget_bytes=engine.budget_bytes)
+    num_gpus = min(len(node.devices) for node in job.nodes)
+    fitting = fitting_tensor_parallel(job.shape, job.model_bytes, budget_bytes=engine.budget_bytes, num_gpus=num_gpus)
     advice = (
         f"set vllm_tensor_parallel_size to {either(fitting[:2])} and leave as many GPUs of each node without a rank"
         if fitting
@@ -66,12 +68,9 @@ def _training_warnings(job: PlacedJob, estimates: Estimates) -> list[str]:
     if training.capacity_bytes is None:
         return []
     is_ddp = estimates.sharding.stage == 0
-    base_bytes = training.bytes_of("base")
-    message = (
-        ddp_memory_message(job.shape.trained.elements, training.capacity_bytes, base_bytes=base_bytes)
-        if is_ddp
-        else None
-    )
+    each = ddp_bytes_of(job.shape, estimates.sharding)
+    trained, base_bytes = job.shape.trained.elements, training.bytes_of("base")
+    message = ddp_memory_message(trained, training.capacity_bytes, each=each, base_bytes=base_bytes) if is_ddp else None
     if message is not None:
         return [message]
     if training.peak_bytes <= training.capacity_bytes:

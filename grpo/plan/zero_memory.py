@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from grpo.plan.memory_budget import Line, Phase, short_count
 from grpo.plan.model_shape import ModelShape
-from grpo.refusals import DDP_BYTES_PER_PARAMETER
+from grpo.refusals import ddp_bytes
 
 MASTER_BYTES = 4  # of a parameter: the float32 copy that the optimizer updates
 ADAM_BYTES = 8  # of a parameter: two float32 moments
@@ -99,8 +99,10 @@ def states_of(shape: ModelShape, sharding: Sharding) -> States:
     stage, element = sharding.stage, sharding.dtype_bytes
     whole, shard = shape.trained.elements, shape.trained.sharded(sharding.world_size)
     if stage == 0:
-        how = f"{DDP_BYTES_PER_PARAMETER} B x {short_count(whole)} parameters on every rank (DDP: float32, Adam)"
-        return States(device_bytes=DDP_BYTES_PER_PARAMETER * whole, host_bytes=0, how=how)
+        each = ddp_bytes_of(shape, sharding)
+        what = "weight, gradient, Adam" + (", buckets" if sharding.world_size > 1 else "")
+        how = f"{each} B x {short_count(whole)} parameters on every rank (DDP: {what})"
+        return States(device_bytes=each * whole, host_bytes=0, how=how)
     weight = element * (shard if stage == 3 else whole)
     gradient = element * (shard if stage >= 2 else whole)
     optimizer = (MASTER_BYTES + ADAM_BYTES) * shard
@@ -118,6 +120,12 @@ def states_of(shape: ModelShape, sharding: Sharding) -> States:
         host += weight if sharding.offload_param == "cpu" else 0
         how += f"; the weight on {sharding.offload_param}"
     return States(device_bytes=device, host_bytes=host, how=how)
+
+
+def ddp_bytes_of(shape: ModelShape, sharding: Sharding) -> int:
+    """Of a parameter that DDP trains; adapters are in float32, whatever the base is (TRL 1.16, PEFT 0.21)."""
+    loaded_bytes = MASTER_BYTES if shape.frozen.elements else sharding.loaded_bytes
+    return ddp_bytes(loaded_bytes, world_size=sharding.world_size)
 
 
 def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
@@ -177,9 +185,17 @@ def gather_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
 
 
 def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
-    """The gradients of one sub-group, flattened and in float32, while the optimizer works on it."""
-    if sharding.stage != 3 or sharding.offload_optimizer != "none":
+    """The gradients of one sub-group, flattened and in float32, while the optimizer works on it; below ZeRO-3 all of a
+    rank's, while it still holds what they come from (`ZeroOptimizer.step` in runtime/zero/stage_1_and_2.py)."""
+    if not sharding.stage or sharding.offload_optimizer != "none":
         return []
+    if sharding.stage < 3:
+        element, shard = sharding.dtype_bytes, shape.trained.sharded(sharding.world_size)
+        others = shape.trained.elements - shard if sharding.stage == 1 else 0  # freed before
+        copied = element + (MASTER_BYTES if element != MASTER_BYTES else 0)
+        how = f"{short_count(shard)} of this rank, flattened" + (" and in float32" if copied > element else "")
+        how += "; the other ranks' are freed before" if others else ""
+        return [Line("step_gradients", "gradients", "optimizer step", max(0, copied * shard - element * others), how)]
     elements = min(sharding.sub_group_size, shape.trained.sharded(sharding.world_size))
     copy = sharding.dtype_bytes if sharding.dtype_bytes != MASTER_BYTES else 0
     how = f"of a sub-group of at most {short_count(sharding.sub_group_size)}, and the copy that they come from"

@@ -75,8 +75,13 @@ def first_row(dataset: Any, setting: str) -> dict[str, Any]:
     return row
 
 
-def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list[int]:
+def prompt_ids(
+    row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None
+) -> list[int]:
     """The first prompt as tokens, of which there are not too many.
+
+    Args:
+        tools: what the template describes beside the prompt.
 
     Raises:
         ValueError: no chat template for a conversation, or a prompt that leaves no room for a completion.
@@ -90,7 +95,7 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list
             "template as processing_class"
         )
     try:
-        ids = _tokens_of(prompt, tokenizer, args)
+        ids = _tokens_of(prompt, tokenizer, args, tools)
     except Exception as error:
         what = "the chat template" if is_chat else "the tokenizer"
         raise ValueError(
@@ -110,7 +115,7 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig) -> list
     return ids
 
 
-def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig) -> None:
+def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None) -> None:
     """That every prompt leaves room for a sampled token; of data that is streamed or made on the fly, the first ones.
 
     A prompt has at most as many tokens as bytes, and what its template adds: only those that may be too long are
@@ -123,10 +128,11 @@ def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig) -> None
     if limit is None:
         return
     until, too_long, num_rows = time.monotonic() + LONG_PROMPTS_S, {}, 0
+    of_tools = len(_tokens_of([{"role": "user", "content": ""}], tokenizer, args, tools)) if tools else 0
     for row, prompt in enumerate(_prompts(dataset)):
         num_rows += 1
-        if _most_tokens(prompt) >= limit and time.monotonic() < until:
-            num_tokens = len(_tokens_of(prompt, tokenizer, args))
+        if _most_tokens(prompt) + of_tools >= limit and time.monotonic() < until:
+            num_tokens = len(_tokens_of(prompt, tokenizer, args, tools))
             if num_tokens >= limit:
                 too_long[row] = num_tokens
     if too_long:
@@ -152,11 +158,11 @@ def _most_tokens(prompt: Any) -> int:
     return sum(len(str(message.get("content")).encode()) + TEMPLATE_TOKENS for message in prompt) + TEMPLATE_TOKENS
 
 
-def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig) -> list[int]:
+def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None) -> list[int]:
     if not is_conversational({"prompt": prompt}):
         return tokenizer(prompt)["input_ids"]
-    kwargs = args.chat_template_kwargs or {}
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
+    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tools": tools or None}
+    return tokenizer.apply_chat_template(prompt, **settings, **(args.chat_template_kwargs or {}))
 
 
 def _is_conversation(prompt: Any) -> bool:

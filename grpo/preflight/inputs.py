@@ -70,8 +70,8 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
     row = first_row(inputs["train_dataset"], "train_dataset")
     if inputs["tools"]:
         check_conversational(row)
-    ids = prompt_ids(row, tokenizer, args)
-    check_prompt_lengths(inputs["train_dataset"], tokenizer, args)
+    ids = prompt_ids(row, tokenizer, args, inputs["tools"])
+    check_prompt_lengths(inputs["train_dataset"], tokenizer, args, inputs["tools"])
     if inputs["rollout_func"] is not None or not args.check_rewards:
         return None  # a rollout function gives rewards more than the data set has
     return try_rewards(inputs["reward_funcs"], row, ids, args)

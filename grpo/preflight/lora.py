@@ -42,11 +42,14 @@ WITHOUT_LORA = (
     "Cohere2MoeForCausalLM",
     "DbrxForCausalLM",
     "FalconForCausalLM",
+    "FalconMambaForCausalLM",  # vLLM runs it as Mamba
     "GPTJForCausalLM",
     "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM",
+    "HrmTextForCausalLM",
     "Mamba2ForCausalLM",
     "MambaForCausalLM",
+    "MiMoV2FlashForCausalLM",
     "StableLmForCausalLM",
     "Zamba2ForCausalLM",
 )

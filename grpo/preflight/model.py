@@ -59,13 +59,18 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
         raise ValueError(f"{setting} is {name!r}, whose configuration cannot be read: {reason_of(error)}") from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is any file that a tokenizer is read from."""
+    return any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS)
+
+
 def check_tokenizer_files(folder: Path, setting: str) -> None:
     """That a model's folder holds a tokenizer: transformers makes an empty one where there is none (5.17).
 
     Raises:
         ValueError: says which files are missing.
     """
-    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
+    if not has_tokenizer(folder):
         raise ValueError(
             f"{setting} is {str(folder)!r}, which holds no tokenizer: put tokenizer.json and tokenizer_config.json "
             "beside the model, or give the trainer a processing_class"

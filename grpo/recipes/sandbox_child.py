@@ -150,7 +150,7 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
         _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, attributes, 32), f"mount_setattr {path}")
         seen.append(path)
     for name in ("work", "tmp"):
-        os.mkdir(f"{root}/{name}")
+        os.makedirs(f"{root}/{name}", exist_ok=True)  # there already where Python lies below it
         os.chmod(f"{root}/{name}", 0o1777)
     with open(f"{root}/work/program.py", "wb") as file:
         file.write(source)

@@ -70,7 +70,7 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
             "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of "
             "configs/ (README, 'One node')"
         )
-    trainer.accelerator.print(demo_summary(trainer.state.log_history))
+    trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
     return trainer
 
 
@@ -95,17 +95,23 @@ def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
     )
 
 
-def demo_summary(log_history: Sequence[Mapping[str, Any]]) -> str:
-    """One line: reward of the first 10 and the last 20 steps, steps, seconds, tokens (prompts too) per second."""
-    logs = [log for log in log_history if "reward" in log]
+def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) -> str:
+    """One line: reward of the first 10 and the last 20 steps, steps, seconds, tokens (prompts too) per second.
+
+    Args:
+        first_step: steps that earlier attempts have done; seconds and tokens are counted from there.
+    """
+    logs = [log for log in log_history if log.get("reward") is not None]
     totals = next(log for log in reversed(log_history) if "train_runtime" in log)
     steps, seconds = totals["step"], totals["train_runtime"]
     if not logs:
         return f"demo: {steps} steps in {seconds:.0f} s, none of them logged (logging_steps)"
     first = [log["reward"] for log in logs if log["step"] <= max(10, logs[0]["step"])]
     last = [log["reward"] for log in logs if log["step"] > min(steps - 20, logs[-1]["step"] - 1)]
-    tokens_per_s = logs[-1]["num_tokens"] / seconds
+    before = [log["num_tokens"] for log in logs if log["step"] <= first_step]
+    tokens_per_s = (logs[-1]["num_tokens"] - (before[-1] if before else 0)) / seconds
+    reached = f"{steps} steps" if not first_step else f"{steps - first_step} steps to step {steps}"
     return (
         f"demo: reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
-        f"(means of the first 10 and the last 20 steps), {steps} steps in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
+        f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
     )

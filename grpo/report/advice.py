@@ -12,6 +12,7 @@ from grpo.report.reading import Run
 from grpo.report.shares import Parts, Slowest
 from grpo.timeline import records
 
+CONVERSING = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
 MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would decide
 
 
@@ -43,12 +44,12 @@ class Figures:
     idle_share: float
 
     def option(self, name: str, default: Any) -> Any:
-        """A setting of the last attempt; the default where it is not known, or of another type."""
-        value = self.run.last.arguments.get(name)
+        """A setting of the last attempt that tells its own; the default where it is not known, or of another type."""
+        value = self.run.settings.arguments.get(name)
         return value if isinstance(value, type(default)) else default
 
     def of_topology(self, name: str, default: int) -> int:
-        value = self.run.last.topology.get(name)
+        value = self.run.settings.topology.get(name)
         return value if isinstance(value, int) else default
 
     def share(self, *phases: str) -> float:
@@ -60,10 +61,24 @@ class Figures:
         return self.slowest is not None and self.slowest.share >= 0.5 and self.slowest.ratio >= 1.25
 
     @property
+    def converses(self) -> bool:
+        """Whether there are tools, environments or a rollout function: nothing is sampled ahead then, or elsewhere."""
+        return any(self.option(name, False) for name in CONVERSING)
+
+    @property
     def takes_turns(self) -> bool:
-        """Whether ranks and engines wait for each other by turns."""
-        off = self.option("generation_lookahead", 0) == 0
-        return off and min(self.wait_share, self.idle_share) >= 0.15
+        """Whether ranks and engines wait for each other by turns, and need not."""
+        has_rows, corrects = not self.option("streams", False), self.option("vllm_importance_sampling_correction", True)
+        can = has_rows and corrects and not self.converses and self.option("generation_lookahead", 0) == 0
+        return can and min(self.wait_share, self.idle_share) >= 0.15
+
+    @property
+    def steps_between_saves(self) -> int | None:
+        """As `save_steps` has it, which may be a share of all; None where saves do not go by steps."""
+        every = self.run.settings.arguments.get("save_steps", 500)
+        if self.option("save_strategy", "steps") != "steps" or not isinstance(every, int | float) or every <= 0:
+            return None
+        return round(every) if every >= 1 else max(1, round(every * (shares.total_steps(self.run) or 500 / every)))
 
 
 def figures_of(run: Run, parts: Parts) -> Figures:
@@ -82,7 +97,8 @@ def percent(share: float) -> str:
 
 def slow_node(figures: Figures) -> Advice | None:
     slowest = figures.slowest
-    if slowest is None or not figures.node_is_slow or figures.option("vllm_balance_nodes", False):
+    moves = figures.option("vllm_balance_nodes", False) or figures.converses
+    if slowest is None or not figures.node_is_slow or moves:
         return None
     return Advice(
         option="vllm_balance_nodes",
@@ -117,7 +133,7 @@ def more_engines(figures: Figures) -> Advice | None:
     also = " even if they sample ahead" if figures.takes_turns else ""
     finding = f"ranks wait {percent(left)} for engines{also}"
     why = "Generation takes longer than training: engines with more devices shorten it, and fewer ranks train."
-    if not figures.run.last.topology.get("has_gpus", True):
+    if not figures.run.settings.topology.get("has_gpus", True):
         option, value = "vllm_engines_per_node", figures.of_topology("engines_per_node", 1) + 1
     else:
         each = figures.of_topology("tensor_parallel_size", 1)
@@ -137,7 +153,7 @@ def more_engines(figures: Figures) -> Advice | None:
 def fewer_engines(figures: Figures) -> Advice | None:
     engines, each = figures.of_topology("engines_per_node", 1), figures.of_topology("tensor_parallel_size", 1)
     ahead = figures.option("generation_lookahead", 0) > 0
-    if not ahead or figures.idle_share < 0.35 or engines < 2 or not figures.run.last.topology.get("has_gpus"):
+    if not ahead or figures.idle_share < 0.35 or engines < 2 or not figures.run.settings.topology.get("has_gpus"):
         return None
     return Advice(
         option="vllm_reserved_gpus",
@@ -172,7 +188,7 @@ def slow_push(figures: Figures) -> Advice | None:
     if share < 0.15:
         return None
     finding = f"pushes take {percent(share)} of the time"
-    if figures.option("vllm_sync_backend", "auto") == "shm" and figures.run.last.topology.get("has_gpus"):
+    if figures.option("vllm_sync_backend", "auto") == "shm" and figures.run.settings.topology.get("has_gpus"):
         return Advice(
             option="vllm_sync_backend",
             setting="vllm_sync_backend: nccl",
@@ -181,7 +197,7 @@ def slow_push(figures: Figures) -> Advice | None:
             why="Shared memory takes the way over the host; NCCL goes from GPU to GPU.",
             weight=share,
         )
-    now = figures.option("steps_per_generation", 0) or figures.option("gradient_accumulation_steps", 1)
+    now = max(figures.option("steps_per_generation", 0), figures.option("gradient_accumulation_steps", 1))
     return Advice(
         option="steps_per_generation",
         setting=f"steps_per_generation: {2 * now}",
@@ -194,8 +210,8 @@ def slow_push(figures: Figures) -> Advice | None:
 
 
 def slow_saves(figures: Figures) -> Advice | None:
-    share, every = figures.share(records.SAVE), figures.option("save_steps", 500)
-    if share < 0.1:
+    share, every = figures.share(records.SAVE), figures.steps_between_saves
+    if share < 0.1 or every is None:
         return None
     rarer = every * max(2, round(share / 0.03))
     return Advice(
@@ -299,10 +315,11 @@ def gap(figures: Figures) -> Advice | None:
 
 
 def lost_steps(figures: Figures) -> Advice | None:
-    attempts = figures.run.attempts
-    lost = sum(max(0, each.step - after.from_step) for each, after in pairwise(attempts))
-    done, every = max(1, figures.run.step), figures.option("save_steps", 500)
-    if lost < max(10, 0.05 * done) or every < 2:
+    trained = [each for each in figures.run.attempts if each.step]  # others have not come so far
+    goes_on = [(each, after) for each, after in pairwise(trained) if each.state != "finished"]
+    lost = sum(max(0, each.step - after.from_step) for each, after in goes_on)
+    done, every = max(1, figures.run.step), figures.steps_between_saves
+    if lost < max(10, 0.05 * done) or every is None or every < 2:
         return None
     return Advice(
         option="save_steps",

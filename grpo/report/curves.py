@@ -176,7 +176,7 @@ def add_usages(found: Multiples, run: Run) -> None:
     row = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, len(edges) - 2)
     columns = found.tables["usage"] = {"step": numbers(np.floor(edges[:-1]).astype(np.int64))}
     roles = (("ranks", ~usages.is_engine, BLUE), ("engines", usages.is_engine, ORANGE))
-    devices = "GPUs" if run.last.topology.get("has_gpus", True) else "processes"
+    devices = "GPUs" if run.settings.topology.get("has_gpus", True) else "processes"
     use: list[Line] = []
     memory: list[Line] = []
     for role, chosen, colour in roles:

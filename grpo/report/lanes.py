@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo.report.charts import COLOURS, Columns, numbers
 from grpo.report.reading import Run
-from grpo.report.shares import OTHER
+from grpo.report.shares import OTHER, made_last
 from grpo.report.timelines import Spans
 from grpo.timeline import records
 
@@ -119,17 +119,15 @@ def shown_nodes(run: Run) -> list[int]:
 
 def detail_range(spans: Spans, index: np.ndarray) -> tuple[float, int, float]:
     """From when spans are drawn one by one, how many steps that are, and where the last `LAST_STEPS` of them begin."""
-    steps, counts = np.unique(spans.step[index], return_counts=True)
-    fits = max(1, int((np.cumsum(counts[::-1]) <= MAX_SPANS).sum()))
-    newest = spans.attempt[index] == spans.attempt[index].max()
-
-    def begin_of(last: int) -> float:
-        chosen = index[(spans.step[index] >= steps[-last]) & newest]
-        return float(spans.begin[chosen].min())
-
+    steps, row, counts = np.unique(spans.step[index], return_inverse=True, return_counts=True)
+    newest = made_last(row, spans.attempt[index])
+    begins = np.full(len(steps), np.inf)
+    np.minimum.at(begins, row[newest], spans.begin[index][newest])
+    order = np.argsort(begins)  # as they were made: the newest attempt may not have come as far as the one before
+    fits = max(1, int((np.cumsum(counts[order][::-1]) <= MAX_SPANS).sum()))
     whole_run = fits == len(steps)
-    begin = float(spans.begin[index].min()) if whole_run else begin_of(fits)
-    return begin, fits, begin_of(min(LAST_STEPS, fits))
+    begin = float(spans.begin[index].min()) if whole_run else float(begins[order[-fits]])
+    return begin, fits, float(begins[order[-min(LAST_STEPS, fits)]])
 
 
 def overview_of(

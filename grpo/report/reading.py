@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,8 +85,13 @@ class Run:
         return self.attempts[-1] if self.attempts else AttemptRecord()
 
     @property
+    def settings(self) -> AttemptRecord:
+        """The newest attempt that says what it was started with: one that failed before a trainer stood does not."""
+        return next((each for each in reversed(self.attempts) if each.arguments or each.topology), self.last)
+
+    @property
     def num_nodes(self) -> int:
-        told = self.last.topology.get("num_nodes")
+        told = self.settings.topology.get("num_nodes")
         widths = [figures.shape[1] for figures in self.metrics.by_node.values()]
         found = [int(self.timeline.spans.node.max()) + 1] if len(self.timeline.spans) else []
         return told if isinstance(told, int) and told > 0 else max([1, *widths, *found])
@@ -119,8 +124,11 @@ def read_run(folder: Path, name: str = "") -> Run:
     said = typed(state, "state", str, attempts[-1].state if attempts else "")
     is_running = said == "running"
     metrics = read_metrics(folder / METRICS_FILE, missing, is_running=is_running)
-    nodes = attempts[-1].topology.get("num_nodes") if attempts else None
+    nodes = next((each.topology["num_nodes"] for each in reversed(attempts) if "num_nodes" in each.topology), None)
     timeline = read_timelines(folder, nodes if isinstance(nodes, int) else 0, missing, is_running=is_running)
+    begins = sorted(each.started for each in attempts if each.started)
+    if begins:
+        metrics, timeline = numbered_by(begins, metrics), timeline.numbered_by(begins)
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
@@ -264,6 +272,15 @@ def metrics_of(lines: dict[int, dict[str, Any]]) -> Metrics:
         columns=table,
         by_node={name: node_table(rows, len(steps)) for name, rows in by_node.items()},
     )
+
+
+def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
+    """With attempts counted by when they began: a second job in a folder begins at 0 again."""
+    known = np.isfinite(metrics.times)
+    if not known.any():
+        return metrics
+    numbers = np.where(known, np.searchsorted(begins, metrics.times, side="right") - 1.0, np.nan)
+    return replace(metrics, columns={**metrics.columns, "attempt": numbers})
 
 
 def node_table(rows: dict[int, list[Any]], num_steps: int) -> np.ndarray:

@@ -58,10 +58,10 @@ def parts_of(spans: Spans, done: int = 0) -> Parts:
         return Parts(steps=none, attempts=none, names=(), seconds=np.zeros((0, 0)), lengths_s=np.zeros(0))
     step, attempt = spans.step[keep], spans.attempt[keep]
     steps, row = np.unique(step, return_inverse=True)
-    newest = np.full(len(steps), -1)
-    np.maximum.at(newest, row, attempt)
-    counts = attempt == newest[row]
+    counts = made_last(row, attempt)
     row, index = row[counts], np.flatnonzero(keep)[counts]
+    newest = np.zeros(len(steps), dtype=np.int64)
+    newest[row] = spans.attempt[index]
     begin, end = spans.begin[index], spans.end[index]
 
     found = {spans.phases[code] for code in np.unique(spans.phase[index])}
@@ -81,6 +81,13 @@ def parts_of(spans: Spans, done: int = 0) -> Parts:
     return Parts(steps=steps, attempts=newest, names=names, seconds=seconds, lengths_s=lengths)
 
 
+def made_last(row: np.ndarray, attempt: np.ndarray) -> np.ndarray:
+    """[P] bool: of spans with their steps' rows, those of the last attempt that made the step."""
+    newest = np.full(int(row.max()) + 1, -1)
+    np.maximum.at(newest, row, attempt)
+    return attempt == newest[row]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
     """The node that the others wait for most often."""
@@ -95,7 +102,7 @@ class Slowest:
 def slowest_of(run: Run) -> Slowest | None:
     """None for one node, or where nothing tells it."""
     nodes = slowest_by_step(run)
-    figures = run.metrics.by_node.get("rollout/generate_s")
+    figures = of_present_nodes(run, "rollout/generate_s")
     if figures is None or not (nodes >= 0).any():
         return None
     node, times = np.unique(nodes[nodes >= 0], return_counts=True)
@@ -109,11 +116,20 @@ def slowest_of(run: Run) -> Slowest | None:
 
 def slowest_by_step(run: Run) -> np.ndarray:
     """[S] for each logged step the node that generated longest; -1 where a figure is missing, or there is one node."""
-    figures = run.metrics.by_node.get("rollout/generate_s")
+    figures = of_present_nodes(run, "rollout/generate_s")
     if figures is None or figures.shape[1] < 2:
         return np.full(len(run.metrics.steps), -1)
     is_whole = np.isfinite(figures).all(1)
     return np.where(is_whole, np.argmax(np.where(is_whole[:, None], figures, 0), axis=1), -1)
+
+
+def of_present_nodes(run: Run, name: str) -> np.ndarray | None:
+    """[S, N] a metric by node, as many as the run has by now; nan in steps of attempts that had more."""
+    table = run.metrics.by_node.get(name)
+    if table is None:
+        return None
+    had_more = np.isfinite(table[:, run.num_nodes :]).any(1)
+    return np.where(had_more[:, None], np.nan, table[:, : run.num_nodes])
 
 
 def mean(run: Run, name: str, recent: int | None = None) -> float | None:
@@ -133,7 +149,7 @@ def maximum(run: Run, name: str) -> float:
 
 def total_steps(run: Run) -> int | None:
     """How many steps the run is to have; None where nothing tells it."""
-    arguments = run.last.arguments
+    arguments = run.settings.arguments
     wanted = arguments.get("max_steps")
     if isinstance(wanted, int) and wanted > 0:
         return wanted
@@ -145,21 +161,25 @@ def total_steps(run: Run) -> int | None:
 
 
 def step_s(run: Run) -> float | None:
-    """Seconds of a step: the median of the last ones, saves and all."""
-    times, steps = run.metrics.times, run.metrics.steps
-    if len(steps) < 2:
-        return None
-    taken = np.diff(times) / np.diff(steps)
+    """Seconds of a step: the median of the last ones."""
+    seconds, steps = _recent(run)
+    return float(np.median(seconds / steps)) if len(steps) else None
+
+
+def _recent(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Of the last logs the seconds since the one before, and the steps; not across attempts."""
+    seconds, steps = np.diff(run.metrics.times), np.diff(run.metrics.steps)
+    usable = np.isfinite(seconds) & (seconds > 0)
     attempts = run.metrics.columns.get("attempt")
     if attempts is not None:
-        taken = taken[np.diff(attempts) == 0]
-    taken = taken[np.isfinite(taken) & (taken > 0)]
-    return float(np.median(taken[-RECENT_LOGS:])) if len(taken) else None
+        usable &= np.diff(attempts) == 0
+    return seconds[usable][-RECENT_LOGS:], steps[usable][-RECENT_LOGS:]
 
 
 def left_s(run: Run) -> float | None:
-    """Seconds until the last step at the present speed; None for a run that has ended, or where nothing tells it."""
-    wanted, taken = total_steps(run), step_s(run)
-    if run.has_ended or wanted is None or taken is None:
+    """Seconds until the last step at the present speed, saves and evaluations with it; None for a run that has ended,
+    or where nothing tells it."""
+    wanted, (seconds, steps) = total_steps(run), _recent(run)
+    if run.has_ended or wanted is None or not len(steps):
         return None
-    return max(0, wanted - run.step) * taken
+    return max(0, wanted - run.step) * float(seconds.sum() / steps.sum())

@@ -7,7 +7,7 @@ from grpo.report.charts import COLOURS, Line, heat_chart, line_chart, numbers, s
 from grpo.report.curves import WAITS, Multiples, add_curves, steps_of
 from grpo.report.lanes import PHASES, colour_of
 from grpo.report.reading import Run
-from grpo.report.shares import slowest_by_step
+from grpo.report.shares import of_present_nodes, slowest_by_step
 from grpo.report.thinning import bins_of
 
 MANY_NODES = len(COLOURS)
@@ -49,7 +49,7 @@ def add_parts(found: Multiples, figures: Figures) -> None:
 
 def add_tokens(found: Multiples, run: Run) -> None:
     """Curves of each node; of many nodes their mean, and the band between them."""
-    table = run.metrics.by_node.get("rollout/tokens_per_s")
+    table = of_present_nodes(run, "rollout/tokens_per_s")
     if table is None or not np.isfinite(table).any():
         found.absent.append("tokens/s by node")
         return
@@ -63,10 +63,11 @@ def add_tokens(found: Multiples, run: Run) -> None:
             lines.append(Line(label=f"node {node}", colour=COLOURS[node], column=f"node {node}"))
         note = ""
     else:
-        some = np.where(np.isfinite(table).any(1)[:, None], table, 0.0)
-        columns["mean"] = numbers(bins.means(np.nanmean(some, axis=1)))
-        columns["least"] = numbers(bins.means(np.nanmin(some, axis=1)))
-        columns["most"] = numbers(bins.means(np.nanmax(some, axis=1)))
+        known = np.isfinite(table).any(1)
+        for name, of_nodes in (("mean", np.nanmean), ("least", np.nanmin), ("most", np.nanmax)):
+            figures = np.full(len(table), np.nan)
+            figures[known] = of_nodes(table[known], axis=1)
+            columns[name] = numbers(bins.means(figures))
         lines = [Line(label="mean over nodes", colour=COLOURS[0], column="mean", low="least", high="most")]
         note = "band: slowest to fastest node"
     chart = line_chart("tokens", "Tokens sampled, by node", "tokens/s", "tokens", lines, columns, note=note, height=150)

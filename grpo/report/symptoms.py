@@ -21,12 +21,23 @@ class Symptom:
     """The error's text, with `…` for what differs."""
     help: Markup
     """What the page says of it; may be empty, where the error says all."""
-    pattern: re.Pattern[str]
+    pieces: tuple[str, ...]
+    """What does not differ, in its order."""
 
     @property
     def literal(self) -> int:
         """Characters that do not differ: the more, the better a match."""
-        return len(self.quote.replace("…", "").replace(" ", ""))
+        return len("".join(self.pieces).replace(" ", ""))
+
+    def is_in(self, line: str) -> bool:
+        """Whether the pieces stand in the line, one behind the other. In time that is linear in its length."""
+        at = 0
+        for piece in self.pieces:
+            at = line.find(piece, at)
+            if at < 0:
+                return False
+            at += len(piece)
+        return True
 
 
 @cache
@@ -39,9 +50,8 @@ def symptoms() -> tuple[Symptom, ...]:
         for quotes, help in zip(blocks[1::2], blocks[2::2], strict=True):
             paragraphs = help.strip().split("\n\n**")[0]  # a heading of its own begins what belongs to no error
             for quote in quotes.strip().splitlines():
-                words = [re.escape(" ".join(piece.split())) for piece in quote.split("…")]
-                pattern = re.compile(".*?".join(words), re.DOTALL)
-                found.append(Symptom(section=section, quote=quote, help=as_html(paragraphs), pattern=pattern))
+                pieces = tuple(words for piece in quote.split("…") if (words := " ".join(piece.split())))
+                found.append(Symptom(section=section, quote=quote, help=as_html(paragraphs), pieces=pieces))
     return tuple(each for each in found if each.literal >= MIN_LITERAL)
 
 
@@ -50,7 +60,7 @@ def matching(texts: Sequence[str], most: int = 2) -> list[Symptom]:
     found: list[Symptom] = []
     for text in texts:
         line = " ".join(text.split())
-        here = [each for each in symptoms() if each.pattern.search(line)]
+        here = [each for each in symptoms() if each.is_in(line)]
         found += [each for each in sorted(here, key=lambda each: -each.literal) if each not in found]
     return found[:most]
 

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from datasets import IterableDataset
+
 from grpo.job.launch import Launch
 from grpo.job.same_everywhere import DISTRIBUTION
 from grpo.job.topology import NodeTopology
@@ -35,6 +37,12 @@ def arguments_of(args: Any) -> dict[str, Any]:
     transformers' `to_dict` (5.17) would: it writes dtypes and quantisation settings into the user's dicts as text.
     """
     return {each.name: without_secrets(getattr(args, each.name), each.name) for each in fields(args) if each.init}
+
+
+def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """Of a trainer's other arguments those that decide which options it takes, for who reads `run.json`."""
+    said = {name: True for name in ("tools", "environment_factory", "rollout_func") if arguments[name]}
+    return said | ({"streams": True} if isinstance(arguments["train_dataset"], IterableDataset) else {})
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class ResumableTrainer(SavingTrainer):
     """The one whose files the ranks have read last."""
     _resumes_by_itself = False
     """Whether it goes on from the newest checkpoint, and nobody has named one."""
+    first_step = 0
+    """Optimizer steps that earlier attempts have done."""
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         self._screen = ProgressOnScreen()
@@ -66,13 +68,13 @@ class ResumableTrainer(SavingTrainer):
         watch: FailureWatch | None = None,
         *,
         topology: NodeTopology | None = None,
-        model: str | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
         """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
 
         Args:
             watch: where this rank has one.
-            topology: with engines; for `run.json`, as is `model`, its name.
+            topology: with engines; for `run.json`, as is what stands there `beside` the options.
 
         Raises:
             ValueError: another job is in the folder, or the checkpoint does not fit this job.
@@ -89,8 +91,8 @@ class ResumableTrainer(SavingTrainer):
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
-            named = {} if model is None else {"model_name_or_path": model}
-            self._run.begin_attempt(named | arguments_of(args), where_it_runs(read_launch(os.environ), topology, hosts))
+            where = where_it_runs(read_launch(os.environ), topology, hosts)
+            self._run.begin_attempt({**(beside or {}), **arguments_of(args)}, where)
             signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 
@@ -194,7 +196,7 @@ class ResumableTrainer(SavingTrainer):
         self._stop = self._at_step_end = None
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs = None
-        first_step = self._complete_step = 0 if checkpoint is None else checkpoint.record.step
+        first_step = self._complete_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
             self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
@@ -304,7 +306,8 @@ class ResumableTrainer(SavingTrainer):
             self._run.answer_requests()
             if stop is None:
                 folder = self._run.path
-                self._say(*what_came_of_it(self.state.log_history, folder, metrics_file=METRICS_FILE))
+                history, first = self.state.log_history, self.first_step
+                self._say(*what_came_of_it(history, folder, metrics_file=METRICS_FILE, first_step=first))
             else:
                 self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
         self._signals.request = None

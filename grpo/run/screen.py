@@ -62,14 +62,22 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
     ]
 
 
-def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, metrics_file: str) -> list[str]:
-    """Steps, seconds, the reward at both ends; and where everything is."""
+def what_came_of_it(
+    log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, metrics_file: str, first_step: int = 0
+) -> list[str]:
+    """Steps, seconds, the reward at both ends; and where everything is.
+
+    Args:
+        first_step: steps that earlier attempts have done; the seconds are this one's.
+    """
     totals = next((log for log in reversed(log_history) if "train_runtime" in log), None)
-    rewards = [log["reward"] for log in log_history if "reward" in log]
+    rewards = [log["reward"] for log in log_history if log.get("reward") is not None]  # TRL's log of no reward at all
     lines = []
     if totals is not None:
         reward = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
-        lines.append(f"done: {_count(totals['step'], 'step')} in {totals['train_runtime']:.0f} s{reward}")
+        steps = _count(totals["step"], "step")
+        done = f"{steps}, the last {totals['step'] - first_step} of them" if first_step else steps
+        lines.append(f"done: {done} in {totals['train_runtime']:.0f} s{reward}")
     logs = output_dir / "logs"
     engines = f", the engines' logs in {logs}" if logs.exists() else ""
     lines.append(f"every step's metrics are in {output_dir / metrics_file}{engines}")

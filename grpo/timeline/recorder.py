@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import json
 import os
 import queue
 import sys
@@ -11,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo.timeline.records import Attempt, Line, Span, to_line
+from grpo.timeline.records import Attempt, Line, Span, Usage, to_line
 
 FLUSH_S = 1.0
-MAX_BYTES = 64 * 2**20  # 2 KB a step and engine: some 20,000 steps
+MAX_BYTES = 64 * 2**20  # with the usage of 8 GPUs every 5 s two to three days
 LEAST_S = 1e-4  # shorter spans are nothing: a wait for what is there
 _JOIN_S = 5.0
 
@@ -27,7 +28,7 @@ class Recorder:
     Args:
         path: is appended to, and made if need be.
         attempt: the first line of this attempt; its clock offset is taken out of every time.
-        max_bytes: of the file; beyond, every second span and usage of the older half goes.
+        max_bytes: of the file; beyond, every second step and sample of usage of the older half goes.
     """
 
     def __init__(self, path: Path | None = None, attempt: Attempt | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -150,10 +151,22 @@ def _last_byte(path: Path) -> bytes:
 
 
 def thin_out(path: Path) -> None:
-    """Drop every second line of the older half, but no `Attempt`; a second time it has fewer to drop."""
+    """Drop of the older half all spans of every second step, all devices of every second sample of usage, and no
+    `Attempt`; a second time it has fewer to drop."""
     lines = path.read_bytes().splitlines(keepends=True)
     half = len(lines) // 2
-    kept = [line for number, line in enumerate(lines[:half]) if number % 2 or b'"kind":"attempt"' in line[:20]]
+    numbers: dict[str, dict[Any, int]] = {Span.kind: {}, Usage.kind: {}}
+    kept = []
+    for line in lines[:half]:
+        try:
+            content = json.loads(line)
+            kind = content["kind"]
+            moment = (content["attempt"], content["step"] if kind == Span.kind else content.get("time"))
+        except (ValueError, KeyError, TypeError):
+            continue  # damaged
+        known = numbers.get(kind)
+        if known is None or known.setdefault(moment, len(known)) % 2:
+            kept.append(line)
     aside = path.with_suffix(".thinner")
     aside.write_bytes(b"".join([*kept, *lines[half:]]))
     aside.replace(path)

@@ -77,11 +77,13 @@ def _padding_numel(layer: torch.nn.Module) -> int:
 def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set[str]) -> list[str]:
     """Which checkpoint modules of a fused layer did not arrive: `v_proj` of `…self_attn.qkv_proj`."""
     parent, _, leaf = layer_name.rpartition(".")
-    anchor = parent.partition("layers.")[2] or parent  # prefixes differ between checkpoint and vLLM, layer paths do not
+    anchor = f".{parent.partition('layers.')[2] or parent}".rstrip(
+        "."
+    )  # prefixes differ between checkpoint and vLLM, layer paths do not
     return [
         f"{parent}.{part}"
         for part in mapping.get(leaf, [leaf])
-        if not any(f"{anchor}.{part}." in name for name in received)
+        if not any(f"{anchor}.{part}." in f".{name}" for name in received)
     ]
 
 

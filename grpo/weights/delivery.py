@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.job.failure import FailureRecord, StepFailed
+from grpo.job.failure import FailureRecord, JobFailed, StepFailed
 from grpo.job.node_groups import NodeGroups
 from grpo.job.watch import FailureWatch
 from grpo.job.wire import Wire
@@ -184,7 +184,9 @@ class WeightDelivery:
                             self._ask_again()
                         self._pusher.connect()
                     self._is_open, self._must_ask = True, False
-            except (EngineError, OSError, RuntimeError) as problem:
+            except JobFailed:
+                raise  # of another node: it has its record
+            except (OSError, RuntimeError) as problem:  # `EngineError` is one
                 error = problem
             return self._end_phase(error) is not None
 

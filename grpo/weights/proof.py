@@ -87,8 +87,14 @@ class Prover:
 
         Raises:
             EngineError: an engine did not answer, or does not compute what the trainer does.
+            FloatingPointError: on every rank; there is nothing that an engine could be held to.
         """
         expected = self.trainer_logprobs()
+        if not np.isfinite(expected).all():
+            raise FloatingPointError(
+                f"the trainer's own log-probabilities are not finite in push {push_number}: its weights hold NaN or "
+                "infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
+            )
         if not engines_work or not self._clients:
             return None
         gaps, limit = [], self.limit if limit is None else limit
@@ -162,7 +168,7 @@ def trainer_logprobs(
 
 
 def gap_between(engine: list[list[float]], trainer: np.ndarray) -> LogprobGap:
-    """The gap over all probe tokens; a NaN on either side counts as infinite."""
+    """The gap over all probe tokens; a NaN counts as infinite."""
     difference = np.nan_to_num(np.abs(np.asarray(engine, dtype=np.float64) - trainer), nan=np.inf)
     return LogprobGap(mean=float(difference.mean()), max=float(difference.max()))
 

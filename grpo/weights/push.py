@@ -85,7 +85,7 @@ class NodeEngines:
         """Not of vLLM's client: use the adapter that the update has brought."""
         self._on_all("take_adapter", [{"number": number, "policy_version": policy_version} for _ in self._clients])
 
-    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
+    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> None:
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         futures = [
             pool.submit(client.call, method, self._timeout_s, **each)
@@ -95,7 +95,8 @@ class NodeEngines:
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)  # each ends within its deadline
         if waiting or any(future.exception() for future in done):
             self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
-        return [future.result() for future in [*done, *waiting]]
+        for future in [*done, *waiting]:
+            future.result()
 
 
 class Pusher:
@@ -111,7 +112,9 @@ class Pusher:
         clients: the node's engines on its local main, the present ones at any time; none on every other rank.
         timeout_s: deadline of one call to an engine.
         tell: told at once, from any thread, of a failure that this rank may not get to raise, because a library holds
-            its main thread: an engine's refusal to open the push group, a broadcast that does not begin.
+            its main thread: an engine's refusal to open the push group, or its death there (NCCL comes back from a
+            group that does not open when it likes, so that no new engine is waited for), a broadcast that does not
+            begin.
         timeline: where both halves of a push are recorded.
     """
 

@@ -23,6 +23,8 @@ class TrainedModel:
     """The unwrapped transformers model; the base of one that PEFT has wrapped."""
     engine_model: EngineModel
     """How the engines see it."""
+    special_ids: tuple[int, ...] = ()
+    """Tokens that the proof's probe leaves out."""
     end_token: int = 0
     """Stands for a completion where no engine took the prompt."""
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -44,7 +46,7 @@ class TrainedModel:
         return Prover(
             self.model,
             clients,
-            probe_prompts(vocab_size, max_model_len, self.engine_model.special_ids),
+            probe_prompts(vocab_size, max_model_len, self.special_ids),
             dtype=self.engine_model.dtype,
             asked_limit=args.vllm_max_logprob_gap,
             autocast=self.autocast,

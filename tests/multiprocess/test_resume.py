@@ -1,5 +1,6 @@
 """A run that is stopped, or killed, and resumed ends where an uninterrupted one does, bit for bit."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -208,7 +209,8 @@ def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(tmp_pat
         everyone = job.processes()
         for process in everyone:
             process.send_signal(signal.SIGTERM)
-        kill(job.rank(0)["hosts"][0])  # vLLM may take the signal calmly and answer first
+        with contextlib.suppress(ProcessLookupError):  # vLLM may take the signal calmly and answer first, or end by it
+            kill(job.rank(0)["hosts"][0])
         (parts / "go-on").touch()
         job.wait(60)
         assert not wait_gone(everyone, 10), job.fail("left behind")

@@ -102,8 +102,9 @@ def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
 
 def test_ddp_warns_of_a_model_that_cannot_fit() -> None:
     gib = 2**30
-    assert ddp_memory_message(5 * 10**9, 80 * gib) is None  # 74.5 GiB
-    message = ddp_memory_message(7 * 10**9, 80 * gib)
+    assert ddp_memory_message(5 * 10**9, 80 * gib, each=16) is None  # 74.5 GiB
+    assert ddp_memory_message(5 * 10**9, 80 * gib, each=20) is not None  # 93.1 GiB: of two ranks
+    message = ddp_memory_message(7 * 10**9, 80 * gib, each=16)
     assert message is not None
     assert "7.0 B parameters take 104 GiB" in message
     assert "--deepspeed configs/zero3.json" in message

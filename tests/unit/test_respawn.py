@@ -152,6 +152,28 @@ def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, story: list[
     assert [limit.allows(now) for now in (0.0, 10.0, 20.0, 3611.0, 3650.0)] == [True, True, False, True, True]
 
 
+def test_a_trainer_whose_engines_were_closed_says_so(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    trainer = make_trainer(tiny_model, tmp_path / "run", story, vllm_max_logprob_gap=LOOSE, max_steps=1)
+    trainer.close()
+    with pytest.raises(RuntimeError, match="the engines of this trainer were closed: make a new trainer"):
+        trainer.train()
+    trainer.close()
+
+
+def test_engines_end_where_another_one_cannot_be_started(
+    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(spec: Any, **kwargs: Any) -> ScriptedEngine:
+        if len(ScriptedEngine.started) == 1:
+            raise OSError("no room for its log")
+        return ScriptedEngine(spec, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "start_engine", staticmethod(start))
+    with pytest.raises(Exception, match="no room for its log"):
+        make_trainer(tiny_model, tmp_path / "run", story, vllm_engines_per_node=2)
+    assert [engine.is_closed for engine in ScriptedEngine.started] == [True]
+
+
 def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     with pytest.raises(StepFailed, match="could not be started again, 2 times: EngineDied: engine 0 of node 0"):
         trained(tiny_model, tmp_path, story, ("submit", 3), ("wait_ready", 2), ("wait_ready", 3))

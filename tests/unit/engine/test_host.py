@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from grpo.engine.host import Host, _sampled_logprobs, forget_device, sampling_params
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
@@ -34,8 +35,8 @@ class MadeUpEngine:
             raise
         yield None
 
-    async def get_weight_version(self) -> str:
-        return "7"
+    async def reset_prefix_cache(self) -> bool:
+        return True
 
 
 def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
@@ -47,6 +48,18 @@ def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
 SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), seed=0)
 
 
+def answers_of(engine: MadeUpEngine) -> list[Any]:
+    """To `SAMPLE`."""
+    host, sent = host_of(engine)
+
+    async def sample() -> None:
+        host._dispatch(SAMPLE)
+        await asyncio.gather(*host._tasks.values())
+
+    asyncio.run(sample())
+    return sent
+
+
 @pytest.mark.parametrize(
     ("error", "is_refusal"),
     [
@@ -56,14 +69,7 @@ SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), see
     ],
 )
 def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refusal: bool) -> None:
-    host, sent = host_of(MadeUpEngine(error))
-
-    async def sample() -> None:
-        host._dispatch(SAMPLE)
-        await asyncio.gather(*host._tasks.values())
-
-    asyncio.run(sample())
-    (answers,) = sent
+    (answers,) = answers_of(MadeUpEngine(error))
     assert isinstance(answers, Answers)
     assert [answer.completion_id for answer in answers.sampled] == [3, 4]
     for answer in answers.sampled:
@@ -72,11 +78,33 @@ def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refu
         assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
 
+def test_the_cause_of_vllms_own_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """It raises one without a text from what it was."""
+    error = EngineGenerateError()
+    error.__cause__ = RuntimeError("CUDA error")
+    (answers,) = answers_of(MadeUpEngine(error))
+    assert [answer.error for answer in answers.sampled] == ["RuntimeError: CUDA error"] * 2
+    assert "RuntimeError: CUDA error" in capsys.readouterr().err  # which is its log
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "is_refusal"),
+    [("error", "vLLM ended the request with an error", True), ("abort", "with the reason 'abort'", False)],
+)
+def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(reason: str, error: str, is_refusal: bool) -> None:
+    (answers,) = answers_of(FinishingEngine(reason))
+    for answer in answers.sampled:
+        assert error in (answer.error or "")
+        assert answer.is_refusal == is_refusal
+        assert len(answer.token_ids) == 0
+
+
 class FinishingEngine(MadeUpEngine):
     """Ends every request at once; a completion's only token says which seed it had."""
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str = "length") -> None:
         super().__init__()
+        self.reason = reason
         self.asked: list[tuple[str, int, int]] = []
         self.params: list[Any] = []
 
@@ -88,7 +116,7 @@ class FinishingEngine(MadeUpEngine):
             num_cached_tokens=None,
             outputs=[
                 SimpleNamespace(
-                    token_ids=[params.seed + i], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length"
+                    token_ids=[params.seed + i], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=self.reason
                 )
                 for i in range(params.n)
             ],
@@ -139,12 +167,12 @@ def test_calls_are_answered_under_their_id() -> None:
     host, sent = host_of(MadeUpEngine())
 
     async def ask() -> None:
-        await host._call(Call(call_id=1, method="weight_version", kwargs={}))
+        await host._call(Call(call_id=1, method="reset_prefix_cache", kwargs={}))
         await host._call(Call(call_id=2, method="fly", kwargs={}))
 
     asyncio.run(ask())
     assert sent == [
-        Reply(call_id=1, value="7", error=None),
+        Reply(call_id=1, value=True, error=None),
         Reply(call_id=2, value=None, error="ValueError: engine host has no call 'fly'"),
     ]
 

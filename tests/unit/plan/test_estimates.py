@@ -20,7 +20,7 @@ from grpo.plan.training_memory import (
     head_lines,
     saved_bytes_per_token,
 )
-from grpo.plan.zero_memory import Sharding, read_sharding, states_of
+from grpo.plan.zero_memory import Sharding, read_sharding, states_of, step_lines
 from tests.tiny_models import FAMILIES, tiny_config
 
 
@@ -167,7 +167,7 @@ def test_local_main_and_other_ranks_are_told_apart() -> None:
         ({"stage": 3}, 4, 20 / 4),
         ({"stage": 2}, 2, 2 + 14 / 4),
         ({"stage": 1}, 2, 4 + 12 / 4),
-        ({"stage": 0}, 2, 16),
+        ({"stage": 0}, 2, 20),  # in float32, as it is loaded, with DDP's buckets
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, 2 / 4),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 2, 0),
     ],
@@ -176,6 +176,25 @@ def test_states_of_each_stage(zero: dict[str, Any], dtype_bytes: int, per_parame
     shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
     states = states_of(shape, read_sharding(zero, hidden_size=128, world_size=4, dtype_bytes=dtype_bytes))
     assert states.device_bytes == pytest.approx(per_parameter * shape.num_parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "per_parameter"),
+    [(1, 2, 6 / 4 - 2 * 3 / 4), (2, 2, 6 / 4), (2, 4, 4 / 4), (3, 2, 6 / 4), (0, 2, 0)],
+)
+def test_the_optimizers_step_holds_gradients_twice(stage: int, dtype_bytes: int, per_parameter: float) -> None:
+    """Flat and in float32 beside what they are made from; under ZeRO-1 the other ranks' three quarters are freed."""
+    shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
+    sharding = read_sharding({"stage": stage}, hidden_size=128, world_size=4, dtype_bytes=dtype_bytes)
+    num_bytes = sum(line.num_bytes for line in step_lines(shape, sharding))
+    assert num_bytes == pytest.approx(per_parameter * shape.num_parameters, rel=1e-2)
+
+
+@pytest.mark.parametrize(("loaded_bytes", "world_size", "each"), [(4, 1, 16), (4, 2, 20), (2, 1, 8), (2, 8, 10)])
+def test_ddp_keeps_the_dtype_and_has_buckets(loaded_bytes: int, world_size: int, each: int) -> None:
+    shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
+    sharding = Sharding(stage=0, world_size=world_size, dtype_bytes=2, loaded_bytes=loaded_bytes)
+    assert states_of(shape, sharding).device_bytes == each * shape.num_parameters
 
 
 def test_auto_is_filled_from_the_hidden_size() -> None:

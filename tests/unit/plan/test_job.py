@@ -33,7 +33,7 @@ def test_without_a_training_file_it_is_the_demo(cluster: Cluster) -> None:
 
 def test_torchrun_without_deepspeed_is_ddp(cluster: Cluster) -> None:
     plan = cluster.read("--num_processes", "7", "--config", cluster.training())
-    assert lines_of(plan["estimates"]["training"])["states"] == 16 * 8_030_261_248
+    assert lines_of(plan["estimates"]["training"])["states"] == 20 * 8_030_261_248
     assert any("under plain DDP" in warning for warning in plan["warnings"])
     flags = ["--", "--deepspeed", str(ROOT / "configs" / "zero3.json")]
     sharded = cluster.read("--num_processes", "7", "--config", cluster.training(), *flags)

@@ -47,6 +47,21 @@ def test_a_program_reads_and_writes(isolated: bool) -> None:
     assert outcome("print('ä\\ud800')", isolated).code == 1, "a broken text is the program's own error"
 
 
+def test_python_may_lie_where_the_program_gets_its_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Below /tmp, or below /work: this one's own prefix is shown, too, and another one there."""
+    child, prefix = tmp_path / "child.py", os.path.realpath(sys.base_prefix)
+    own = sandbox._CHILD.read_text()
+    child.write_text(own.replace("SEEN = (", f"SEEN = ({prefix!r}, ", 1))
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    monkeypatch.setattr(sys, "base_prefix", tempfile.mkdtemp(dir="/tmp"))
+    try:
+        assert outcome("open('/tmp/mine', 'w').write('it'); print(42)", isolated=True) == Outcome(
+            code=0, output=b"42\n"
+        )
+    finally:
+        os.rmdir(sys.base_prefix)
+
+
 def test_an_endless_loop_has_a_deadline_of_cpu_and_of_wall(isolated: bool) -> None:
     assert outcome("while True: pass", isolated, cpu_s=1).code == -9
     begun = time.monotonic()

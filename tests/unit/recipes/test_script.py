@@ -22,6 +22,8 @@ MODEL = ["--model_name_or_path", "some/model", "--use_cpu", "--bf16", "False"]
 class FakeTrainer:
     """Keeps what it is given, and says that it trained."""
 
+    first_step = 0
+
     def __init__(self, **kwargs):
         self.__dict__.update(kwargs)
         self.calls = []
@@ -267,6 +269,12 @@ def test_demo_summary_takes_the_first_10_and_the_last_20_steps():
     line = demo_summary(history)
     assert line.startswith("demo: reward 0.075 -> 0.925 ")  # (5 + 10) / 2, and (85 + 90 + 95 + 100) / 4
     assert line.endswith("100 steps in 50 s, 2000 tokens/s")
+
+
+def test_demo_summary_of_a_later_attempt():
+    history = [{"step": step, "reward": 0.5, "num_tokens": 100.0 * step} for step in range(1, 31)]
+    line = demo_summary([*history, {"step": 30, "train_runtime": 10.0}], first_step=20)
+    assert line.endswith("10 steps to step 30 in 10 s, 100 tokens/s")
 
 
 def test_demo_summary_of_few_logs():

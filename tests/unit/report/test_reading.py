@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo.report.lanes import lanes_of
 from grpo.report.page import write_report
 from grpo.report.reading import read_metrics, read_run
 from grpo.report.shares import parts_of
 from grpo.report.thinning import bins_of
 from grpo.report.timelines import read_timelines
 from grpo.timeline.records import Attempt, Span, Usage, timeline_path, to_line
+from tests.made_runs import MadeRun, make_run
 
 
 def write_lines(path: Path, *lines: object) -> Path:
@@ -48,6 +50,27 @@ def test_a_step_counts_once_as_the_later_attempt_made_it(tmp_path: Path) -> None
     assert metrics.columns["eval_reward"][1] == 0.9
     assert metrics.get("kl") is None  # only the attempt that does not count had it
     assert metrics.by_node["rollout/generate_s"][2].tolist() == [1.0, 2.5]
+
+
+@pytest.mark.parametrize("renumbers", [False, True], ids=["a requeue", "another job"])
+def test_steps_that_were_lost_and_made_again(renumbers: bool, tmp_path: Path) -> None:
+    """Fewer than had been: the newest attempt has not come as far as the one before."""
+    made = make_run(tmp_path / "run", MadeRun(steps=160, nodes=2, fault="failed", lost=60, renumbers=renumbers))
+    told = json.loads((made / "run.json").read_text())["attempts"]
+    again = told[1]["started"]
+    for path in (made / "timeline").iterdir():  # as it stands ten steps after the resume
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [line for line in lines if line.get("begin", line.get("time")) < again or line.get("step", 0) < 30]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    run = read_run(made)
+    parts = parts_of(run.timeline.spans)
+    assert parts.attempts.tolist() == [0] * 20 + [1] * 10 + [0] * 50
+    assert parts.lengths_s.max() < 30  # the time between the attempts is no step's
+    lanes = lanes_of(run)
+    assert lanes is not None
+    assert lanes.detail_steps == 80
+    assert lanes.first_shown_s == pytest.approx(60 + 40 * 22, rel=0.1)  # the ten new ones, and forty of the old ones
+    write_report([made], tmp_path / "page.html")
 
 
 def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:

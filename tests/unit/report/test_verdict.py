@@ -102,6 +102,56 @@ def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], 
     assert [advice.setting for advice in verdict(cpus).advice] == ["vllm_engines_per_node: 2"]
 
 
+@pytest.mark.parametrize("beside", [{"tools": True}, {"streams": True}, {"vllm_importance_sampling_correction": False}])
+def test_what_the_next_start_would_refuse_is_not_advised(
+    beside: dict[str, bool], run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    waiting = verdict(changed(run_with("waiting-ranks"), tmp_path / "waiting", **beside))
+    assert [advice.setting for advice in waiting.advice] == ["vllm_reserved_gpus: 2"]
+    if "tools" in beside:
+        assert verdict(changed(run_with("slow-node"), tmp_path / "slow", **beside)).advice == ()
+
+
+def test_a_batch_of_many_micro_batches_is_doubled_as_a_whole(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    slow = changed(run_with("slow-push"), tmp_path / "slow", steps_per_generation=1, gradient_accumulation_steps=8)
+    assert [advice.setting for advice in verdict(slow).advice] == ["steps_per_generation: 16"]
+
+
+@pytest.mark.parametrize(("every", "advised"), [(50, "save_steps: 350"), (0.1, "save_steps: 56")])
+def test_saves_go_by_steps_or_by_a_share_of_all(
+    every: float, advised: str, run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    slow = run_with("slow-save")
+    assert [each.setting for each in verdict(changed(slow, tmp_path / "by", save_steps=every)).advice] == [advised]
+    assert verdict(changed(slow, tmp_path / "epochs", save_strategy="epoch")).advice == ()
+
+
+def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """One between two that did, which says nothing of its settings; and a second start in a finished run's folder."""
+    between = changed(run_with("failed"), tmp_path / "between")
+    told = json.loads((between / "run.json").read_text())
+    first, second = told["attempts"]
+    silent = {"attempt": 1, "started": second["started"] - 60, "ended": second["started"] - 30, "state": "failed"}
+    (between / "run.json").write_text(json.dumps({"attempts": [first, silent, second]}))
+    assert verdict(between).advice == ()
+    (between / "run.json").write_text(json.dumps({"attempts": [first, second, {**silent, "started": 3e9}]}))
+    figures = figures_of(run := read_run(between), parts_of(run.timeline.spans))
+    assert (figures.option("num_generations", 0), run.num_nodes) == (8, 3)
+    again = {**second, "from_step": 0}
+    (between / "run.json").write_text(json.dumps({"attempts": [{**first, "state": "finished"}, again]}))
+    assert verdict(between).advice == ()
+
+
+def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """The last attempt has two nodes of three; the last node was slow before."""
+    fewer = changed(run_with(""), tmp_path / "fewer", topology={"num_nodes": 2})
+    lines = [json.loads(line) for line in (fewer / "metrics.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["by_node"]["rollout/generate_s"] = [20, 20, 60] if number < len(lines) / 2 else [20, 60]
+    (fewer / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdict(fewer).sentence.startswith("Node 1 was slowest in 100 %")
+
+
 def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     lost = changed(run_with("failed"), tmp_path / "lost")
     told = json.loads((lost / "run.json").read_text())
@@ -138,6 +188,14 @@ def test_a_running_run_says_how_long_it_takes_yet(
     left = left_s(run)
     assert left is not None
     assert left == pytest.approx(100 * 22, rel=0.1)
+    seldom = [json.loads(line) for line in (going / "metrics.jsonl").read_text().splitlines()]
+    for line in seldom:
+        line["time"] += 200 * (line["step"] // 10)  # an evaluation: no step in the middle has one
+    longer = make_run(tmp_path / "longer", MadeRun(steps=2, nodes=1))
+    shutil.copy(going / "run.json", longer / "run.json")
+    shutil.copy(going / "run_state.json", longer / "run_state.json")
+    (longer / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in seldom))
+    assert left_s(read_run(longer)) == pytest.approx(left + 100 * 20, rel=0.05)
     tiles = {tile.label: tile.value for tile in verdict(going).tiles}
     assert tiles["Time left"] == duration(left)
     assert tiles["State"] == "running"

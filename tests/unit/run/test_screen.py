@@ -55,6 +55,11 @@ def test_what_came_of_it(tmp_path: Path) -> None:
     ]
     assert what_came_of_it([totals], tmp_path, metrics_file="metrics.jsonl") == ["done: 20 steps in 61 s", where]
     assert what_came_of_it([], tmp_path, metrics_file="metrics.jsonl") == [where]
+    unrewarded = [{"step": 5, "reward": None}, *logs[:2], {"step": 20, "reward": None}, totals]  # as TRL logs it
+    assert what_came_of_it(unrewarded, tmp_path, metrics_file="metrics.jsonl", first_step=15) == [
+        "done: 20 steps, the last 5 of them in 61 s, reward 0.250 at first, 0.500 at last",
+        where,
+    ]
     (tmp_path / "logs").rmdir()
     assert what_came_of_it([], tmp_path, metrics_file="m.jsonl") == [f"every step's metrics are in {tmp_path}/m.jsonl"]
 

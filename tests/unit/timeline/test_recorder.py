@@ -193,6 +193,28 @@ def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatc
     assert read.unreadable == 0
 
 
+def test_thinning_takes_whole_steps_and_whole_samples(tmp_path: Path) -> None:
+    """Two phases a step and two devices a sample: by lines it would be always the same one."""
+    path = tmp_path / "node0.jsonl"
+    lines = [to_line(attempt())]
+    for step in range(8):
+        common = {"attempt": 0, "lane": "rank 0", "step": step}
+        lines += [to_line(Span(phase=phase, begin=step, end=step + 0.5, **common)) for phase in (SCORE, PUSH)]
+        lines += [to_line(Usage(attempt=0, time=float(step), device=device)) for device in "01"]
+    path.write_text("".join(line + "\n" for line in lines))
+    thin_out(path)
+    records = [from_line(line) for line in path.read_text().splitlines()]
+    spans, usages = ([each for each in records if isinstance(each, kind)] for kind in (Span, Usage))
+    assert [(each.step, each.phase) for each in spans if each.step < 4] == [
+        (step, phase) for step in (1, 3) for phase in (SCORE, PUSH)
+    ]
+    assert [(each.time, each.device) for each in usages if each.time < 4] == [
+        (time, device) for time in (1, 3) for device in "01"
+    ]
+    assert len([each for each in spans if each.step >= 4]) == 8
+    assert isinstance(records[0], Attempt)
+
+
 def test_thinning_keeps_every_attempt(tmp_path: Path) -> None:
     path = tmp_path / "node0.jsonl"
     path.write_text("".join(to_line(attempt(number)) + "\n" for number in range(10)))

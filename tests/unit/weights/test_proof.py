@@ -1,9 +1,14 @@
 """The probe, the gap between engine and trainer, and its limit."""
 
+import contextlib
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
-from grpo.weights.proof import LogprobGap, gap_between, gap_limit, is_due, probe_prompts
+from grpo.weights.proof import LogprobGap, Prover, gap_between, gap_limit, is_due, probe_prompts
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 
 def test_the_probe_is_fixed_and_leaves_special_tokens_out() -> None:
@@ -32,3 +37,15 @@ def test_the_first_gap_tightens_the_limit_and_never_loosens_it() -> None:
     assert limit(0.149) == 0.15  # a first push that is bad is not the measure
     assert limit(3e-6, dtype=torch.float32) == 1e-4
     assert [limit(first, asked=0.4) for first in (None, 0.001, 0.3)] == [0.4] * 3
+
+
+def test_weights_that_are_no_numbers_are_not_the_engines_fault() -> None:
+    """On every rank, whether it has engines or not: nobody waits for another."""
+    model = tiny_model("qwen3-tied")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5:] = float("nan")
+    settings: dict[str, Any] = {"dtype": torch.float32, "asked_limit": None, "autocast": contextlib.nullcontext}
+    settings |= {"cast_lm_head_to_fp32": False, "timeout_s": 1.0}
+    prover = Prover(model, [], probe_prompts(VOCAB_SIZE, 64, (0, 1)), **settings)
+    with pytest.raises(FloatingPointError, match="not finite in push 3"):
+        prover.prove(3, engines_work=False)

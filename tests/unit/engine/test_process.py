@@ -1,0 +1,51 @@
+"""An engine host's process, as the local main holds it."""
+
+import os
+import resource
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo.engine import process
+from grpo.engine.process import HostProcess
+
+ABOVE = 1100  # `select` takes no descriptor above 1023
+
+
+@pytest.fixture
+def many_files() -> Iterator[list[int]]:
+    """As in a trainer with a group on every device and weights mapped into memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, ABOVE + 100), hard))
+    files = []
+    while not files or files[-1] < ABOVE:
+        files.append(os.dup(0))
+    yield files
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_death_is_noticed_however_many_files_are_open(many_files: list[int]) -> None:
+    host = object.__new__(HostProcess)
+    with subprocess.Popen([sys.executable, "-c", ""]) as host._process:
+        assert host.wait_for_end(stopped_timeout_s=60.0) is None
+    with pytest.raises(ValueError, match="out of range"):
+        select.select([many_files[-1]], [], [], 0)
+
+
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(process.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process.subprocess, "Popen", fails)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        HostProcess({})
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == files
