@@ -38,6 +38,7 @@ def train(folder: Path, case: dict) -> None:
             "zero_optimization": {
                 "stage": case["zero_stage"],
                 "stage3_gather_16bit_weights_on_model_save": case.get("gather", False),
+                "reduce_bucket_size": "auto",  # DeepSpeed's own takes 2 GB of each rank
                 "sub_group_size": 50_000,  # several groups of partitions, some parameters across two of them
             },
         },

@@ -59,9 +59,21 @@ SHORT_FORMS = {
 
 
 # Of several whole stacks, one after the other: `make test-long` alone runs them.
-LONG = ("push", "generate", "conversations", "neighbours", "rewards", "overlap", "save", "startup", "balance", "lora")
+LONG = (
+    "push",
+    "dispatch",
+    "generate",
+    "conversations",
+    "neighbours",
+    "rewards",
+    "overlap",
+    "save",
+    "startup",
+    "balance",
+    "lora",
+)
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("dispatch", "timeline", "scale")
+IN_ONE_PROCESS = ("timeline", "scale")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:

@@ -12,7 +12,10 @@ from tests.contract import STARTUP_S, expect_the_contract, inner_process, the_re
 from tests.finished import finish, lines_of
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, tiny_job_script
 
-CONFIG = {"max_completion_length": 24, "per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 3}
+CONFIG = {
+    **{"max_completion_length": 24, "per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 3},
+    "vllm_engine_kwargs": {"enforce_eager": True, "block_size": 32},
+}
 
 
 def start_rollouts(
@@ -47,6 +50,7 @@ def test_ranks_take_as_many_turns_as_they_like(undisturbed: Job) -> None:
         assert line["rollout/turns"] == 9 / 4
         assert line["rollout/refused"] == line["engine/respawns"] == 0
         assert line["engine/policy_version"] == line["step"] - 1
+        assert 0.3 < line["rollout/cached_share"] < 0.9  # a block of every turn but the first
 
 
 @pytest.mark.long

@@ -67,6 +67,8 @@ def test_a_host_name_that_resolves_to_loopback() -> None:
     on_one_machine = [report(node, own_address="127.0.0.1", network="boot/x") for node in "ab"]
     assert wrong(*on_one_machine) == []
     assert wrong(report("a"), report("b", own_address="", network="")) == []  # the check itself failed, and said so
+    blind = [report(node, own_address="127.0.0.1", network="") for node in "ab"]
+    assert [each.check for each in compare(blind)].count("own address") == 0  # of which nothing is known
     told = {"variables": {"GLOO_SOCKET_IFNAME": "eth0"}}
     assert wrong(report("a", **told), report("b", own_address="127.0.1.1", **told)) == []
 

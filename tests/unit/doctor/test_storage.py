@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from grpo.doctor import storage
-from grpo.doctor.records import Status
+from grpo.doctor.records import Finding, Status
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 GIB = 1 << 30
@@ -73,6 +74,18 @@ def test_a_local_model_and_a_local_dataset(tmp_path: Path) -> None:
     assert (finding.status, finding.message) == (FAIL, f"{tmp_path} lacks a tokenizer, weights")
     finding = storage.check_dataset(str(tmp_path))
     assert (finding.status, finding.message) == (PASS, f"{tmp_path}: a local path")
+    (tmp_path / "tiktoken.model").touch()
+    assert storage.check_model(str(tmp_path)).message == f"{tmp_path} lacks weights"
+
+
+@pytest.mark.parametrize("check", [storage.check_model, storage.check_dataset], ids=["model", "dataset"])
+@pytest.mark.parametrize("path", ["{}/not/mounted", "./not/mounted", "a/b/c"])
+def test_a_path_that_is_not_mounted_on_this_node_is_no_name_on_the_hub(
+    check: Callable[[str], Finding], path: str, tmp_path: Path
+) -> None:
+    finding = check(path.format(tmp_path))
+    assert finding.status is FAIL, finding
+    assert "on this node" in finding.fix
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

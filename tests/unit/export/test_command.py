@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_utils
 
@@ -49,6 +50,26 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
+
+
+def test_a_base_is_not_loaded_where_there_is_no_room_for_the_merged_model(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    adapter = tmp_path / "adapter"
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
+    (adapter / "config.json").write_text((checkpoint / "config.json").read_text())
+    declare_complete(adapter)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"the weights take 0.0 GB, but .* has 0.0 GB free"):
+        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+    monkeypatch.undo()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ValueError, match="export on a host with more"):
+        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plain_checkpoint_becomes_the_same_model_without_the_training_state(checkpoint: Path, tmp_path: Path) -> None:

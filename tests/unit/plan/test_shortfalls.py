@@ -21,6 +21,40 @@ def test_weights_that_no_engine_can_hold(cluster: Cluster) -> None:
     assert "set vllm_tensor_parallel_size to 2 or 4" in error
 
 
+def test_no_size_is_named_that_leaves_no_rank(cluster: Cluster) -> None:
+    huge = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+    training = cluster.training(LLAMA_8B | huge)  # Llama 405B: 8 GPUs of 80 GiB hold no engine
+    errors = cluster.read("--config_file", cluster.accelerate(8, 56), "--config", training)["errors"]
+    assert any("no tensor parallel size of one node is enough" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 2},
+        {"model_type": "opt", "ffn_dim": 256, "hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
+        {"model_type": "bloom", "hidden_size": 128, "n_head": 4, "n_layer": 2},
+    ],
+    ids=lambda model: model["model_type"],
+)
+def test_models_that_call_their_sizes_otherwise(cluster: Cluster, model: dict) -> None:
+    plan = cluster.read("--num_processes", "7", "--config", cluster.training(model))
+    assert plan["estimates"]["training"]["peak_bytes"] > 0
+    assert not any("not understood" in warning for warning in plan["warnings"])
+
+
+def test_a_configuration_that_is_not_understood_leaves_memory_out(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise AttributeError("'NewConfig' object has no attribute 'intermediate_size'")
+
+    monkeypatch.setattr("grpo.plan.planner.estimate", fails)
+    plan = cluster.read("--num_processes", "7", "--config", cluster.training())
+    assert plan["batch"]["generation_completions"]
+    assert any("the memory of a llama is left out" in warning for warning in plan["warnings"])
+
+
 def test_states_that_no_gpu_can_hold(cluster: Cluster) -> None:
     files = ["--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training()]
     (error,) = cluster.read(*files, "--gpu-memory", "16GiB", "--", "--vllm_tensor_parallel_size", "1")["errors"][:1]

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from grpo import GRPOConfig
 from grpo.preflight import data
-from grpo.preflight.data import check_prompt_lengths
+from grpo.preflight.data import check_prompt_lengths, prompt_ids
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}="
 
@@ -42,6 +42,25 @@ def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
     check_prompt_lengths(Dataset.from_dict({"prompt": chats[:2]}), tokenizer, args)
     with pytest.raises(ValueError, match=r"1 of 3 prompts .* that of row 2 has 90 tokens"):
         check_prompt_lengths(Dataset.from_dict({"prompt": chats}), tokenizer, args)
+
+
+def times(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: one.
+        b: another.
+    """
+    return a * b
+
+
+def test_tools_take_room_too(tokenizer: Any, args: GRPOConfig) -> None:
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name * 10 }}{% endfor %}" + TEMPLATE
+    rows = [{"prompt": [{"role": "user", "content": "1" * length}]} for length in (3, 60)]
+    assert len(prompt_ids(rows[0], tokenizer, args, [times])) == 3 + 1 + 10 * len("times")
+    check_prompt_lengths(Dataset.from_list(rows), tokenizer, args)
+    with pytest.raises(ValueError, match=r"1 of 2 prompts .* row 1 has 111 tokens"):
+        check_prompt_lengths(Dataset.from_list(rows), tokenizer, args, [times])
 
 
 def test_only_what_may_be_too_long_is_tokenized(
