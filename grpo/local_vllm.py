@@ -13,6 +13,7 @@ from grpo.conversations.rollouts import Rollouts
 from grpo.conversations.sampler import Turn
 from grpo.conversations.serving import RankConversations
 from grpo.conversations.talk import Talk
+from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.job.failure import StepFailed
 from grpo.job.node_groups import MARGIN_S, NodeGroups
@@ -135,7 +136,8 @@ class LocalVLLM:
             try:
                 report = serving.delivery.deliver(step)
             except BaseException:
-                self.close()  # the engines are of no use any more; and whatever waits for them ends
+                with contextlib.suppress(EngineError):  # one that does not end hides nothing
+                    self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
         if serving.conversations is not None:
             serving.conversations.delivered()
@@ -376,6 +378,8 @@ class LocalVLLM:
             self._serving.delivery.close()
         if self._serving is not None and self._serving.conversations is not None:
             self._serving.conversations.close()
-        self.engines.close()
-        if self._serving is not None and self._serving.pool is not None:
-            self._serving.pool.close()
+        try:
+            self.engines.close()
+        finally:
+            if self._serving is not None and self._serving.pool is not None:
+                self._serving.pool.close()

@@ -79,7 +79,7 @@ class ServingStart:
                 if clients:
                     pool, broker, facts = self._meet_engines(source)
             except JobFailed:
-                raise  # of another node: it has its record
+                raise  # the job has its record already
             except RuntimeError as error:  # `EngineError` is one
                 failure = self.watch.make_record(error)
             of_ranks = self.groups.exchange(self.watch, failure, facts, _EngineFacts | None)

@@ -1,7 +1,6 @@
 """Starting jobs as users start them, and looking for what they leave behind."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-BUILT_EXTENSIONS = ROOT / "build" / "torch_extensions"
+EXTENSIONS = "torch_extensions"  # of each job's own: on CPUs none builds any, which would take a minute and a compiler
 ENGINES_CACHES = ROOT / "build" / "engines_caches"
 LAUNCHED: list[Path] = []
 """Output folders of the jobs that the running test and its fixtures have started."""
@@ -123,8 +122,10 @@ class Job:
             path.unlink(missing_ok=True)
         for launcher in self.launchers:
             launcher.wait()
+        built = list((self.temporary / EXTENSIONS).rglob("deepspeed_shm_comm*"))
         shutil.rmtree(self.temporary, ignore_errors=True)
         assert not left, self.fail(f"left behind: {left}")
+        assert not built, self.fail("DeepSpeed has compiled what no training uses: leave_out_deepspeeds_op")
 
 
 def end_tree(process: subprocess.Popen) -> None:
@@ -139,41 +140,19 @@ def end_tree(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def build_extension() -> None:
-    """Build once what DeepSpeed builds at a job's start: a test that kills a rank would leave the compiler running."""
-    BUILT_EXTENSIONS.mkdir(parents=True, exist_ok=True)
-    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    with (BUILT_EXTENSIONS / ".building").open("a+") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not list(BUILT_EXTENSIONS.rglob("*.so")):
-            env = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(BUILT_EXTENSIONS)}
-            subprocess.run([sys.executable, "-c", build], env=env, check=True, capture_output=True, timeout=300)
-
-
 def start(
     command: Callable[[int], list[str]],
     output_dir: Path,
     *,
     nodes: int = 1,
     env: dict[str, str] | None = None,
-    builds_extension: bool = True,
 ) -> Job:
-    """Start `command(node)` for each node, in a folder that is not the project's root.
-
-    Args:
-        builds_extension: with what DeepSpeed compiles for CPUs; jobs on GPUs need no compiler.
-    """
+    """Start `command(node)` for each node, in a folder that is not the project's root."""
     output_dir.mkdir(parents=True, exist_ok=True)
     LAUNCHED.append(output_dir)
     log = output_dir / "job.log"
     temporary = Path(tempfile.mkdtemp(prefix="job-", dir="/tmp"))
     orphans_before = orphaned_shared_memory()
-    # DeepSpeed builds an extension behind a lock file; a rank that a test kills leaves the lock, and later jobs wait
-    # for it without end. So every job has a copy, without locks, of what an earlier one has built.
-    extensions = temporary / "torch_extensions"
-    if builds_extension:
-        build_extension()
-        shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     with log.open("wb") as sink:
         launchers = [
             subprocess.Popen(
@@ -186,7 +165,7 @@ def start(
                     **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # conftest's
                     "PYTHONUNBUFFERED": "1",
                     "TMPDIR": str(temporary),
-                    "TORCH_EXTENSIONS_DIR": str(extensions),
+                    "TORCH_EXTENSIONS_DIR": str(temporary / EXTENSIONS),
                     **(env or {}),
                 },
             )

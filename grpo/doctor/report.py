@@ -66,7 +66,10 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
     if (model := asked.model) is not None:
         checks["model"] = lambda: ([storage.check_model(model)], {})
     if (dataset := asked.dataset) is not None:
-        checks["dataset"] = lambda: ([storage.check_dataset(dataset)], {})
+        checks["dataset"] = lambda: (
+            [storage.check_dataset(dataset, None if asked.job is None else asked.job.dataset_config)],
+            {},
+        )
     findings: list[Finding] = []
     for name, check in checks.items():
         found, filled = _with_deadline(name, check)

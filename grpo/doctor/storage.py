@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from grpo.doctor.records import Finding
+from grpo.preflight.model import has_tokenizer, local_model
 
 GIB = 1 << 30
 FEW_FILES = 8192  # NCCL, gloo and vLLM hold sockets to every peer; 1024 is the usual default
@@ -58,8 +59,6 @@ def check_room(output_dir: Path) -> Finding:
 
 def missing_model_files(folder: Path) -> list[str]:
     """Files that a checkpoint folder lacks: its configuration, a tokenizer, weights, shards that its index names."""
-    from grpo.preflight.model import has_tokenizer
-
     missing = [] if (folder / "config.json").exists() else ["config.json"]
     if not has_tokenizer(folder):
         missing.append("a tokenizer")
@@ -75,8 +74,6 @@ def missing_model_files(folder: Path) -> list[str]:
 def check_model(model: str) -> Finding:
     """Whether this node can load `model`, a folder or a name on the hub, without network."""
     from huggingface_hub import constants, try_to_load_from_cache
-
-    from grpo.preflight.model import local_model  # imports transformers
 
     try:
         is_folder = local_model(model, "--model") is not None
@@ -96,9 +93,13 @@ def check_model(model: str) -> Finding:
     return _absent("model", f"{model} {where}", f"hf download {model}")
 
 
-def check_dataset(dataset: str) -> Finding:
-    """Whether this node can load `dataset`, a path or a name on the hub, without network."""
-    if Path(dataset).exists():
+def check_dataset(dataset: str, config: str | None = None) -> Finding:
+    """Whether this node can load `dataset`, a path or a name on the hub, without network.
+
+    Args:
+        config: which of the data set's configurations; None where it has one alone.
+    """
+    if Path(dataset).expanduser().exists():
         return Finding.passed("dataset", f"{dataset}: a local path")
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         return Finding.fail("dataset", f"{dataset}: there is no such path", "mount or copy it on this node")
@@ -109,11 +110,12 @@ def check_dataset(dataset: str) -> Finding:
         import datasets
 
         try:  # offline it takes what `load_dataset` has prepared before, not what was downloaded
-            prepared = datasets.load_dataset_builder(dataset).cache_dir
+            prepared = datasets.load_dataset_builder(dataset, name=config).cache_dir
             return Finding.passed("dataset", f"{dataset}: prepared in {prepared}")
         except (OSError, ValueError):
             where = f" is not prepared in {datasets.config.HF_DATASETS_CACHE}"
-    return _absent("dataset", f"{dataset}{where}", f"python -c \"import datasets; datasets.load_dataset('{dataset}')\"")
+    names = f"'{dataset}'" + (f", '{config}'" if config else "")
+    return _absent("dataset", f"{dataset}{where}", f'python -c "import datasets; datasets.load_dataset({names})"')
 
 
 def _absent(check: str, what: str, command: str) -> Finding:

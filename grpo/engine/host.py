@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 HEALTH_POLL_S = 0.5
+ABORT_S = 10.0  # from vLLM's abort of a request to its own end
 ENDED_WELL = ("stop", "length", "repetition")
 WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other rooms stand above this one
 
@@ -106,15 +107,14 @@ class Host:
             self._tasks.pop(completion_id, None)
 
     async def _sample(self, sample: Sample, ids: range) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             answers = await self._completions(sample, ids)
         except EngineDeadError:
             return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            cause = error.__cause__ if isinstance(error, EngineGenerateError) else None  # whose own text is empty
-            answers = [_refusal(completion_id, cause or error) for completion_id in ids]
+            answers = [_refusal(completion_id, error) for completion_id in ids]
             if not answers[0].is_refusal:
                 with contextlib.suppress(OSError):  # a full disk
                     traceback.print_exception(error)
@@ -138,6 +138,7 @@ class Host:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
             if completion.finish_reason not in ENDED_WELL:
+                await self._die_if_it_does()
                 raise RuntimeError(f"vLLM ended the request with the reason {completion.finish_reason!r}")
         return [
             Sampled(
@@ -149,6 +150,16 @@ class Host:
             )
             for completion_id, completion in zip(ids, final.outputs, strict=True)
         ]
+
+    async def _die_if_it_does(self) -> None:
+        """An engine process that was told to end (SIGTERM) aborts its requests first, and is missed a moment later."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        until = time.monotonic() + ABORT_S
+        while time.monotonic() < until:
+            if self._engine.errored:
+                raise EngineDeadError
+            await asyncio.sleep(HEALTH_POLL_S / 5)
 
     def _send_answers(self) -> None:
         answers, self._answers = self._answers, []
@@ -181,6 +192,8 @@ class Host:
             return await getattr(engine, method)(**kwargs)
         if method == "reset_prefix_cache":
             return await engine.reset_prefix_cache()
+        if method == "weight_version":  # of whoever asks the engine itself what it holds
+            return await engine.get_weight_version()
         if method == "wire_format":
             return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
         if method == "take_adapter":
@@ -237,12 +250,16 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
 def _refusal(completion_id: int, error: BaseException) -> Sampled:
     import numpy as np
     from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
+    told = error
+    if isinstance(error, EngineGenerateError) and error.__cause__ is not None:  # it has no text of its own
+        told = error.__cause__
     return Sampled(
         completion_id=completion_id,
         token_ids=np.empty(0, np.int32),
         engine_logprobs=np.empty(0, np.float32),
-        error=f"{type(error).__name__}: {error}",
+        error=f"{type(told).__name__}: {told}",
         is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
     )
 

@@ -188,9 +188,11 @@ class EngineSupervisor:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._ender()
-        if self._standby and self._slots:
-            drop_host()
+        try:
+            self._ender()
+        finally:
+            if self._standby and self._slots:
+                drop_host()
 
     # -- deaths ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +263,8 @@ class EngineSupervisor:
                 if not self._changes(loss, successor):
                     raise StepFailed(self._record(loss, f"nobody has answered its death: {error}")) from error
             except EngineError as error:  # too late
-                successor.close()
+                with contextlib.suppress(EngineError):
+                    successor.close()
                 with self._changed:
                     loss.given_up = self._record(loss, f"{error}")
 

@@ -71,8 +71,8 @@ def merge_adapter(
         settings = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
-    dtype = dtype or settings.dtype or torch.float32
-    num_bytes = _bytes_of(settings, dtype, trust_remote_code=trust_remote_code)
+    dtype = dtype or settings.dtype  # None: that of the weights, which a configuration need not name
+    num_bytes = _bytes_of(settings, dtype or torch.bfloat16, trust_remote_code=trust_remote_code)
     check_room(out, total_bytes=num_bytes, memory_bytes=num_bytes)
     try:
         model = AutoModelForCausalLM.from_pretrained(

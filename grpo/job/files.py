@@ -33,6 +33,7 @@ class Wishes:
     """`vllm_reserved_gpus`."""
     tensor_parallel_size: int | None = None
     """`vllm_tensor_parallel_size`."""
+    dataset_config: str | None = None
     has_engines: bool = True
     """Whether the nodes host engines: not in TRL's own modes."""
 
@@ -48,7 +49,16 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         ValueError: a file cannot be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    valued = ("config", "config_file", "deepspeed", "ddp_backend", "model_name_or_path", "vllm_mode", *_COUNTS)
+    valued = (
+        "config",
+        "config_file",
+        "deepspeed",
+        "ddp_backend",
+        "model_name_or_path",
+        "vllm_mode",
+        "dataset_config",
+        *_COUNTS,
+    )
     for name in valued:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     for name in ("use_cpu", "use_vllm", "bf16", "fp16"):
@@ -65,6 +75,7 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         dtypes=_dtypes(training, str(launcher.get("mixed_precision") or "no"), deepspeed),
         reserved_gpus=_count(training, "vllm_reserved_gpus"),
         tensor_parallel_size=_count(training, "vllm_tensor_parallel_size"),
+        dataset_config=training.get("dataset_config"),
         has_engines=training.get("vllm_mode", "local") == "local" and is_on(training.get("use_vllm", True)),
     )
 

@@ -75,6 +75,7 @@ class ModelShape:
     attention_heads: int
     key_value_heads: int
     head_dim: int
+    """Of queries, keys, values and what attention gives; where they differ (latent attention) the mean."""
     latent_kv_elements: int | None
     """Multi-head latent attention: elements per token and layer, in place of keys and values; None: keys and values."""
     kv_windows: tuple[tuple[int | None, int], ...]
@@ -110,7 +111,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
     decoder = decoder_layers(model)
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    head_dim = _head_dim(text, heads)
     in_layers = {id(module) for layer in decoder for module in layer.modules()}
     outside = [
         sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -141,6 +142,12 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
         kv_windows=windows,
         layers_without_kv=without_kv,
     )
+
+
+def _head_dim(text: Any, heads: int) -> int:
+    if getattr(text, "kv_lora_rank", None):  # whose `head_dim` is that of the rotary part alone (5.17)
+        return (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2
+    return getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
-from transformers import AutoConfig
 
 from grpo.job.mistakes import did_you_mean, is_mistake
 
@@ -51,6 +50,8 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
         )
     if folder is None and constants.is_offline_mode():
         _check_cached(name, setting, revision)
+    from transformers import AutoConfig  # the doctor asks about folders, and has no need of it
+
     try:
         AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:

@@ -82,7 +82,7 @@ class RunHistory:
                 own.update(state="finished", why=WITHOUT_TRAINING, ended=time.time())
             own = None
         if own is None:
-            if any(_key(each) == (attempt, started) for each in self._attempts):
+            if any(each["started"] == started for each in self._attempts):
                 started = time.time()  # a second trainer of a process, or a rank that torchrun has started again
             own = {
                 "attempt": attempt,

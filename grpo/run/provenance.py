@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset
-
 from grpo.job.launch import Launch
 from grpo.job.same_everywhere import DISTRIBUTION
 from grpo.job.topology import NodeTopology
@@ -41,6 +39,8 @@ def arguments_of(args: Any) -> dict[str, Any]:
 
 def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:
     """Of a trainer's other arguments those that decide which options it takes, for who reads `run.json`."""
+    from datasets import IterableDataset  # a launcher and a script's first lines have no need of it
+
     said = {name: True for name in ("tools", "environment_factory", "rollout_func") if arguments[name]}
     return said | ({"streams": True} if isinstance(arguments["train_dataset"], IterableDataset) else {})
 

@@ -185,7 +185,7 @@ class WeightDelivery:
                         self._pusher.connect()
                     self._is_open, self._must_ask = True, False
             except JobFailed:
-                raise  # of another node: it has its record
+                raise  # the job has its record already
             except (OSError, RuntimeError) as problem:  # `EngineError` is one
                 error = problem
             return self._end_phase(error) is not None

@@ -105,7 +105,7 @@ def test_a_worker_that_cannot_load_the_model_is_told(tiny_model: Path, tmp_path:
         assert time.monotonic() - failed < TOLD_S
 
 
-@pytest.mark.parametrize("process", [inner_process, worker_process])
+@pytest.mark.parametrize("process", [inner_process, pytest.param(worker_process, marks=pytest.mark.long)])
 def test_a_process_of_vllm_that_is_killed_while_it_starts_is_told(
     process: Callable[[int], psutil.Process], tiny_model: Path, tmp_path: Path
 ) -> None:

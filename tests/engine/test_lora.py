@@ -71,7 +71,11 @@ def check_steps(model: PeftModel, local: LocalVLLM, progress: Progress) -> list[
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        ("llama-untied", {"r": 64, "lora_alpha": 16, "target_modules": "all-linear"}),
+        pytest.param(
+            "llama-untied",
+            {"r": 64, "lora_alpha": 16, "target_modules": "all-linear"},
+            marks=pytest.mark.long,
+        ),
         ("qwen3-tied", {"r": 1, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
         pytest.param(
             "phi3-fused",

@@ -21,8 +21,9 @@ nothing left behind; or, where a cell says "goes on", to the next step. A deadli
 on top.
 
 A number: seconds, all as promised. "goes on": the job went on, with the seconds to its next step. "!": not as
-promised, below. A letter: why the cell is not run, below. `make faults` runs all of it, two to three hours on two
-cores; this page is written by it (`python -m tests.faults.run 'host-*/push/*'` runs some).
+promised, below. "not run": nobody has yet. A letter: why the cell is never run, below. `make faults` runs all of
+it, two to three hours on two cores; this page is written by it (`python -m tests.faults.run 'host-*/push/*'` runs
+some).
 """
 
 

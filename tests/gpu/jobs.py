@@ -75,7 +75,7 @@ def save_model(family: str, folder: Path) -> Path:
 
 
 def launch(command: Callable[[int], list[str]], out: Path, *, nodes: int = 1, env: dict[str, str] | None = None) -> Job:
-    return start(command, out, nodes=nodes, env=env, builds_extension=rehearsed())
+    return start(command, out, nodes=nodes, env=env)
 
 
 def finish(job: Job, *, num_steps: int = 3) -> list[dict]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
+from grpo.job.process_groups import leave_out_deepspeeds_op
 from grpo.run.checkpoints import write_complete
 
 BATCH = [{"input_ids": [row + 2, 5, 6, 7, 8], "labels": [row + 2, 5, 6, 7, 8]} for row in range(16)]
@@ -44,6 +45,7 @@ def train(folder: Path, case: dict) -> None:
         },
     )
     if not deepspeed.comm.is_initialized():
+        leave_out_deepspeeds_op()
         deepspeed.init_distributed(dist_backend="gloo")
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     for name, parameter in model.named_parameters():

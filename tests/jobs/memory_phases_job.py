@@ -14,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from grpo.job.process_groups import leave_out_deepspeeds_op
+
 folder, output, device, *numbers = sys.argv[1:]
 completions, prompt_tokens, completion_tokens = map(int, numbers)
 on_gpu = device == "cuda"
@@ -31,6 +33,7 @@ def most_bytes() -> int:
 
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+leave_out_deepspeeds_op()
 deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
 zero = {

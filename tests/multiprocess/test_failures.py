@@ -65,7 +65,7 @@ def test_a_reward_that_raises_on_one_rank_raises_everywhere(tiny_model: Path, tm
 
 def start_echo_job(out: Path, *, rank: int, phase: str, fails: bool = False) -> Job:
     script = [str(ROOT / "tests" / "jobs" / "echo_job.py"), str(out), str(rank), phase, *(["fails"] if fails else [])]
-    return start(lambda _: torchrun_command(script), out, env={"PYTHONPATH": str(ROOT)}, builds_extension=False)
+    return start(lambda _: torchrun_command(script), out, env={"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize(("rank", "phase"), [(0, "generate"), (1, "push")])

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -16,9 +15,7 @@ import pytest
 
 from tests.launching import (
     BIN,
-    BUILT_EXTENSIONS,
     ROOT,
-    build_extension,
     end_tree,
     free_port,
     metrics_in,
@@ -256,16 +253,13 @@ def test_a_mistake_in_the_script_is_told_once(
 @pytest.mark.timeout(1200)
 def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Path) -> None:
     """Real ranks and an engine: the same line goes on where Ctrl-C, and then a SIGTERM, have stopped it."""
-    build_extension()
-    extensions = tmp_path / "torch_extensions"
-    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
     run, own = tmp_path / "run", tmp_path / "own"
     script = tiny_job_script(tiny_model, own, config={"max_steps": 100_000})
     ends = {signal.SIGINT: START_AGAIN, signal.SIGTERM: START_AGAIN, None: DONE}
     steps = 0
     for attempt, (asked_by, code) in enumerate(ends.items()):
         words = ["--ranks-per-node", "2", "--output-dir", str(run), "--resume", "auto", *script]
-        process = nodes.start(0, *words, env={"TORCH_EXTENSIONS_DIR": str(extensions)})
+        process = nodes.start(0, *words)
         while (
             not (run / "metrics.jsonl").exists() or metrics_in(run)[-1:] == [] or metrics_in(run)[-1]["step"] <= steps
         ):

@@ -59,7 +59,7 @@ STRIKES: dict[str, tuple[int, int, str, int, list[str]]] = {
     "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "not been heard of for 5 s"]),
 }
 # The others with light ranks alone (`test_sentinel.py`), and here with the rest that takes long.
-IN_TESTS = ("a launcher killed", "a rank stopped in a collective", "a local main stopped", "the hub stopped")
+IN_TESTS = ("a local main stopped", "the hub stopped")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path)
     the_record(job, output, says=["node 1", "the node has not been heard of for 5 s"])
 
 
-@pytest.mark.parametrize(("how", "rank"), [("reward", "rank 1"), ("rewards", "rank ")])
+@pytest.mark.parametrize(
+    ("how", "rank"), [("reward", "rank 1"), pytest.param("rewards", "rank ", marks=pytest.mark.long)]
+)
 def test_a_reward_that_hangs_is_told_with_its_stacks(how: str, rank: str, tmp_path: Path) -> None:
     job = started(tmp_path / "out", how, ranks=2, nodes=1)
     try:

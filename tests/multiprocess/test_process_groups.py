@@ -12,7 +12,7 @@ from tests.launching import BIN, ROOT, free_port, start
 JOB = ROOT / "tests" / "jobs" / "group_job.py"
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [pytest.param(1, 3, marks=pytest.mark.long), (2, 2)])
 def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_node: int, tmp_path: Path) -> None:
     port = free_port()
 

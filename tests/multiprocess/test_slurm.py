@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from grpo.job.devices import device_tokens
 from grpo.job.launch import Launch
 from grpo.job.topology import plan_node
 from tests import slurm
-from tests.launching import BIN, BUILT_EXTENSIONS, ROOT, build_extension
+from tests.launching import BIN, ROOT
 
 STUB = f'#!/bin/sh\nexec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 
@@ -126,9 +125,7 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
 def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
     """A script that reads no arguments, on two nodes with an engine each: stopped after three of its six steps, it goes
     on with the fourth, in the folder that the template says."""
-    output_dir, extensions = tmp_path / "out", tmp_path / "torch_extensions"
-    build_extension()
-    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
+    output_dir = tmp_path / "out"
     job = submit(
         cluster,
         "train.sbatch",
@@ -139,7 +136,6 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         MODEL=str(demo_model),
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",
-        TORCH_EXTENSIONS_DIR=str(extensions),
         CUDA_VISIBLE_DEVICES="",
     )
 

@@ -1,7 +1,6 @@
 """A job on a real Slurm cluster that loses a node and has a spare one: two nodes train, the third waits."""
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.launching import BIN, BUILT_EXTENSIONS, build_extension
+from tests.launching import BIN
 from tests.multiprocess.test_slurm import STUB, everything_said, slurm_is_here, submit
 
 __all__ = ["slurm_is_here"]  # a fixture
@@ -97,9 +96,7 @@ def test_a_crash_that_is_no_nodes_fault_is_requeued(cluster: slurm.Slurm, tmp_pa
 @pytest.mark.timeout(1200)
 def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
     """Killed in the fourth step, with a checkpoint after the second: no prompt is left out, and none comes twice."""
-    output_dir, extensions = tmp_path / "out", tmp_path / "torch_extensions"
-    build_extension()
-    shutil.copytree(BUILT_EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock", ".building"))
+    output_dir = tmp_path / "out"
     job = submit(
         cluster,
         "train.sbatch",
@@ -111,7 +108,6 @@ def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path,
         GRPO_SPARE_NODES="1",
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",
-        TORCH_EXTENSIONS_DIR=str(extensions),
         CUDA_VISIBLE_DEVICES="",
     )
 

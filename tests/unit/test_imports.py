@@ -17,6 +17,12 @@ def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
     assert not {"vllm", "deepspeed"} & loaded(f"import {module}")
 
 
+def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> None:
+    """HF_HOME, HF_HUB_OFFLINE and others are read once, at import."""
+    modules = loaded("import grpo.launch.script, grpo.launch.agent, grpo.run.telling")
+    assert not {"datasets", "huggingface_hub", "transformers", "torch", "pyarrow"} & modules
+
+
 def test_importing_the_package_loads_nothing() -> None:
     assert not {"torch", "trl", "vllm", "deepspeed", "transformers"} & loaded("import grpo")
 

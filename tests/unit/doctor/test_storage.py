@@ -129,3 +129,10 @@ def test_a_dataset_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (prepared / "dataset_info.json").write_text(json.dumps({"config_name": "default"}))
     found = storage.check_dataset("org/DeepMath-103K")
     assert (found.status, found.message) == (PASS, f"org/DeepMath-103K: prepared in {prepared}")
+    other = prepared.parents[2] / "socratic" / "0.0.0" / "abc"
+    other.mkdir(parents=True)
+    (other / "dataset_info.json").write_text(json.dumps({"config_name": "socratic"}))
+    assert storage.check_dataset("org/DeepMath-103K", "socratic").message.endswith(f"prepared in {other}")
+    absent = storage.check_dataset("org/DeepMath-103K", "main")
+    assert absent.status is FAIL
+    assert absent.fix.endswith("datasets.load_dataset('org/DeepMath-103K', 'main')\"")

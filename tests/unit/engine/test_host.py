@@ -14,6 +14,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from grpo.engine import host as engine_host
 from grpo.engine.host import Host, _sampled_logprobs, forget_device, sampling_params
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 
@@ -23,6 +24,7 @@ class MadeUpEngine:
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.refusal = refusal
+        self.errored = False
         self.cancelled: list[str] = []
 
     async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any) -> AsyncIterator[Any]:
@@ -78,25 +80,45 @@ def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refu
         assert len(answer.token_ids) == len(answer.engine_logprobs) == 0
 
 
-def test_the_cause_of_vllms_own_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """It raises one without a text from what it was."""
+@pytest.mark.parametrize("cause", [RuntimeError("CUDA error"), ValueError("CUDA error")])
+def test_the_cause_of_vllms_own_error_is_told(cause: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """It raises one without a text from what it was; no prompt is to blame."""
     error = EngineGenerateError()
-    error.__cause__ = RuntimeError("CUDA error")
+    error.__cause__ = cause
     (answers,) = answers_of(MadeUpEngine(error))
-    assert [answer.error for answer in answers.sampled] == ["RuntimeError: CUDA error"] * 2
-    assert "RuntimeError: CUDA error" in capsys.readouterr().err  # which is its log
+    assert [answer.error for answer in answers.sampled] == [f"{type(cause).__name__}: CUDA error"] * 2
+    assert not any(answer.is_refusal for answer in answers.sampled)
+    assert "CUDA error" in capsys.readouterr().err  # which is its log
 
 
 @pytest.mark.parametrize(
     ("reason", "error", "is_refusal"),
     [("error", "vLLM ended the request with an error", True), ("abort", "with the reason 'abort'", False)],
 )
-def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(reason: str, error: str, is_refusal: bool) -> None:
+def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(
+    reason: str, error: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_host, "ABORT_S", 0.2)
     (answers,) = answers_of(FinishingEngine(reason))
     for answer in answers.sampled:
         assert error in (answer.error or "")
         assert answer.is_refusal == is_refusal
         assert len(answer.token_ids) == 0
+
+
+def test_an_engine_that_aborts_and_ends_is_missed_as_one_that_died() -> None:
+    """As vLLM's engine process does at SIGTERM: `serve` tells of it, and nobody answers for its requests."""
+    engine = FinishingEngine("abort")
+
+    async def end(host: Host) -> None:
+        host._dispatch(SAMPLE)
+        await asyncio.sleep(0.1)
+        engine.errored = True
+        await asyncio.gather(*host._tasks.values())
+
+    host, sent = host_of(engine)
+    asyncio.run(end(host))
+    assert sent == []
 
 
 class FinishingEngine(MadeUpEngine):

@@ -183,6 +183,9 @@ def test_attempts_of_one_number_stay_apart(tmp_path: Path) -> None:
         run.update(state="failed", why=why)
         run.release()
     assert [(each["attempt"], each["why"]) for each in attempts(tmp_path)] == [(3, "one"), (3, "two")]
+    begun(tmp_path, GRPO_STARTED="5.5").release()  # by a launcher that counts no attempts
+    starts = [each["started"] for each in attempts(tmp_path)]
+    assert len(set(starts)) == 3, "by which spans are told apart"
 
 
 @pytest.mark.parametrize(
