@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
 from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
 from grpo.engine.inner_processes import StartWatch, report_failures
 from grpo.engine.lifetime import end_session_with
@@ -114,7 +115,7 @@ class Host:
         except EngineDeadError:
             return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            answers = [_refusal(completion_id, error) for completion_id in ids]
+            answers = [refusal(completion_id, error) for completion_id in ids]
             if not answers[0].is_refusal:
                 with contextlib.suppress(OSError):  # a full disk
                     traceback.print_exception(error)
@@ -144,7 +145,7 @@ class Host:
             Sampled(
                 completion_id=completion_id,
                 token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                engine_logprobs=_sampled_logprobs(completion),
+                engine_logprobs=sampled_logprobs(completion),
                 finish_reason=completion.finish_reason,
                 num_cached_tokens=final.num_cached_tokens or 0,
             )
@@ -223,55 +224,6 @@ class Host:
             return [scored[position][token].logprob for position, token in enumerate(token_ids) if position > 0]
 
         return list(await asyncio.gather(*(score(index, ids) for index, ids in enumerate(prompts))))
-
-
-def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_logprobs: int | None = None) -> Any:
-    """`SamplingParams` for one request; text is only put together where stop strings need it."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    settings = dict(settings)
-    if isinstance(settings.get("structured_outputs"), dict):
-        settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
-    if settings.get("logit_bias"):  # on its way here JSON has made text of the tokens
-        settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
-    settings.setdefault("detokenize", bool(settings.get("stop")))
-    return SamplingParams(
-        **settings,
-        seed=seed,
-        n=n,
-        logprobs=0,
-        flat_logprobs=prompt_logprobs is None,
-        prompt_logprobs=prompt_logprobs,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _refusal(completion_id: int, error: BaseException) -> Sampled:
-    import numpy as np
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineGenerateError
-
-    told = error
-    if isinstance(error, EngineGenerateError) and error.__cause__ is not None:  # it has no text of its own
-        told = error.__cause__
-    return Sampled(
-        completion_id=completion_id,
-        token_ids=np.empty(0, np.int32),
-        engine_logprobs=np.empty(0, np.float32),
-        error=f"{type(told).__name__}: {told}",
-        is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
-    )
-
-
-def _sampled_logprobs(completion: Any) -> Any:
-    """[tokens] float32: with `logprobs=0` a position holds the sampled token alone."""
-    import numpy as np
-
-    flat = completion.logprobs
-    if len(flat.logprobs) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM gave {len(flat.logprobs)} log-probabilities for {len(completion.token_ids)} tokens")
-    return np.asarray(flat.logprobs, dtype=np.float32)
 
 
 async def run(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import GRPOConfig
-from grpo.engine.host import sampling_params
+from grpo.engine.answers import sampling_params
 from grpo.engine_settings import (
     EngineModel,
     PrivateFolder,

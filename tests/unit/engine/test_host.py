@@ -15,7 +15,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from grpo.engine import host as engine_host
-from grpo.engine.host import Host, _sampled_logprobs, forget_device, sampling_params
+from grpo.engine.answers import sampled_logprobs, sampling_params
+from grpo.engine.host import Host, forget_device
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 
 
@@ -235,9 +236,9 @@ def test_a_log_probability_for_each_token() -> None:
     def given(count: int) -> SimpleNamespace:
         return SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * count), token_ids=[5, 6])
 
-    assert _sampled_logprobs(given(2)).tolist() == [-1.0, -1.0]
+    assert sampled_logprobs(given(2)).tolist() == [-1.0, -1.0]
     with pytest.raises(RuntimeError, match="vLLM gave 1 log-probabilities for 2 tokens"):
-        _sampled_logprobs(given(1))
+        sampled_logprobs(given(1))
 
 
 def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

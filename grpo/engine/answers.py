@@ -1,0 +1,54 @@
+"""One request of vLLM's: what it is asked with, and what its answer is in our messages."""
+
+from typing import Any
+
+from grpo.engine.messages import Sampled
+
+
+def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_logprobs: int | None = None) -> Any:
+    """`SamplingParams` for one request; text is only put together where stop strings need it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    settings = dict(settings)
+    if isinstance(settings.get("structured_outputs"), dict):
+        settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
+    if settings.get("logit_bias"):  # on its way here JSON has made text of the tokens
+        settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
+    settings.setdefault("detokenize", bool(settings.get("stop")))
+    return SamplingParams(
+        **settings,
+        seed=seed,
+        n=n,
+        logprobs=0,
+        flat_logprobs=prompt_logprobs is None,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def refusal(completion_id: int, error: BaseException) -> Sampled:
+    import numpy as np
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    told = error
+    if isinstance(error, EngineGenerateError) and error.__cause__ is not None:  # it has no text of its own
+        told = error.__cause__
+    return Sampled(
+        completion_id=completion_id,
+        token_ids=np.empty(0, np.int32),
+        engine_logprobs=np.empty(0, np.float32),
+        error=f"{type(told).__name__}: {told}",
+        is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
+    )
+
+
+def sampled_logprobs(completion: Any) -> Any:
+    """[tokens] float32: with `logprobs=0` a position holds the sampled token alone."""
+    import numpy as np
+
+    flat = completion.logprobs
+    if len(flat.logprobs) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM gave {len(flat.logprobs)} log-probabilities for {len(completion.token_ids)} tokens")
+    return np.asarray(flat.logprobs, dtype=np.float32)
