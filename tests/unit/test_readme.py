@@ -112,7 +112,7 @@ RUN_HERE = {
     "grpo plan --num_processes 28 --num_machines 4 --gpus-per-node 8,8,7,8": 1,
 }
 
-BLOCK = re.compile(r"(?:<!-- needs (?P<needs>GPUs|a cluster) -->\n)?```bash\n(?P<body>.*?)```", re.S)
+BLOCK = re.compile(r"(?:<!-- needs (?P<needs>GPUs|a cluster|the hub) -->\n)?```bash\n(?P<body>.*?)```", re.S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
