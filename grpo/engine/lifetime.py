@@ -7,40 +7,41 @@ itself killed. Neither uses PR_SET_PDEATHSIG: it fires when the creating *thread
 before it could end the others.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import os
-import select
 import signal
 import threading
 from pathlib import Path
 
-from grpo.job.sessions import end_session, remove_traces
+from grpo.job.sessions import ProcessEnd, end_session, remove_traces
 
 
-def _wait_for_death(pid: int) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    end = select.poll()  # `select` takes no descriptor above 1023
-    end.register(pidfd, select.POLLIN)
-    end.poll()
-    os.close(pidfd)
+def _open_end(parent_pid: int) -> ProcessEnd | None:
+    """The end of this process's parent; None where that is no longer its parent: it died before we looked."""
+    with contextlib.suppress(ProcessLookupError):
+        end = ProcessEnd(parent_pid)
+        if os.getppid() == parent_pid:
+            return end
+        end.close()
+    return None
 
 
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
     """In an engine host, before anything slow: end this session, and remove its folder, once `parent_pid` is gone."""
+    end = _open_end(parent_pid)
+    if end is None:
+        remove_traces(private_folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
 
     def watch() -> None:
-        _wait_for_death(parent_pid)
+        end.wait()
         end_session(os.getsid(0), private_folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before we looked
-        remove_traces(private_folder)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_parent() -> None:
@@ -65,10 +66,14 @@ def _watch_forks() -> None:
 
 
 def _end_with(parent_pid: int) -> None:
+    # Opened here and not in the thread: before a worker of vLLM closes what it has inherited, twice and by number.
+    end = _open_end(parent_pid)
+    if end is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
     def watch() -> None:
-        _wait_for_death(parent_pid)
+        end.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before we looked
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import struct
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
-from grpo.job.sessions import end_session, remove_traces, session_members, stopped_members
+from grpo.job.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
 END_S = 30.0  # from SIGKILL to the end of a process that no driver holds
@@ -75,15 +74,13 @@ class HostProcess:
             The stopped process; None where the host has ended.
         """
         try:
-            pidfd = os.pidfd_open(self.pid)
+            end = ProcessEnd(self.pid)
         except ProcessLookupError:  # it has been waited for already
             return None
         try:
             members, looks = [self.pid], 0
             stopped_s: dict[int, float] = {}
-            end = select.poll()  # `select` takes no descriptor above 1023
-            end.register(pidfd, select.POLLIN)
-            while not end.poll(CHECK_S * 1000):
+            while not end.wait(CHECK_S):
                 if looks % CHECKS_PER_LISTING == 0:  # to list all processes of a large node takes a while
                     members = session_members(self.pid)
                 looks += 1
@@ -93,7 +90,7 @@ class HostProcess:
                     return f"its process {over[0]}"
             return None
         finally:
-            os.close(pidfd)
+            end.close()
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait for its end. Returns its exit code, or less than 0, the signal that killed it.

@@ -5,6 +5,7 @@ For whoever ends engines: their client, the host itself, the node's sentinel. Lo
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import time
@@ -21,6 +22,35 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+class ProcessEnd:
+    """The end of a process, to be waited for. Raises ProcessLookupError where it has been waited for already."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._open()
+
+    def _open(self) -> None:
+        self._pidfd = os.pidfd_open(self._pid)
+        self._poll = select.poll()  # `select` takes no descriptor above 1023
+        self._poll.register(self._pidfd, select.POLLIN)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended by then."""
+        if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            return False
+        if process_state(self._pid) in ("", "Z", "X"):
+            return True
+        try:  # somebody has closed our descriptor: vLLM's forked workers close some of theirs twice, by number
+            self._open()
+        except ProcessLookupError:
+            return True
+        return self.wait(timeout_s)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._pidfd)
 
 
 def session_members(session_id: int) -> list[int]:

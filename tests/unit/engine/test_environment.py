@@ -124,7 +124,7 @@ def test_what_is_compiled_stays_on_the_node() -> None:
 def test_processes_that_have_ended_meanwhile() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    lifetime._wait_for_death(gone.pid)
+    assert lifetime._open_end(gone.pid) is None
 
 
 def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> None:

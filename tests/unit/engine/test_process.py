@@ -12,6 +12,7 @@ import pytest
 
 from grpo.engine import process
 from grpo.engine.process import HostProcess
+from grpo.job.sessions import ProcessEnd
 
 ABOVE = 1100  # `select` takes no descriptor above 1023
 
@@ -36,6 +37,24 @@ def test_a_death_is_noticed_however_many_files_are_open(many_files: list[int]) -
         assert host.wait_for_end(stopped_timeout_s=60.0) is None
     with pytest.raises(ValueError, match="out of range"):
         select.select([many_files[-1]], [], [], 0)
+
+
+@pytest.mark.parametrize("taken_by_others", [False, True])
+def test_a_descriptor_that_others_close_is_no_death(taken_by_others: bool) -> None:
+    """vLLM's forked workers close some of their descriptors twice, by number; one ended itself by that once."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        end = ProcessEnd(process.pid)
+        if taken_by_others:  # of which something is to be read
+            with open("/dev/null", "rb") as other:
+                os.dup2(other.fileno(), taken := end._pidfd)
+        else:
+            os.close(taken := end._pidfd)
+        assert not end.wait(0.2)
+        process.kill()
+        assert end.wait(60.0)
+        end.close()
+    if taken_by_others:
+        os.close(taken)
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
