@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
 FINISH_S = 180.0  # of a job that goes on
 POLL_S = 0.2
 DISK, SHM = "16m", "4m"  # of the file systems that are filled
+RECORD_LINES = 6
+_TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
 _OF_BOTH = ("train", "save", "resume")  # phases in which every rank waits, not the local mains alone
 
 
@@ -199,10 +202,17 @@ def _until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
 
 
 def _records(job: Job) -> list[str]:
-    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler."""
-    lines = [line for line in job.output().splitlines() if "the job failed on " in line]
-    if found := sorted({line.partition("the job failed on ")[2] for line in lines}):
-        return found
+    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler.
+
+    Records differ by their first line. Some have more, as what pydantic says of a wrong value.
+    """
+    lines, found = job.output().splitlines(), {}
+    for number, line in enumerate(lines):
+        if _TOLD in line:
+            first = line.partition(_TOLD)[2]
+            found[first] = "\n".join([first, *lines[number + 1 : number + RECORD_LINES]]).partition(_LOGS_END)[0]
+    if found:
+        return [found[first] for first in sorted(found)]
     state = job.output_dir / "run" / "run_state.json"
     kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
     return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
@@ -226,9 +236,13 @@ def _judge(
     return Result(
         wrong=wrong + [f"left: {line}" for line in left],
         seconds=None if seconds is None else round(seconds, 1),
-        record=" / ".join(records),
+        record=_first_lines(records),
         left=left,
     )
+
+
+def _first_lines(records: list[str]) -> str:
+    return " / ".join(record.splitlines()[0] for record in records)
 
 
 def _judge_going_on(cell: Cell, job: Job, run: Path, began: float) -> Result:
@@ -253,7 +267,7 @@ def _judge_going_on(cell: Cell, job: Job, run: Path, began: float) -> Result:
     return Result(
         wrong=wrong + [f"left: {line}" for line in left],
         seconds=None if next_step is None else round(next_step, 1),
-        record=" / ".join(_records(job)),
+        record=_first_lines(_records(job)),
         left=left,
     )
 
@@ -309,9 +323,9 @@ def _try(cell: Cell, ground: Ground) -> tuple[Result, float]:
     subprocess.run(["rm", "-rf", str(out)], check=True)
     try:
         result = run_cell(cell, ground, out)
-    except AssertionError as error:  # the job did not come to the phase
-        (out / "why.txt").write_text(str(error))
-        result = Result(wrong=[str(error).splitlines()[0]], seconds=None, record="", left=[])
+    except Exception as error:  # noqa: BLE001  the job did not come to the phase, as a rule; the others are to be run
+        (out / "why.txt").write_text("".join(traceback.format_exception(error)))
+        result = Result(wrong=[(str(error) or repr(error)).splitlines()[0]], seconds=None, record="", left=[])
     return result, time.monotonic() - begun
 
 

@@ -5,12 +5,13 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
 
-from tests.contract import inner_process
+from tests.contract import STARTUP_S, inner_process, worker_process
 from tests.faults.matrix import NODES, Cell
 from tests.launching import Job
 from tests.left_over import shared_memory_of
@@ -32,8 +33,15 @@ def engine_pid(marks: Path, rank: int) -> int:
     return json.loads((marks / f"engine-{rank}-1.json").read_text())["pid"]
 
 
-def _children(pid: int) -> list[int]:
-    return [each.pid for each in psutil.Process(pid).children() if "resource_tracker" not in " ".join(each.cmdline())]
+def _awaited(find: Callable[[], list[int]]) -> list[int]:
+    """What `find` finds: where a checkpoint is being loaded, an engine may be at its imports still."""
+    deadline = time.monotonic() + STARTUP_S
+    while True:
+        try:
+            return find()
+        except StopIteration:
+            assert time.monotonic() < deadline, "vLLM's processes have not begun their work"
+            time.sleep(0.05)
 
 
 def targets(job: Job, marks: Path, cell: Cell) -> list[int]:
@@ -44,9 +52,9 @@ def targets(job: Job, marks: Path, cell: Cell) -> list[int]:
         case "host":
             return [engine_pid(marks, rank)]
         case "core":
-            return [inner_process(engine_pid(marks, rank)).pid]
+            return _awaited(lambda: [inner_process(engine_pid(marks, rank)).pid])
         case "worker":
-            return _children(inner_process(engine_pid(marks, rank)).pid)[-1:]
+            return _awaited(lambda: [worker_process(engine_pid(marks, rank)).pid])
         case "main" | "other":
             return [rank_pid(marks, rank)]
         case "agent":
