@@ -250,9 +250,16 @@ async def run(
     os.environ.update(variables)
     keep_headers()
     watch = StartWatch(folder, fail)
-    engine = AsyncLLM.from_vllm_config(
-        config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
-    )
+    try:
+        engine = AsyncLLM.from_vllm_config(
+            config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
+        )
+    except Exception:
+        if cause := watch.cause():  # vLLM says "see root cause above", which is its log (0.31)
+            traceback.print_exc()
+            sys.stderr.flush()
+            fail(cause)
+        raise
     watch.end()
     for use in uses:
         use.is_ready()

@@ -92,12 +92,13 @@ class StartWatch:
                 return
 
     def cause(self) -> str:
-        """Why the engine cannot become ready; empty if nothing is known against it."""
+        """Why the engine cannot become ready, as its processes have said it; empty if nothing is known against it."""
+        found = []
         with contextlib.suppress(OSError):
             running = set(session_members(os.getsid(0)))
             for record in sorted(self._folder.iterdir(), key=lambda record: int(record.name)):
                 if said := record.read_text():
-                    return said
-                if int(record.name) not in running:
-                    return f"a process of vLLM (pid {record.name}) was killed"
-        return ""
+                    found.append(said)
+                elif int(record.name) not in running:
+                    found.append(f"a process of vLLM (pid {record.name}) was killed")
+        return "; ".join(found)

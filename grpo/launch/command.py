@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +268,24 @@ def _launch(
             output_dir=args.output_dir, notes=Path(notes), started=started, is_head=place.is_head, env=os.environ
         )
         _prepare_environment(args, attempt)
-        ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
+        with _temporary_files_in(notes):
+            ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
         outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Of this process alone: torchrun makes folders for its logs, and leaves them behind (2.13)."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:

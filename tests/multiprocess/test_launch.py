@@ -92,11 +92,15 @@ def by_pet(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
 )
 def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) -> None:
     file = ["--config_file", str(ROOT / "configs" / "4node.yaml")] if told_by is by_names else []
+    temporary = nodes.folder.parent / "tmp"
+    temporary.mkdir()
     for node in range(count):
         words, env = told_by(node, nodes)
+        env["TMPDIR"] = str(temporary)
         more = [*file, "--output-dir", str(nodes.folder / "run"), "--resume", "auto"]
         nodes.start(node, *words, *more, TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x", env=env)
     assert nodes.wait() == [DONE] * count, [nodes.said(node) for node in range(count)]
+    assert not [*temporary.glob("torchelastic_*"), *temporary.glob("grpo-*")]
     started = set()
     for rank in range(count * per_node):
         found = nodes.told(rank)
