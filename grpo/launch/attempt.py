@@ -8,9 +8,10 @@ from pathlib import Path
 
 from grpo.launch import next_attempt
 from grpo.launch.agent import Ending
-from grpo.run.folder import NOTE_VARIABLE, read_run_note, record_mistake
+from grpo.run.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_mistake
 
 VISIBLE_S = 60.0  # until this node sees what rank 0 has written on another
+TOLD_S = 5.0  # the same, where this node's ranks know why they ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,14 @@ class Attempt:
         if folder is None:
             return None
         states = (of,) if of else next_attempt.ENDED
-        return next_attempt.read_state(
-            folder, lambda state: state.get("started") == self.started, states=states, wait_s=wait_s
+        told = None if of else read_failure_note(self._note)
+        written = next_attempt.read_state(
+            folder,
+            lambda state: state.get("started") == self.started,
+            states=states,
+            wait_s=wait_s if told is None else min(wait_s, TOLD_S),
         )
+        return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
 
 
 def record_no_start(

@@ -299,6 +299,27 @@ def note_run(path: Path, env: Mapping[str, str]) -> None:
         write_atomically(Path(note), str(path.absolute()))
 
 
+def note_failure(env: Mapping[str, str], why: str, *, can_heal: bool) -> None:
+    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full."""
+    if note := env.get(NOTE_VARIABLE):
+        with contextlib.suppress(OSError):  # it must not hide the failure
+            write_atomically(
+                _failure_note(Path(note)), json.dumps({"state": "failed", "why": why, "can_heal": can_heal})
+            )
+
+
+def read_failure_note(note: Path) -> dict[str, Any] | None:
+    """Of `run_state.json` what a rank of this node knows of the failure; None where none has failed."""
+    try:
+        return dict(json.loads(_failure_note(note).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _failure_note(note: Path) -> Path:
+    return note.with_name(f"{note.name}.failure")
+
+
 def read_run_note(note: Path) -> Path | None:
     """The output folder that a rank has noted for its launcher; None while there is no trainer."""
     try:

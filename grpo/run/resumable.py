@@ -25,7 +25,7 @@ from grpo.job.watch import FailureWatch
 from grpo.run.checkpoints import CompleteRecord, check_reshaped, newest_complete
 from grpo.run.completions import plain_tool_calls
 from grpo.run.deepspeed_settings import check_deepspeed
-from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_run, record_mistake
+from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_failure, note_run, record_mistake
 from grpo.run.progress import ProgressOnScreen
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.provenance import arguments_of, where_it_runs
@@ -114,11 +114,12 @@ class ResumableTrainer(SavingTrainer):
             say(*lines)
 
     def record_failure(self, cause: str, *, can_heal: bool, record: FailureRecord | None = None) -> None:
-        """Write `failed` into the run's state; without effect on other ranks than 0. From any thread.
+        """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
 
         Args:
             record: the job's, where it is known; `run.json` keeps it.
         """
+        note_failure(os.environ, cause, can_heal=can_heal)
         if self._run is None:
             return
         done = self.state.global_step if hasattr(self, "state") else 0
