@@ -300,8 +300,11 @@ def note_run(path: Path, env: Mapping[str, str]) -> None:
 
 
 def note_failure(env: Mapping[str, str], why: str, *, can_heal: bool) -> None:
-    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full."""
-    if note := env.get(NOTE_VARIABLE):
+    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full.
+
+    The first failure counts.
+    """
+    if (note := env.get(NOTE_VARIABLE)) and not _failure_note(Path(note)).exists():
         with contextlib.suppress(OSError):  # it must not hide the failure
             write_atomically(
                 _failure_note(Path(note)), json.dumps({"state": "failed", "why": why, "can_heal": can_heal})

@@ -82,7 +82,7 @@ FAULTS = (
     Fault(name="shm-full", shown="no room in /dev/shm", act="fill", target="shm"),
     Fault(
         name="prompt-refused",
-        shown="a prompt longer than the engine holds",
+        shown="a prompt longer than the engine holds, seconds from the job's first moment",
         act="asked",
         phases=("generate",),
         settings={"prompt_words": 40},
@@ -203,12 +203,12 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
         return Expected(says=(node, "no space left|No space left|no room|full|Bus error|died"))
     if fault.is_engines:
         return Expected(says=(node, "engine start|start", "killed|died" if fault.act == "kill" else "stopped"))
-    place = (node, _SAID.get(phase, "phase '"))
     if fault.target.startswith("node"):
         spared = fault.target if fault.act == "stop" else ""
         return Expected(says=(node, "phase '", "not been heard of|gone"), spared=spared)  # as it said last
-    if fault.target.startswith("agent"):
-        return Expected(says=(*place, "launcher|store"))
+    if fault.target.startswith("agent"):  # ranks train on until its end is noticed
+        return Expected(says=(node, "phase '", "launcher|store"))
+    place = (node, _SAID.get(phase, "phase '"))
     rank = {"main": "rank 0" if layout == "one" else "rank 1", "other": "rank 1"}[fault.target]
     return Expected(says=(*place, rank, "died without a word" if fault.act == "kill" else "stopped"))
 

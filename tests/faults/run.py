@@ -157,7 +157,7 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
     if fault.act == "asked":
         if fault.settings.get("reward"):
             _await(job, marks / "at-reward-1")
-        else:
+        elif cell.phase == "start":
             _await(job, marks / "engine-0-1.json")
         return set(), set()
     if cell.layout == "one" and cell.phase not in _OF_BOTH:

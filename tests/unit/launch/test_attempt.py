@@ -28,6 +28,7 @@ def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
     attempt: Attempt, can_heal: bool, code: int
 ) -> None:
     note_failure(attempt.variables(), "node 0 is gone", can_heal=can_heal)
+    note_failure(attempt.variables(), "a connection has ended", can_heal=True)  # what follows from the first
     begun = time.monotonic()
     got, why = attempt.conclude(FAILURE, max_crashes=3)
     assert time.monotonic() - begun < SOON_S
