@@ -334,5 +334,9 @@ def _first_line(cause: str) -> str:
 def _close_all(clients: Sequence[EngineClient], watch: FailureWatch) -> None:
     with contextlib.ExitStack() as all_of_them:  # whatever one of them raises
         for client in clients:
-            all_of_them.callback(watch.uncovers, client.private_folder)
-            all_of_them.callback(client.close)
+            all_of_them.callback(_close, client, watch)
+
+
+def _close(client: EngineClient, watch: FailureWatch) -> None:
+    client.close()
+    watch.uncovers(client.private_folder)  # not if the job's failure has come in between: the sentinel ends it then
