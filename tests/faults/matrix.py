@@ -200,7 +200,7 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
             "reward-raises": Expected(says=("node 0", "rank 1", "train|reward", "went wrong")),
         }.get(fault.name, Expected(says=(node, "reward"), within_s=PROMISED_S + REWARD_S))
     if fault.act == "fill":
-        return Expected(says=(node, "no space left|No space left|no room|full|Bus error|died"))
+        return Expected(says=(node, "no space left|No space left|Insufficient space|no room|full|Bus error|died"))
     if fault.is_engines:
         return Expected(says=(node, "engine start|start", "killed|died" if fault.act == "kill" else "stopped"))
     if fault.target.startswith("node"):
