@@ -60,7 +60,7 @@ class Attempt:
         state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
         if state is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended, and has not trained"
-        if state is None and ending.is_terminated:
+        if self.folder is None and state is None and ending.is_terminated:
             return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
         folder = self.folder or self.output_dir
         if folder is None:
@@ -73,7 +73,8 @@ class Attempt:
             attempt=attempt,
             max_crashes=max_crashes,
             follow=not self.is_head,
-            has_failed=not (ending.has_succeeded or ending.is_terminated),
+            has_failed=not ending.has_succeeded,
+            is_terminated=ending.is_terminated,
         )
         return code, f"{why}; {folder}"
 

@@ -113,6 +113,7 @@ def conclude(
     max_crashes: int,
     follow: bool = False,
     has_failed: bool = False,
+    is_terminated: bool = False,
 ) -> tuple[int, str]:
     """The exit code, and why.
 
@@ -121,6 +122,7 @@ def conclude(
         attempt: what tells it from the job's others.
         follow: another node counts the crashes: start again after any.
         has_failed: whether a launcher has ended with an error.
+        is_terminated: whether that was a SIGTERM.
     """
     record = output_dir / f"crashes.{job}.json"
     crashes = 0
@@ -128,16 +130,20 @@ def conclude(
         crashes = count_crash(record, newest_checkpoint(output_dir), attempt, limit=max_crashes)
     elif not follow:
         _forget_crashes(record)
-    return decide(state, crashes, max_crashes, has_failed=has_failed)
+    return decide(state, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
 
 
-def decide(state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False) -> tuple[int, str]:
-    """The exit code, and why. `crashes` counts this attempt, if it was one; `has_failed` is its launcher's end."""
+def decide(
+    state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False, is_terminated: bool = False
+) -> tuple[int, str]:
+    """The exit code, and why. `crashes` counts this attempt, if it was one; the rest is its launcher's end."""
     if state is None:
         how = "died without a word"
     else:
         why, step = state.get("why") or "no reason given", state.get("step")
         match state:
+            case {"state": "finished"} if is_terminated:  # while the script saved its model, say
+                return START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"
             case {"state": "finished"} if has_failed:
                 return FAILED, "training has finished, but the script failed after it"
             case {"state": "finished"}:

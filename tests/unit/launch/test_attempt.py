@@ -1,0 +1,56 @@
+"""What a launcher says of its attempt's end, from how its ranks ended and what rank 0 has left."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo.launch.agent import Ending
+from grpo.launch.attempt import Attempt
+from grpo.launch.next_attempt import DONE, FAILED, START_AGAIN
+from grpo.run.folder import RunFolder, note_run
+
+WELL, BY_SIGTERM = Ending(has_succeeded=True), Ending(has_succeeded=False, is_terminated=True)
+
+
+def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **state: object) -> Attempt:
+    """The head's; `state` is what rank 0 has said at last."""
+    notes = folder / f"notes-{number}"
+    notes.mkdir()
+    named = {"GRPO_JOB": "17", "GRPO_ATTEMPT": str(number)}
+    attempt = Attempt(output_dir=folder / "run", notes=notes, started=100.0 + number, is_head=True, env=named)
+    if has_trainer:
+        env = {**named, **attempt.variables()}
+        note_run(folder / "run", env)
+        run = RunFolder(folder / "run", env)
+        run.update(state="running")
+        if state:
+            run.update(**state)
+        run.release()
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "why"),
+    [
+        (WELL, DONE, "training has finished"),
+        (Ending(has_succeeded=False), FAILED, "training has finished, but the script failed after it"),
+        (BY_SIGTERM, START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"),
+    ],
+)
+def test_what_comes_after_the_training_counts(ending: Ending, code: int, why: str, tmp_path: Path) -> None:
+    """The model that a script saves, say."""
+    attempt = make_attempt(tmp_path, state="finished", why="all steps are done")
+    assert attempt.conclude(ending, max_crashes=3) == (code, f"{why}; {tmp_path / 'run'}")
+
+
+def test_a_sigterm_before_there_is_a_trainer_is_no_crash(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path, has_trainer=False)
+    code, why = attempt.conclude(BY_SIGTERM, max_crashes=1)
+    assert (code, why) == (START_AGAIN, "ended by a SIGTERM, before there was a trainer")
+
+
+def test_a_trainer_that_leaves_no_word_behind_has_crashed_with_a_sigterm_too(tmp_path: Path) -> None:
+    """Slurm ends the other nodes of a job by SIGTERM when one has failed."""
+    ends = [make_attempt(tmp_path, number).conclude(BY_SIGTERM, max_crashes=2) for number in (0, 1)]
+    assert [code for code, _ in ends] == [START_AGAIN, FAILED]
+    assert ends[0][1].startswith("died without a word (crash 1 of 2 ")
