@@ -45,7 +45,7 @@ class Agreed(Wire):
     port: int
     """Of the job's process group, on the head."""
     started: float
-    """The head's clock when it launched: the name of this attempt, and older requests to stop are not for it."""
+    """The head's clock when all had met: the name of this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

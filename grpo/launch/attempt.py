@@ -19,6 +19,8 @@ class Attempt:
     """What the launcher was told; None: only the trainer knows."""
     notes: Path
     """A folder of this launcher's own, in which rank 0 says where its run is."""
+    launched: float
+    """`time.time()` when this node's launcher was started, before the nodes met. Older requests are not for it."""
     started: float
     """`time.time()` on the head, the same on all nodes."""
     is_head: bool
@@ -26,7 +28,8 @@ class Attempt:
 
     def variables(self) -> dict[str, str]:
         """What the ranks are told of it."""
-        return {"GRPO_STARTED": repr(self.started), NOTE_VARIABLE: str(self._note)}
+        times = {"GRPO_LAUNCHED": repr(self.launched), "GRPO_STARTED": repr(self.started)}
+        return {**times, NOTE_VARIABLE: str(self._note)}
 
     @property
     def _note(self) -> Path:

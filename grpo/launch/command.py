@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.job.files import Wishes, flag_of, read_settings, read_wishes
+from grpo.job.startup import process_age_s
 from grpo.launch import line, next_attempt
 from grpo.launch.line import Rendezvous, Script
 from grpo.launch.ranks import Asked
@@ -265,7 +266,12 @@ def _launch(
 
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
         attempt = Attempt(
-            output_dir=args.output_dir, notes=Path(notes), started=started, is_head=place.is_head, env=os.environ
+            output_dir=args.output_dir,
+            notes=Path(notes),
+            launched=time.time() - process_age_s(),
+            started=started,
+            is_head=place.is_head,
+            env=os.environ,
         )
         _prepare_environment(args, attempt)
         with _temporary_files_in(notes):

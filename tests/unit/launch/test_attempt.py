@@ -17,7 +17,9 @@ def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **s
     notes = folder / f"notes-{number}"
     notes.mkdir()
     named = {"GRPO_JOB": "17", "GRPO_ATTEMPT": str(number)}
-    attempt = Attempt(output_dir=folder / "run", notes=notes, started=100.0 + number, is_head=True, env=named)
+    attempt = Attempt(
+        output_dir=folder / "run", notes=notes, launched=50.0, started=100.0 + number, is_head=True, env=named
+    )
     if has_trainer:
         env = {**named, **attempt.variables()}
         note_run(folder / "run", env)
@@ -27,6 +29,12 @@ def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **s
             run.update(**state)
         run.release()
     return attempt
+
+
+def test_the_trainer_is_told_when_the_launcher_was_started(tmp_path: Path) -> None:
+    """Before the doctor and the meeting: a request to stop that is made meanwhile is for this attempt."""
+    told = make_attempt(tmp_path, has_trainer=False).variables()
+    assert (told["GRPO_LAUNCHED"], told["GRPO_STARTED"]) == ("50.0", "100.0")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,17 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
 
 
+def test_a_request_from_while_the_nodes_met_counts(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    made = (tmp_path / "stop").stat().st_mtime
+    named = {**JOB, "GRPO_STARTED": str(made + 60)}
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made - 60)})
+    assert (folder.drop_old_requests(), folder.a_person_asks, folder.state.started) == ([], True, made + 60)
+    folder.release()
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made + 1)})
+    assert (len(folder.drop_old_requests()), folder.a_person_asks) == (1, False)
+
+
 def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path, {})
     monkeypatch.setattr(Path, "exists", lambda path: os.stat("/proc/self/mem/stale"))
