@@ -192,7 +192,8 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
     try:
         wishes = read_wishes(script.arguments, config_file=args.config_file)
     except ValueError:  # another script's --config may be anything
-        is_readable, wishes = False, read_wishes((), config_file=args.config_file)
+        is_readable = False
+        wishes = read_wishes(script.arguments, config_file=args.config_file, reads_files=False)
     asked = Asked(
         flag=args.ranks_per_node,
         scheduler=os.environ.get("PET_NPROC_PER_NODE"),
