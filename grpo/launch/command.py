@@ -261,6 +261,8 @@ def _launch(
     args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, requests: list[int]
 ) -> int:
     """Becomes the launcher, and says what follows its end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     from grpo.launch.agent import run_launcher
     from grpo.launch.attempt import Attempt
     from grpo.launch.last_words import outlast_head, tell_waiting_ranks
@@ -277,7 +279,8 @@ def _launch(
         _prepare_environment(args, attempt)
         with _temporary_files_in(notes):
             ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
-        outlast_head(at, ending)
+        with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
+            outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)

@@ -1,10 +1,22 @@
 """`grpo launch`, before it becomes a launcher and after it."""
 
 import argparse
+import os
+import signal
+import socket
+import threading
 from pathlib import Path
+from unittest import mock
 
-from grpo.launch import command
-from grpo.launch.line import Script
+import pytest
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+from grpo.launch import agent, command
+from grpo.launch.agent import Ending
+from grpo.launch.line import Rendezvous, Script
+from grpo.launch.next_attempt import DONE
+from grpo.meeting.expected import Place
+from grpo.run.folder import RunFolder
 
 
 def read(*words: str) -> tuple[argparse.Namespace, Script]:
@@ -19,3 +31,28 @@ def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path)
     flags = ["--config", str(tmp_path / "mine.toml"), "--vllm_reserved_gpus", "2", "--use_cpu"]
     asked, wishes, is_readable = command._asked(*read("mine.py", *flags), file={})
     assert (asked.reserved_gpus, wishes.use_cpu, is_readable) == (2, True, False)
+
+
+def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node has done its part: the head's model is what is waited for."""
+
+    def run_launcher(*_: object, **__: object) -> Ending:
+        signal.signal(signal.SIGTERM, _terminate_process_handler)  # as torchrun leaves it
+        run = RunFolder(tmp_path, os.environ)
+        run.update(state="finished", why="all steps are done")
+        run.release()
+        return Ending(has_succeeded=True)
+
+    monkeypatch.setattr(agent, "run_launcher", run_launcher)
+    args, _ = read("--output-dir", str(tmp_path), "mine.py")
+    with socket.create_server(("127.0.0.1", 0)) as store, mock.patch.dict(os.environ):
+        port = store.getsockname()[1]
+        at = Rendezvous(num_nodes=2, node_rank=1, head_address="127.0.0.1", port=port, ranks_per_node=1)
+        place = Place(nodes=("a", "b"), node="b", head_address="127.0.0.1", port=port, command="grpo launch")
+
+        def end_it() -> None:
+            store.accept()[0].close()  # it looks whether the head is there
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=end_it, daemon=True).start()
+        assert command._launch(args, place, at, [], 100.0, []) == DONE
