@@ -67,12 +67,16 @@ def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
         return NodeReport(gpus=0, mistake=str(error), inputs=inputs)
 
 
-def digest(path: Path) -> str:
-    """Of a file's contents; says so where it cannot be read."""
+def digest_of_file(path: Path) -> str:
+    """Says so where it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        return digest(path.read_bytes())
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def free_port() -> int:

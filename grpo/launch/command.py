@@ -25,6 +25,7 @@ from grpo.launch.line import Rendezvous, Script
 from grpo.launch.ranks import Asked
 from grpo.meeting import expected
 from grpo.meeting.expected import Place
+from grpo.run.provenance import command_without_secrets
 
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
@@ -221,7 +222,7 @@ def _resumed_ranks(args: argparse.Namespace) -> int | None:
 
 def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
     """What has to be the same on all nodes, by its name on the screen."""
-    from grpo.launch.agreement import digest
+    from grpo.launch.agreement import digest_of_file
 
     files = {} if script.is_module else {f"script {script.name}": Path(script.name)}
     if args.config_file:
@@ -229,9 +230,17 @@ def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
     for name in ("config", "deepspeed"):
         if value := flag_of(script.arguments, name):
             files[f"--{name} {value}"] = Path(value)
-    texts = {"launcher": args.launcher, "arguments": shlex.join(script.arguments)}
+    texts = {"launcher": args.launcher, "arguments": _compared(script.arguments)}
     texts |= {"--output-dir": str(args.output_dir or ""), "--resume": args.resume or ""}
-    return texts | {name: digest(path) for name, path in files.items()}
+    return texts | {name: digest_of_file(path) for name, path in files.items()}
+
+
+def _compared(arguments: Sequence[str]) -> str:
+    """What other nodes are told of them: of secrets, which a difference would show, a digest."""
+    from grpo.launch.agreement import digest
+
+    given, shown = shlex.join(arguments), shlex.join(command_without_secrets(arguments))
+    return given if given == shown else f"{shown} (digest {digest(given.encode())})"
 
 
 def _line(
@@ -251,7 +260,7 @@ def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: li
     print(f"[grpo] node {at.node_rank} of {at.num_nodes}: {ranks} ({why}){where}")
     if replaced:
         print(f"[grpo] instead of the file's {', '.join(replaced)}")
-    print(f"[grpo] {shlex.join(words)}", flush=True)
+    print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)
 
 
 # -- the job ------------------------------------------------------------------------------------------------------

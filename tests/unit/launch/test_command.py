@@ -56,3 +56,25 @@ def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, mon
 
         threading.Thread(target=end_it, daemon=True).start()
         assert command._launch(args, place, at, [], 100.0, []) == DONE
+
+
+SECRETS = ("mine.py", "--hub_token", "xyz", "--wandb_api_key=abc", "--url", "https://me:pass@host/x", "--lr", "1e-6")
+
+
+def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=1)
+    place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
+    command._show(place, at, "counted", [], ["torchrun", *SECRETS])
+    shown = capsys.readouterr().out
+    assert "torchrun mine.py --hub_token '<masked>' '--wandb_api_key=<masked>' --url 'https://<masked>@host/x'" in shown
+    assert "--lr 1e-6" in shown
+
+
+def test_secrets_are_compared_by_a_digest() -> None:
+    told = [
+        command._inputs(*read("-m", *(word.replace("xyz", token) for word in SECRETS)))["arguments"]
+        for token in ("xyz", "xyz", "other")
+    ]
+    assert told[0] == told[1] != told[2]
+    assert not [text for text in told for secret in ("xyz", "other", "abc", "pass@") if secret in text]
+    assert command._inputs(*read("-m", "mine", "--lr", "1e-6"))["arguments"] == "--lr 1e-6"
