@@ -56,7 +56,7 @@ class Verdict(Wire):
     """None when the job cannot start."""
     troubles: tuple[Trouble, ...]
     is_mistake: bool = False
-    """Whether the same would be found again: what differs or does not fit, not who is late."""
+    """Whether the same would be found again: what differs or does not fit, not who is late or has lost its GPUs."""
 
 
 def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
@@ -95,16 +95,16 @@ def decide(
     place: Place, reports: Mapping[str, NodeReport], asked: Asked, *, port: int | None, absent: tuple[Trouble, ...] = ()
 ) -> Verdict:
     """What becomes of the nodes that came; `reports` has the head first."""
+    mistaken = {node: one.mistake for node, one in reports.items() if one.mistake}
     troubles = list(absent)
-    troubles += [
-        Trouble(nodes=(node,), message=f"{node}: {one.mistake}", fix="") for node, one in reports.items() if one.mistake
-    ]
+    troubles += [Trouble(nodes=(node,), message=f"{node}: {mistake}", fix="") for node, mistake in mistaken.items()]
     if len(reports) > 1:
         for found in compare_software({node: one.software for node, one in reports.items()}).values():
             troubles += found
         same = "give all nodes the same command line and the same files"
         troubles += differences({node: one.inputs for node, one in reports.items()}, same).values()
-    agreed, may_heal = None, bool(absent)
+    # One node that sees no GPU is broken, and another one would do; on all of them it is the user's mistake.
+    agreed, may_heal = None, bool(absent) or 0 < len(mistaken) < len(reports)
     if not any(trouble.is_fatal for trouble in troubles):
         try:
             ranks = ranks_per_node(asked, {node: one.gpus for node, one in reports.items()})
