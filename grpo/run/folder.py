@@ -288,10 +288,14 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
         and (previous.state, previous.job) == ("failed", folder.job)
         and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
     )
-    if not is_told:  # else the trainer has said more
-        folder.begin_attempt(goes_on=True)
-        folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
-    folder.release()
+    try:
+        if not is_told:  # else the trainer has said more
+            folder.begin_attempt(goes_on=True)
+            folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
+    except OSError as problem:  # a full disk must not hide the mistake
+        warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
+    finally:
+        folder.release()
 
 
 def note_run(path: Path, env: Mapping[str, str]) -> None:

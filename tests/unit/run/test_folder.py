@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo.run.folder import RunFolder, read_run_state, record_mistake
+from grpo.run.telling import telling_mistakes
 
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
 
@@ -197,3 +198,20 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     record_mistake(tmp_path / "file", JOB, ImportError("no module named rewards"))
+
+
+def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("grpo.run.folder.write_atomically", full)
+    with (
+        pytest.warns(UserWarning, match=r"cannot write .*run_state\.json: .*No space left on device"),
+        pytest.raises(ImportError, match="no module named rewards"),
+        telling_mistakes(tmp_path),
+    ):
+        raise ImportError("no module named rewards")
+    monkeypatch.undo()
+    RunFolder(tmp_path, {"GRPO_JOB": "another"}).release()
