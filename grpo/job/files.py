@@ -38,12 +38,13 @@ class Wishes:
     """Whether the nodes host engines: not in TRL's own modes."""
 
 
-def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> Wishes:
+def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, reads_files: bool = True) -> Wishes:
     """What a job with these arguments of `train.py` will be.
 
     Args:
         arguments: flags go before the file that `--config` names; others than those that are read here are ignored.
         config_file: the launcher's file, or DeepSpeed's; may stand among the arguments.
+        reads_files: False: those that the arguments name are another script's, and may be anything.
 
     Raises:
         ValueError: a file cannot be read.
@@ -60,10 +61,13 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None) -> 
         *_COUNTS,
     )
     for name in valued:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+        # Without a value it is another script's own flag.
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     for name in ("use_cpu", "use_vllm", "bf16", "fp16"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
+    if not reads_files:
+        flags = {name: value for name, value in flags.items() if name not in ("config", "config_file", "deepspeed")}
     training = {**_read(flags.get("config")), **flags}
     launcher = _read(flags.get("config_file", config_file))
     plugin = launcher.get("deepspeed_config") or {}
@@ -125,11 +129,12 @@ def _read(file: Any) -> dict[str, Any]:
     return read_settings(file)
 
 
-def read_settings(file: str, option: str = "") -> dict[str, Any]:
+def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> dict[str, Any]:
     """The mapping in a YAML or JSON file.
 
     Args:
         option: by which it was named, for the message.
+        takes_json: whether its reader takes JSON that is no YAML, for it is indented with tabs.
 
     Raises:
         ValueError: it cannot be read, in one line with the place of what is wrong.
@@ -143,7 +148,7 @@ def read_settings(file: str, option: str = "") -> dict[str, Any]:
         raise ValueError(f"{what} cannot be read: there is no such file in {where}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return _parse(text, what)
+    return _parse(text, what, takes_json=takes_json)
 
 
 def settings_of(argv: Sequence[str]) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
     if "--config" in argv[-1:]:
         raise ValueError("--config is followed by no file: write --config FILE.yaml")
     file = flag_of(argv, "config")
-    return {} if file is None else read_settings(file, "--config")
+    return {} if file is None else read_settings(file, "--config", takes_json=False)
 
 
 def flag_of(argv: Sequence[str], name: str) -> str | None:
@@ -160,13 +165,15 @@ def flag_of(argv: Sequence[str], name: str) -> str | None:
     return dict(itertools.pairwise(words)).get(f"--{name}")
 
 
-def _parse(text: str, what: str) -> dict[str, Any]:
+def _parse(text: str, what: str, *, takes_json: bool = True) -> dict[str, Any]:
     try:
         node = yaml.compose(text)
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
+        if takes_json and "'\\t'" in problem and text.lstrip().startswith("{"):
+            return _parse_json(text, what)
         fix = ": YAML is indented with spaces, not with tabs" if "'\\t'" in problem else ""
         raise ValueError(f"{what} cannot be read{place}: {problem.splitlines()[0]}{fix}") from None
     if not isinstance(found, dict):
@@ -179,6 +186,14 @@ def _parse(text: str, what: str) -> dict[str, Any]:
             raise ValueError(f"{what}, line {line}: {key.value} stands in line {keys[key.value]} already: remove one")
         keys[key.value] = key.start_mark.line + 1
     return found
+
+
+def _parse_json(text: str, what: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{what} cannot be read: {place}: {error.msg}") from None
 
 
 def is_on(value: Any) -> bool:

@@ -45,7 +45,7 @@ class Agreed(Wire):
     port: int
     """Of the job's process group, on the head."""
     started: float
-    """The head's clock when it launched: the name of this attempt, and older requests to stop are not for it."""
+    """The head's clock when all had met: the name of this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Verdict(Wire):
     """None when the job cannot start."""
     troubles: tuple[Trouble, ...]
     is_mistake: bool = False
-    """Whether the same would be found again: what differs or does not fit, not who is late."""
+    """Whether the same would be found again: what differs or does not fit, not who is late or has lost its GPUs."""
 
 
 def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
@@ -67,12 +67,16 @@ def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
         return NodeReport(gpus=0, mistake=str(error), inputs=inputs)
 
 
-def digest(path: Path) -> str:
-    """Of a file's contents; says so where it cannot be read."""
+def digest_of_file(path: Path) -> str:
+    """Says so where it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        return digest(path.read_bytes())
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def free_port() -> int:
@@ -91,16 +95,16 @@ def decide(
     place: Place, reports: Mapping[str, NodeReport], asked: Asked, *, port: int | None, absent: tuple[Trouble, ...] = ()
 ) -> Verdict:
     """What becomes of the nodes that came; `reports` has the head first."""
+    mistaken = {node: one.mistake for node, one in reports.items() if one.mistake}
     troubles = list(absent)
-    troubles += [
-        Trouble(nodes=(node,), message=f"{node}: {one.mistake}", fix="") for node, one in reports.items() if one.mistake
-    ]
+    troubles += [Trouble(nodes=(node,), message=f"{node}: {mistake}", fix="") for node, mistake in mistaken.items()]
     if len(reports) > 1:
         for found in compare_software({node: one.software for node, one in reports.items()}).values():
             troubles += found
         same = "give all nodes the same command line and the same files"
         troubles += differences({node: one.inputs for node, one in reports.items()}, same).values()
-    agreed, may_heal = None, bool(absent)
+    # One node that sees no GPU is broken, and another one would do; on all of them it is the user's mistake.
+    agreed, may_heal = None, bool(absent) or 0 < len(mistaken) < len(reports)
     if not any(trouble.is_fatal for trouble in troubles):
         try:
             ranks = ranks_per_node(asked, {node: one.gpus for node, one in reports.items()})

@@ -20,6 +20,8 @@ class Attempt:
     """What the launcher was told; None: only the trainer knows."""
     notes: Path
     """A folder of this launcher's own, in which rank 0 says where its run is."""
+    launched: float
+    """`time.time()` when this node's launcher was started, before the nodes met. Older requests are not for it."""
     started: float
     """`time.time()` on the head, the same on all nodes."""
     is_head: bool
@@ -27,7 +29,8 @@ class Attempt:
 
     def variables(self) -> dict[str, str]:
         """What the ranks are told of it."""
-        return {"GRPO_STARTED": repr(self.started), NOTE_VARIABLE: str(self._note)}
+        times = {"GRPO_LAUNCHED": repr(self.launched), "GRPO_STARTED": repr(self.started)}
+        return {**times, NOTE_VARIABLE: str(self._note)}
 
     @property
     def _note(self) -> Path:
@@ -61,7 +64,7 @@ class Attempt:
         state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
         if state is None and ending.has_succeeded:
             return next_attempt.DONE, "the script has ended, and has not trained"
-        if state is None and ending.is_terminated:
+        if self.folder is None and state is None and ending.is_terminated:
             return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
         folder = self.folder or self.output_dir
         if folder is None:
@@ -74,7 +77,8 @@ class Attempt:
             attempt=attempt,
             max_crashes=max_crashes,
             follow=not self.is_head,
-            has_failed=not (ending.has_succeeded or ending.is_terminated),
+            has_failed=not ending.has_succeeded,
+            is_terminated=ending.is_terminated,
         )
         return code, f"{why}; {folder}"
 

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.job.files import Wishes, flag_of, read_settings, read_wishes
+from grpo.job.startup import process_age_s
 from grpo.launch import line, next_attempt
 from grpo.launch.line import Rendezvous, Script
 from grpo.launch.ranks import Asked
 from grpo.meeting import expected
 from grpo.meeting.expected import Place
+from grpo.run.provenance import command_without_secrets
 
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
@@ -191,7 +193,8 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
     try:
         wishes = read_wishes(script.arguments, config_file=args.config_file)
     except ValueError:  # another script's --config may be anything
-        is_readable, wishes = False, read_wishes((), config_file=args.config_file)
+        is_readable = False
+        wishes = read_wishes(script.arguments, config_file=args.config_file, reads_files=False)
     asked = Asked(
         flag=args.ranks_per_node,
         scheduler=os.environ.get("PET_NPROC_PER_NODE"),
@@ -219,7 +222,7 @@ def _resumed_ranks(args: argparse.Namespace) -> int | None:
 
 def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
     """What has to be the same on all nodes, by its name on the screen."""
-    from grpo.launch.agreement import digest
+    from grpo.launch.agreement import digest_of_file
 
     files = {} if script.is_module else {f"script {script.name}": Path(script.name)}
     if args.config_file:
@@ -227,9 +230,17 @@ def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
     for name in ("config", "deepspeed"):
         if value := flag_of(script.arguments, name):
             files[f"--{name} {value}"] = Path(value)
-    texts = {"launcher": args.launcher, "arguments": shlex.join(script.arguments)}
+    texts = {"launcher": args.launcher, "arguments": _compared(script.arguments)}
     texts |= {"--output-dir": str(args.output_dir or ""), "--resume": args.resume or ""}
-    return texts | {name: digest(path) for name, path in files.items()}
+    return texts | {name: digest_of_file(path) for name, path in files.items()}
+
+
+def _compared(arguments: Sequence[str]) -> str:
+    """What other nodes are told of them: of secrets, which a difference would show, a digest."""
+    from grpo.launch.agreement import digest
+
+    given, shown = shlex.join(arguments), shlex.join(command_without_secrets(arguments))
+    return given if given == shown else f"{shown} (digest {digest(given.encode())})"
 
 
 def _line(
@@ -249,7 +260,7 @@ def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: li
     print(f"[grpo] node {at.node_rank} of {at.num_nodes}: {ranks} ({why}){where}")
     if replaced:
         print(f"[grpo] instead of the file's {', '.join(replaced)}")
-    print(f"[grpo] {shlex.join(words)}", flush=True)
+    print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)
 
 
 # -- the job ------------------------------------------------------------------------------------------------------
@@ -259,18 +270,26 @@ def _launch(
     args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, requests: list[int]
 ) -> int:
     """Becomes the launcher, and says what follows its end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     from grpo.launch.agent import run_launcher
     from grpo.launch.attempt import Attempt
     from grpo.launch.last_words import outlast_head, tell_waiting_ranks
 
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
         attempt = Attempt(
-            output_dir=args.output_dir, notes=Path(notes), started=started, is_head=place.is_head, env=os.environ
+            output_dir=args.output_dir,
+            notes=Path(notes),
+            launched=time.time() - process_age_s(),
+            started=started,
+            is_head=place.is_head,
+            env=os.environ,
         )
         _prepare_environment(args, attempt)
         with _temporary_files_in(notes):
             ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
-        outlast_head(at, ending)
+        with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
+            outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)

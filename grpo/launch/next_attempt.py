@@ -15,6 +15,8 @@ asks a second time gets the same answer. Needs nothing but Python.
 
 import argparse
 import contextlib
+import errno
+import glob
 import json
 import re
 import sys
@@ -27,6 +29,9 @@ DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
 ENDED = ("finished", "stopped", "failed")
+
+_NEVER_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 State = dict[str, Any]
 """What `run_state.json` holds."""
@@ -60,8 +65,9 @@ def newest_checkpoint(output_dir: Path) -> int:
     return max((int(match[1]) for match in found if match), default=-1)
 
 
-def count_crash(record: Path, newest: int, attempt: str) -> int:
-    """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before."""
+def count_crash(record: Path, newest: int, attempt: str, *, limit: int) -> int:
+    """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before;
+    `limit` where they cannot be counted, now or later: such a job would be started again without end."""
     before: State = {"crashes": 0, "checkpoint": -1, "attempt": None}
     with contextlib.suppress(OSError, ValueError):  # none; or empty, where a machine has lost its power
         before |= json.loads(record.read_text())
@@ -73,9 +79,29 @@ def count_crash(record: Path, newest: int, attempt: str) -> int:
         written = record.with_suffix(".new")
         written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
         written.replace(record)
-    except OSError as error:  # a full disk, which may be why the attempt has failed, is no reason to give up
-        print(f"this crash is not counted: {record} cannot be written: {error}", file=sys.stderr, flush=True)
+    except OSError as error:
+        print(f"this crash cannot be counted in {record}: {error}", file=sys.stderr, flush=True)
+        if error.errno in _NEVER_WRITABLE:
+            return limit
+        if error.errno in _FULL:  # which may be why the attempt has failed, and may end
+            return _count_by_name(record, newest, attempt, crashes, limit=limit)
     return crashes
+
+
+def _count_by_name(record: Path, newest: int, attempt: str, crashes: int, *, limit: int) -> int:
+    """`crashes` and those before it of which a full disk has taken no more than an empty file's name."""
+    name = f"{record.name}.full.{newest}."
+    try:
+        (record.parent / f"{name}{attempt}").touch()
+    except OSError:
+        return limit
+    return crashes - 1 + len(list(record.parent.glob(f"{glob.escape(name)}*")))
+
+
+def _forget_crashes(record: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in (record, *record.parent.glob(f"{glob.escape(record.name)}.full.*")):
+            path.unlink(missing_ok=True)
 
 
 def conclude(
@@ -87,6 +113,7 @@ def conclude(
     max_crashes: int,
     follow: bool = False,
     has_failed: bool = False,
+    is_terminated: bool = False,
 ) -> tuple[int, str]:
     """The exit code, and why.
 
@@ -95,24 +122,28 @@ def conclude(
         attempt: what tells it from the job's others.
         follow: another node counts the crashes: start again after any.
         has_failed: whether a launcher has ended with an error.
+        is_terminated: whether that was a SIGTERM.
     """
     record = output_dir / f"crashes.{job}.json"
     crashes = 0
     if not follow and (state is None or state["state"] == "failed"):
-        crashes = count_crash(record, newest_checkpoint(output_dir), attempt)
+        crashes = count_crash(record, newest_checkpoint(output_dir), attempt, limit=max_crashes)
     elif not follow:
-        with contextlib.suppress(OSError):
-            record.unlink(missing_ok=True)
-    return decide(state, crashes, max_crashes, has_failed=has_failed)
+        _forget_crashes(record)
+    return decide(state, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
 
 
-def decide(state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False) -> tuple[int, str]:
-    """The exit code, and why. `crashes` counts this attempt, if it was one; `has_failed` is its launcher's end."""
+def decide(
+    state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False, is_terminated: bool = False
+) -> tuple[int, str]:
+    """The exit code, and why. `crashes` counts this attempt, if it was one; the rest is its launcher's end."""
     if state is None:
         how = "died without a word"
     else:
         why, step = state.get("why") or "no reason given", state.get("step")
         match state:
+            case {"state": "finished"} if is_terminated:  # while the script saved its model, say
+                return START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"
             case {"state": "finished"} if has_failed:
                 return FAILED, "training has finished, but the script failed after it"
             case {"state": "finished"}:

@@ -21,7 +21,7 @@ class Software:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed version by package, and that of `python`; a package that is missing is not in it."""
     commit: str = ""
-    """Of the checkout that the package runs from; empty when it is none."""
+    """Of the checkout that the package runs from; empty when it is none, or git does not say."""
     code_digest: str = ""
     """Over the package's own source files: sees edits that no commit holds."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -42,11 +42,11 @@ def read_software(env: Mapping[str, str]) -> Software:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout that holds `folder`; empty where there is none, or no git."""
+    """The commit of the checkout that holds `folder`; empty where there is none, or git does not say."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout.strip() if result.returncode == 0 else ""
 
@@ -80,8 +80,10 @@ def compare_software(nodes: Mapping[str, Software]) -> dict[str, list[Trouble]]:
     """What differs of `versions`, of `code` and of `variables`; the head comes first in `nodes`."""
     versions = differences({node: one.versions for node, one in nodes.items()})
     same_code = "check out the same commit on all nodes, or install from one shared folder"
-    code = differences({node: {"commit": one.commit} for node, one in nodes.items()}, same_code) or differences(
-        {node: {"source files, in the same commit": one.code_digest} for node, one in nodes.items()}, same_code
+    commits = {node: {"commit": one.commit} for node, one in nodes.items() if one.commit}
+    files = "source files, in the same commit" if len(commits) == len(nodes) else "source files"
+    code = differences(commits, same_code) or differences(
+        {node: {files: one.code_digest} for node, one in nodes.items()}, same_code
     )
     variables = differences({node: one.variables for node, one in nodes.items()}, "export the same value on all nodes")
     for name in variables:

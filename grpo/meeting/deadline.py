@@ -13,14 +13,14 @@ def within(timeout_s: float, function: Callable[[], T]) -> T:
 
     Raises:
         TimeoutError: it took longer. The thread is a daemon: it does not keep the process.
-        Exception: whatever `function` raised.
+        BaseException: whatever `function` raised.
     """
-    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
         try:
             answers.put((function(), None))
-        except Exception as error:  # noqa: BLE001  the edge of a thread: raised again in the caller's
+        except BaseException as error:  # noqa: BLE001  the edge of a thread: raised again in the caller's
             answers.put((None, error))
 
     threading.Thread(target=call, daemon=True).start()

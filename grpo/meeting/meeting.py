@@ -94,7 +94,7 @@ def preside(
         Processes that came when the verdict stood: they have been told, but the others have not.
 
     Raises:
-        MeetingFailed: the store cannot be opened.
+        MeetingFailed: the store cannot be opened, or the head's own report takes longer than `REPORT_S`.
     """
     try:
         store = dist.TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False)
@@ -105,7 +105,14 @@ def preside(
             f"start one per node (srun --ntasks-per-node=1 {place.command}), or give all of them another --port",
         ) from error
     store.set("opening", json.dumps([place.command, place.nodes, opening]))
-    own = bring()
+    try:
+        own = within(REPORT_S, bring)
+    except TimeoutError as error:
+        raise MeetingFailed(
+            place.node,
+            f"the head {place.node} did not report within {REPORT_S:.0f} s",
+            f"run {place.command} on it alone: what hangs there?",
+        ) from error
     attendance, counts = _receive(store, place, join_timeout_s=join_timeout_s, started=started)
     store.set("verdict", decide(own, attendance))
     deadline = time.monotonic() + _LEAVE_S

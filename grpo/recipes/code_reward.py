@@ -43,7 +43,7 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
     cases = row["test_cases"]
     if row.get("language", "python") != "python" or not cases:
         return None
-    if any(case.get("fn_name") or case.get("type") not in (None, "stdin_stdout") for case in cases):
+    if not all(_is_of_texts(case) for case in cases):
         return None
     blocks = _BLOCK.findall(text)
     if not blocks:
@@ -60,6 +60,13 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
         if ended.code != 0 or lines_of(ended.output.decode(errors="replace")) != lines_of(case["output"]):
             return 0.0
     return 1.0
+
+
+def _is_of_texts(case: Mapping[str, Any]) -> bool:
+    """Text in and text out: no call of a function, whose arguments are lists."""
+    if case.get("fn_name") or case.get("type") not in (None, "stdin_stdout"):
+        return False
+    return isinstance(case.get("input"), str) and isinstance(case.get("output"), str)
 
 
 def lines_of(text: str) -> list[str]:

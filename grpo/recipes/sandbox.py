@@ -15,6 +15,7 @@ from pathlib import Path
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 10.0  # beyond `wall_s`, for the child that counts it to clean up
+_TRIAL_S = 60.0  # a machine that starts a job is slow
 _READ_BYTES = 65536
 
 
@@ -44,6 +45,8 @@ class Outcome:
     """Standard output, up to `output_bytes`."""
     why: str = ""
     """Why it was ended: "late", "output", or what the sandbox could not do."""
+    has_no_namespaces: bool = False
+    """Whether that was to get namespaces from this machine."""
 
 
 def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *, isolated: bool = True) -> Outcome:
@@ -86,7 +89,8 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
         return Outcome(code=None, output=output, why="output")
     if "code" in answer:
         return Outcome(code=answer["code"], output=output)
-    return Outcome(code=None, output=output, why="late" if "late" in answer else answer.get("error", "it was killed"))
+    why = "late" if "late" in answer else answer.get("error", "it was killed")
+    return Outcome(code=None, output=output, why=why, has_no_namespaces=answer.get("no_namespaces", False))
 
 
 def _read(child: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
@@ -115,14 +119,24 @@ def _read(child: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
 
 @functools.cache
 def can_isolate() -> bool:
-    """Whether this machine gives namespaces; warns once where it does not."""
-    tried = run_program("print(6 * 7)")
+    """Whether this machine gives namespaces; warns once where it does not.
+
+    Raises:
+        RuntimeError: a program could not be tried out for another reason, which may be over the next time.
+    """
+    tried = run_program("print(6 * 7)", b"", Limits(wall_s=_TRIAL_S))
     if tried.output == b"42\n":
         return True
+    why = tried.why or f"exit code {tried.code}"
+    if not tried.has_no_namespaces:
+        raise RuntimeError(
+            f"the sandbox for programs of the model failed on `print(6 * 7)` ({why}): is {sys.executable}, with its "
+            f"libraries, below /usr, /lib or {sys.base_prefix}, and has the machine memory and processors left?"
+        )
     warnings.warn(
         f"programs of the model run with limits alone, with this user's files and network in reach, because this "
-        f"machine gives no namespaces ({tried.why or tried.code}): allow unprivileged user namespaces, or give the job "
-        "nodes that hold nothing else",
+        f"machine gives no namespaces ({why}): allow unprivileged user namespaces, or give the job nodes that hold "
+        "nothing else",
         stacklevel=2,
     )
     return False

@@ -5,6 +5,7 @@ the program where there are namespaces, so that none of its own can outlive them
 the one that makes the namespaces; and the first one inside, with whose end the kernel ends all others inside.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -13,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -38,8 +40,12 @@ class Stopped(Exception):
     """SIGTERM: the one that reads the output has seen enough."""
 
 
+class NoNamespaces(OSError):
+    """The kernel refuses what the sandbox is made of."""
+
+
 def main(settings: dict[str, Any]) -> None:
-    """Writes to `status_fd` one JSON object: `code`, or `late`, or `error` where no sandbox could be made."""
+    """Writes to `status_fd` one JSON object: `code`, or `late`, or `error` where no sandbox could be made, and why."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise Stopped
@@ -72,13 +78,17 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
                 _isolated(settings, is_root, say_ready, may_go, tell)
             _limited(settings)
         except BaseException as error:  # noqa: BLE001  nobody above it can say more
-            _tell(tell, {"error": f"{type(error).__name__}: {error}"})
+            _tell(tell, _error(error))
         os._exit(1)
     os.close(tell)
     os.close(say_ready)
     if settings["isolated"]:
         if os.read(ready, 1) and is_root:
-            _write_maps(pid, f"0 0 1\n{NOBODY} {NOBODY} 1")
+            try:
+                with _asking_the_kernel():
+                    _write_maps(pid, f"0 0 1\n{NOBODY} {NOBODY} 1")
+            except NoNamespaces as error:
+                return _error(error)
         os.write(say_go, b"g")
     if not select.select([os.pidfd_open(pid)], [], [], settings["wall_s"])[0]:
         return {"late": True}
@@ -99,10 +109,11 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
     with open(os.path.join(settings["folder"], "program.py"), "rb") as file:
         source = file.read()
     user, group = os.getuid(), os.getgid()
-    _check(libc.unshare(NEW_USER | NEW_NET | NEW_PID | NEW_MOUNTS | NEW_IPC | NEW_UTS), "unshare")
-    _die_with_parent()  # new credentials have switched it off
-    if not is_root:
-        _write_maps(os.getpid(), f"{user} {user} 1", f"{group} {group} 1")
+    with _asking_the_kernel():
+        _check(libc.unshare(NEW_USER | NEW_NET | NEW_PID | NEW_MOUNTS | NEW_IPC | NEW_UTS), "unshare")
+        _die_with_parent()  # new credentials have switched it off
+        if not is_root:
+            _write_maps(os.getpid(), f"{user} {user} 1", f"{group} {group} 1")
     os.write(say_ready, b"r")
     os.read(may_go, 1)
     first = os.fork()
@@ -110,7 +121,8 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
         os.waitpid(first, 0)
         os._exit(0)
     _die_with_parent()
-    _make_root(settings, source)
+    with _asking_the_kernel():
+        _make_root(settings, source)
     program = os.fork()
     if not program:
         os.setsid()
@@ -177,6 +189,19 @@ def _start_program(python: str, folder: str) -> NoReturn:
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     os.chdir(folder)
     os.execve(python, [python, "-I", "-S", "-B", "-X", "utf8", "program.py"], {})
+
+
+@contextlib.contextmanager
+def _asking_the_kernel() -> Iterator[None]:
+    """Around what makes the namespaces, where another machine may refuse."""
+    try:
+        yield
+    except OSError as error:
+        raise NoNamespaces(*error.args) from error
+
+
+def _error(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}", "no_namespaces": isinstance(error, NoNamespaces)}
 
 
 def _tell(pipe: int, what: dict[str, Any]) -> None:

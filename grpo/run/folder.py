@@ -88,6 +88,7 @@ class RunFolder:
         check_writable(path)
         make_run_folder(path)
         self._started = float(env.get("GRPO_STARTED") or time.time())
+        self._launched = float(env.get("GRPO_LAUNCHED") or self._started)  # before the nodes met, which takes minutes
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
         self._lock = self._take_lock()
@@ -205,7 +206,7 @@ class RunFolder:
         notes = []
         for path in [self._person_request, *self.path.glob("stop.*.*")]:
             try:
-                too_old = path.stat().st_mtime < self._started
+                too_old = path.stat().st_mtime < self._launched
             except OSError:
                 continue
             if path != self._own_request and (too_old or path != self._person_request):
@@ -287,10 +288,14 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
         and (previous.state, previous.job) == ("failed", folder.job)
         and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
     )
-    if not is_told:  # else the trainer has said more
-        folder.begin_attempt(goes_on=True)
-        folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
-    folder.release()
+    try:
+        if not is_told:  # else the trainer has said more
+            folder.begin_attempt(goes_on=True)
+            folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
+    except OSError as problem:  # a full disk must not hide the mistake
+        warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
+    finally:
+        folder.release()
 
 
 def note_run(path: Path, env: Mapping[str, str]) -> None:

@@ -139,7 +139,12 @@ class Stub:
         has_succeeded = is_interrupted = False
         with tempfile.TemporaryDirectory() as notes:
             self.launcher = attempt.Attempt(
-                output_dir=self.output_dir, notes=Path(notes), started=started, is_head=self.node == 0, env=os.environ
+                output_dir=self.output_dir,
+                notes=Path(notes),
+                launched=started,
+                started=started,
+                is_head=self.node == 0,
+                env=os.environ,
             )
             env = {**os.environ, **self.launcher.variables()}
             note_run(self.output_dir, env)

@@ -68,6 +68,12 @@ def test_which_ends_of_a_pod_start_it_again() -> None:
     assert {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]} in rules
 
 
+def test_the_heads_success_is_the_jobs() -> None:
+    """A pod that is replaced when the head has ended would wait for it, ask to be started again, and so on for ever."""
+    _, job = read_manifest()
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+
+
 def test_the_command_of_a_pod() -> None:
     """It is one that `grpo launch` takes, and crashes are counted under the same name in every pod that is tried."""
     _, job = read_manifest()

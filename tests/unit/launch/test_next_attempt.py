@@ -41,7 +41,7 @@ def test_decisions(state: dict | None, crashes: int, code: int, why: str) -> Non
 
 def test_each_attempts_crash_counts_once(tmp_path: Path) -> None:
     record = tmp_path / "crashes.17.json"
-    assert [count_crash(record, -1, attempt) for attempt in ("0", "0", "1", "1", "2")] == [1, 1, 2, 2, 3]
+    assert [count_crash(record, -1, attempt, limit=3) for attempt in ("0", "0", "1", "1", "2")] == [1, 1, 2, 2, 3]
 
 
 def test_a_newer_complete_checkpoint_starts_the_count_again(tmp_path: Path) -> None:
@@ -151,3 +151,39 @@ def test_a_record_that_cannot_be_read_or_written_ends_no_job(
 
     monkeypatch.setattr(Path, "read_text", stale)
     assert read_state(tmp_path, lambda state: True) is None
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG])
+def test_a_folder_that_will_never_be_written_is_no_reason_to_start_for_ever(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", refuse)
+        code, _ = conclude(tmp_path, None, job="17", attempt="0", max_crashes=9)
+    assert code == FAILED
+    assert f"crashes.17.json: [Errno {number}]" in capsys.readouterr().err
+
+
+def test_a_job_whose_disk_stays_full_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(attempt: str) -> int:
+        return conclude(tmp_path, None, job="17", attempt=attempt, max_crashes=3)[0]
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert [crash(attempt) for attempt in ("0", "0", "1", "1", "2")] == [START_AGAIN] * 4 + [FAILED]
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "complete.json").touch()
+    assert [crash(attempt) for attempt in ("3", "4", "5", "6")] == [START_AGAIN] * 3 + [FAILED], "as with a record"
+    conclude(tmp_path, BY_THE_SCHEDULER, job="17", attempt="7", max_crashes=3)
+    assert not list(tmp_path.glob("crashes*")), "what is no crash forgets those before"
+
+    def takes_nothing(path: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(Path, "touch", takes_nothing)
+    assert crash("8") == FAILED

@@ -75,3 +75,13 @@ def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None
     assert ranks_per_node(asked, dict.fromkeys("abcd", 8)).per_node == 7
     assert ranks_per_node(asked, dict.fromkeys("abcd", 4)).per_node == 3
     assert ranks_per_node(asked, {"a": 8, "b": 7, "c": 8}).per_node == 6
+
+
+def test_one_node_without_gpus_is_the_nodes_fault_and_all_of_them_the_users() -> None:
+    place = Place(nodes=("a", "b"), node="a", head_address="a", port=1, command="grpo launch")
+    none = NodeReport(gpus=0, mistake="torch is built for CUDA 12.9, but sees no GPU")
+    one = decide(place, {"a": NodeReport(gpus=8), "b": none}, Asked(), port=1)
+    assert (one.agreed, one.is_mistake) == (None, False)
+    assert [trouble.message for trouble in one.troubles] == [f"b: {none.mistake}"]
+    both = decide(place, {"a": none, "b": none}, Asked(), port=1)
+    assert (both.agreed, both.is_mistake) == (None, True)

@@ -12,7 +12,9 @@ from grpo.meeting.agreement import Software, compare_software, read_software
 from grpo.meeting.trouble import list_nodes
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 1)])
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("git"), PermissionError("git"), subprocess.TimeoutExpired("git", 1)]
+)
 def test_no_git_is_no_commit(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(*args, **kwargs) -> None:
         raise error
@@ -67,3 +69,13 @@ def test_a_node_that_differs_is_named(changes: dict, what: str, message: str, is
 def test_a_tie_goes_to_the_head() -> None:
     (trouble,) = compare_software({"a": software(commit="new"), "b": software()})["code"]
     assert (trouble.nodes, trouble.message) == (("b",), "commit: new on a; abc on b")
+
+
+def test_where_git_does_not_answer_the_source_files_decide() -> None:
+    """Not installed, a checkout of another owner, a file system that is slow."""
+    nodes = {"a": software(), "b": software(commit=""), "c": software(code_digest="9", commit="")}
+    assert not compare_software({"a": nodes["a"], "b": nodes["b"]})["code"]
+    (trouble,) = compare_software(nodes)["code"]
+    assert (trouble.message, trouble.nodes) == ("source files: 123 on a, b; 9 on c", ("c",))
+    (trouble,) = compare_software({**nodes, "c": software(commit="def")})["code"]
+    assert (trouble.message, trouble.nodes) == ("commit: abc on a; def on c", ("c",))

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo.meeting import meeting
+from grpo.meeting.deadline import within
 from grpo.meeting.expected import Place
 from grpo.meeting.meeting import Attendance, MeetingFailed, attend, preside
 from grpo.meeting.trouble import Trouble
@@ -124,6 +126,26 @@ def test_a_node_that_comes_and_does_not_report_is_named(monkeypatch: pytest.Monk
     assert (attendance.arrivals, counts) == ((), {"b": 0})
     (trouble,) = attendance.troubles
     assert (trouble.nodes, trouble.message) == (("b",), "b came, but did not report within 0 s")
+
+
+def test_a_head_whose_own_report_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that does not answer, say."""
+    monkeypatch.setattr(meeting, "REPORT_S", 0.2)
+    hangs = threading.Event()
+    with pytest.raises(MeetingFailed, match="the head a did not report within 0 s") as caught:
+        preside(place(), lambda: hangs.wait(5.0), messages, join_timeout_s=0.0, started=time.monotonic())
+    hangs.set()
+    assert caught.value.trouble.nodes == ("a",)
+    assert "run grpo test on it alone" in caught.value.trouble.fix
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_what_a_thread_ends_with_ends_who_waits_for_it(error: type[BaseException]) -> None:
+    def ends() -> None:
+        raise error
+
+    with pytest.raises(error):
+        within(5.0, ends)
 
 
 def test_a_head_that_does_not_answer_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,12 @@ def test_rows_that_cannot_be_judged_have_no_reward() -> None:
     assert code_reward([RIGHT] * 3, rows) == [None, None, None]
 
 
+@pytest.mark.parametrize("change", [{"input": ["1 2"]}, {"output": ["3"]}, {"input": None}, {"output": 3}])
+def test_cases_that_are_no_text_end_no_training(change: dict) -> None:
+    row = {**ADD, "test_cases": [ADD["test_cases"][0], {**ADD["test_cases"][1], **change}]}
+    assert code_reward([RIGHT, RIGHT], [row, ADD]) == [None, 1.0]
+
+
 def test_a_sandbox_that_fails_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([Outcome(code=0, output=b"3"), Outcome(code=None, output=b"", why="OSError: unshare: no more")])
     monkeypatch.setattr(module, "can_isolate", lambda: True)

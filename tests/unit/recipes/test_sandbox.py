@@ -192,13 +192,59 @@ def test_it_ends_with_the_trainer(tmp_path: Path) -> None:
     assert alive == []
 
 
+@pytest.fixture
+def nothing_is_known() -> Iterator[None]:
+    """Of this machine's namespaces, before the test and after it."""
+    can_isolate.cache_clear()
+    yield
+    can_isolate.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_is_known")
 def test_a_machine_without_namespaces_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(source: str, **_: object) -> Outcome:
-        return Outcome(code=None, output=b"", why="OSError: unshare: Operation not permitted")
+    def run(source: str, *_: object) -> Outcome:
+        why = "NoNamespaces: unshare: Operation not permitted"
+        return Outcome(code=None, output=b"", why=why, has_no_namespaces=True)
 
     monkeypatch.setattr(sandbox, "run_program", run)
-    can_isolate.cache_clear()
     with pytest.warns(UserWarning, match="with limits alone.*unshare: Operation not permitted.*user namespaces"):
         assert not can_isolate()
     assert not can_isolate()
-    can_isolate.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("line", "broken"),
+    [
+        ("libc.unshare(NEW_USER |", "libc.unshare(1 << 31 | NEW_USER |"),
+        ('"mode=755,size=', '"mode=no number,size='),
+        ('_write(f"/proc/{pid}/uid_map", users)', '_write(f"/proc/{pid}/uid_map", "no numbers")'),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_known")
+def test_what_the_kernel_refuses_is_no_namespaces(
+    line: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sandbox._CHILD.read_text()
+    assert source.count(line) == 1
+    (tmp_path / "child.py").write_text(source.replace(line, broken))
+    monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
+    with pytest.warns(UserWarning, match="with limits alone.*Invalid argument"):
+        assert not can_isolate()
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        (Outcome(code=None, output=b"", why="late"), "late"),
+        (Outcome(code=None, output=b"", why="it was killed"), "it was killed"),
+        (Outcome(code=127, output=b""), "exit code 127"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_known")
+def test_a_trial_that_fails_otherwise_opens_nothing(ended: Outcome, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's programs would have this user's files and the network in reach, for a machine that was slow once."""
+    ends = iter([ended, Outcome(code=0, output=b"42\n")])
+    monkeypatch.setattr(sandbox, "run_program", lambda *_: next(ends))
+    with pytest.raises(RuntimeError, match=f"sandbox .* failed .*{why}"):
+        can_isolate()
+    assert can_isolate()

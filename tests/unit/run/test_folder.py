@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo.run.folder import RunFolder, read_run_state, record_mistake
+from grpo.run.telling import telling_mistakes
 
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
 
@@ -87,6 +88,17 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     folder.release()
     assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
+
+
+def test_a_request_from_while_the_nodes_met_counts(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    made = (tmp_path / "stop").stat().st_mtime
+    named = {**JOB, "GRPO_STARTED": str(made + 60)}
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made - 60)})
+    assert (folder.drop_old_requests(), folder.a_person_asks, folder.state.started) == ([], True, made + 60)
+    folder.release()
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made + 1)})
+    assert (len(folder.drop_old_requests()), folder.a_person_asks) == (1, False)
 
 
 def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +198,20 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     record_mistake(tmp_path / "file", JOB, ImportError("no module named rewards"))
+
+
+def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("grpo.run.folder.write_atomically", full)
+    with (
+        pytest.warns(UserWarning, match=r"cannot write .*run_state\.json: .*No space left on device"),
+        pytest.raises(ImportError, match="no module named rewards"),
+        telling_mistakes(tmp_path),
+    ):
+        raise ImportError("no module named rewards")
+    monkeypatch.undo()
+    RunFolder(tmp_path, {"GRPO_JOB": "another"}).release()
