@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,16 @@ _patching = threading.Lock()
 _noticed: dict[int, list[str]] = {}
 """By thread: what it has tried to do with signals."""
 
+
+def _forget_in_child() -> None:
+    """A forked child, of a pool that a reward function has, say: signals are its own, and nobody holds the lock."""
+    global _patching
+    _patching = threading.Lock()
+    _noticed.clear()
+    vars(signal).update(_originals)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 _MAIN_THREAD = ("main thread", "same thread", "event loop in thread", "threaded environment")
 """What errors say of code that another thread may not run: signals, SQLite, asyncio, verifiers of mathematics."""
@@ -108,7 +119,7 @@ def _noticing_signals() -> Iterator[list[str]]:
         yield found
     finally:
         with _patching:
-            del _noticed[me]
+            _noticed.pop(me, None)
             if not _noticed:
                 vars(signal).update(_originals)
 

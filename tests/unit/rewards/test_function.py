@@ -2,6 +2,7 @@
 the main thread may call is found out."""
 
 import asyncio
+import os
 import signal
 import sqlite3
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from grpo.job.failure import JobFailed
+from grpo.job.signals import StopSignals
 from grpo.job.watch import FailureWatch
 from grpo.job.worker import Worker
+from grpo.rewards import function as function_module
 from grpo.rewards.function import NeedsMainThreadError, RewardFunction
 from grpo.timeline.recorder import Recorder
 from tests.launching import ROOT
@@ -197,6 +200,47 @@ def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) ->
     done.set()
     assert future.result(PATIENCE_S) == [2.0]
     assert signal.signal.__module__ == "signal"
+
+
+def in_a_fork(what: Callable[[], Any]) -> int:
+    """The status of a forked child that does it: 0 where nothing is raised."""
+    pid = os.fork()
+    if pid == 0:
+        threading.Timer(PATIENCE_S / 2, os._exit, [2]).start()
+        try:
+            what()
+        except BaseException:  # noqa: BLE001  the parent's code is not for the child
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
+    """As a pool of a judge's does, whose workers are the main thread of their process."""
+
+    def scores(values: list[int]) -> list[float]:
+        return [float(in_a_fork(lambda: sets_an_alarm(values)))]
+
+    assert in_thread(function(scores, watch)) == [0.0]
+
+
+def test_what_is_forked_meanwhile_scores_too(watch: FailureWatch) -> None:
+    with function_module._patching:  # as another thread that begins or ends a call just then
+        status = in_a_fork(lambda: in_thread(function(lambda values: [1.0], watch)))
+    assert status == 0
+
+
+def test_what_is_forked_ends_by_sigterm(watch: FailureWatch) -> None:
+    signals = StopSignals()
+    signals.take()
+
+    def scores(values: list[int]) -> list[float]:
+        return [float(in_a_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)))]
+
+    try:
+        assert in_thread(function(scores, watch)) == [-signal.SIGTERM]
+    finally:
+        signals.release()
 
 
 def strikes_the_main_thread(values: list[int]) -> list[float]:
