@@ -127,7 +127,8 @@ class FailureWatch:
         Nests: the outermost one reports.
 
         Raises:
-            JobFailed: chained to the error inside, when the record names another rank.
+            JobFailed: chained to the error inside, when the record names another rank, or when that was an `exit()`
+                while the job goes on.
         """
         self._guarded += 1
         try:
@@ -141,7 +142,8 @@ class FailureWatch:
 
     def _raise_for_job(self, error: BaseException) -> None:
         self._raising = True
-        if isinstance(error, SystemExit) and not error.code:
+        leaves = isinstance(error, SystemExit) and not error.code
+        if leaves and (self._alone or self._stopped.is_set()):
             self._raising = False
             return  # a script that says it is done
         if isinstance(error, StepFailed) and self.record is None:
@@ -154,8 +156,8 @@ class FailureWatch:
         self._raising_since = time.monotonic()
         if self.record is None:
             self.fail(error)
-        if self.record is not None and self.record.rank != self.rank:
-            raise JobFailed(self.record) from error
+        if self.record is not None and (leaves or self.record.rank != self.rank):
+            raise JobFailed(self.record) from error  # a rank that just left would have ended well
 
     def check(self) -> None:
         """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""

@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
 from grpo.job.mistakes import shown_frame, users_frame
+from grpo.job.worker import exits_as_errors
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0
@@ -122,10 +123,10 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     """What `func` returns. Its own errors become ValueErrors that name its line."""
     try:
         if not is_async_callable(func):
-            with _interrupted_after(DEADLINE_S):
+            with _interrupted_after(DEADLINE_S), exits_as_errors(in_main_thread=True):
                 return func(**call)
         assert loop is not None
-        answer = asyncio.run_coroutine_threadsafe(func(**call), loop)
+        answer = asyncio.run_coroutine_threadsafe(_surviving(func(**call)), loop)
         try:
             return answer.result(DEADLINE_S)
         except TimeoutError:
@@ -134,11 +135,17 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
             answer.cancel()
             raise _TooSlowError from None
     except Exception as error:
+        own = error.__cause__ if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)) else error
         raise ValueError(
-            f"reward function {_name(func)} raised {type(error).__name__}: {reason_of(error)}\n"
-            f"  in {users_frame(error) or shown_frame(traceback.extract_tb(error.__traceback__)[-1])}\n"
+            f"reward function {_name(func)} raised {type(own).__name__}: {reason_of(own)}\n"
+            f"  in {users_frame(own) or shown_frame(traceback.extract_tb(own.__traceback__)[-1])}\n"
             f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error
+
+
+async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    with exits_as_errors():
+        return await coroutine
 
 
 def _check_signature(func: Callable[..., Any], call: dict[str, Any]) -> None:

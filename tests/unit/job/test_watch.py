@@ -98,6 +98,27 @@ def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[F
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_rank_that_leaves_amid_the_job_fails_it(pair: list[FailureWatch]) -> None:
+    with pytest.raises(JobFailed, match="rank 0, phase 'train': SystemExit: 0"), pair[0].guard():
+        with pair[0].during("train"):
+            raise SystemExit(0)
+    assert pair[0].record is not None
+
+
+def test_a_rank_that_leaves_a_job_that_was_stopped_is_done(pair: list[FailureWatch]) -> None:
+    pair[0].leave()
+    with pytest.raises(SystemExit), pair[0].guard():
+        raise SystemExit(0)
+    assert pair[0].record is None
+
+
+def test_a_lone_process_may_leave() -> None:
+    watch = alone()
+    with pytest.raises(SystemExit), watch.guard():
+        raise SystemExit(0)
+    assert watch.record is None
+
+
 @pytest.mark.parametrize(
     "echo",
     [

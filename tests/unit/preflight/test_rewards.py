@@ -123,6 +123,18 @@ def test_an_asynchronous_functions_own_timeout_is_its_error(tmp_path: Path) -> N
         tried(score, tmp_path)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_leaves_is_a_mistake(is_async: bool, tmp_path: Path) -> None:
+    def leaves(**kwargs: Any) -> list[float]:
+        raise SystemExit(0)
+
+    async def leaves_too(**kwargs: Any) -> list[float]:
+        raise SystemExit(0)
+
+    with pytest.raises(ValueError, match=r"raised SystemExit: 0\n  in .*test_rewards.py:\d+, in leaves.*raise"):
+        tried(leaves_too if is_async else leaves, tmp_path)
+
+
 def test_models_are_left_out_and_partials_named(tmp_path: Path) -> None:
     tried([nn.Linear(1, 1), "some/judge"], tmp_path)
 

@@ -284,6 +284,26 @@ def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> Non
         asyncio.run(function(leaves, watch).awaited({"values": [1]}, ExitStack()))
 
 
+def leaves(values: list[int]) -> list[float]:
+    raise SystemExit
+
+
+def test_one_that_leaves_ends_no_rank_well(watch: FailureWatch) -> None:
+    call = function(leaves, watch)
+    for run in (lambda: call.now({"values": [1]}), lambda: in_thread(call)):
+        with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit"):
+            run()
+
+
+def test_an_interrupt_of_the_main_thread_stays_one(watch: FailureWatch) -> None:
+    def waits(values: list[int]) -> list[float]:
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        function(waits, watch).now({"values": [1]})
+
+
 def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
     limit, begun, ends = ExitStack(), threading.Event(), threading.Event()
 
