@@ -22,7 +22,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from grpo.job.failure import FailureRecord, JobFailed, StepFailed
+from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.interrupt import on_expiry, raise_in_main_thread
 from grpo.job.limits import CallLimits
 from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
@@ -130,6 +130,8 @@ class FailureWatch:
             JobFailed: chained to the error inside, when the record names another rank, or when that was an `exit()`
                 while the job goes on.
         """
+        if not self._guarded:
+            self._raising = False  # an interrupted cell of a notebook is over, and the next one begins
         self._guarded += 1
         try:
             yield
@@ -146,8 +148,8 @@ class FailureWatch:
         if leaves and (self._alone or self._stopped.is_set()):
             self._raising = False
             return  # a script that says it is done
-        if isinstance(error, StepFailed) and self.record is None:
-            self.report(error.record)  # the same on every rank
+        if isinstance(error, JobFailed) and self.record is None:
+            self.report(error.record)  # the same on every rank, or what only this one has seen
         if self._alone or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
@@ -175,7 +177,9 @@ class FailureWatch:
             time.sleep(0.05)
 
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
-        """A record about this rank."""
+        """A record about this rank; a failure that has one keeps it."""
+        if isinstance(cause, JobFailed):
+            return cause.record
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         mistake = isinstance(cause, BaseException) and is_mistake(cause, before_first_step=is_before_first_step())
         return FailureRecord(

@@ -84,12 +84,16 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def wait_for_record(watch: FailureWatch) -> None:
+    deadline = time.monotonic() + 10
+    while watch.record is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[FailureWatch]) -> None:
     with pytest.raises(ZeroDivisionError), pair[1].guard(), pair[1].during("train"):
         raise ZeroDivisionError("reward")
-    deadline = time.monotonic() + 10
-    while pair[0].record is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_record(pair[0])
     with pytest.raises(JobFailed, match=r"rank 1, phase 'train': ZeroDivisionError: reward"):
         pair[0].check()
     # what the other rank meets as a consequence is told as that
@@ -99,9 +103,9 @@ def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[F
 
 
 def test_a_rank_that_leaves_amid_the_job_fails_it(pair: list[FailureWatch]) -> None:
-    with pytest.raises(JobFailed, match="rank 0, phase 'train': SystemExit: 0"), pair[0].guard():
-        with pair[0].during("train"):
-            raise SystemExit(0)
+    what = "rank 0, phase 'train': SystemExit: 0"
+    with pytest.raises(JobFailed, match=what), pair[0].guard(), pair[0].during("train"):
+        raise SystemExit(0)
     assert pair[0].record is not None
 
 
@@ -117,6 +121,21 @@ def test_a_lone_process_may_leave() -> None:
     with pytest.raises(SystemExit), watch.guard():
         raise SystemExit(0)
     assert watch.record is None
+
+
+def test_a_failure_that_only_this_rank_has_seen_reaches_the_others(pair: list[FailureWatch]) -> None:
+    with pytest.raises(JobFailed, match="no answer from rank 1"), pair[0].guard():
+        raise JobFailed(pair[0].make_record("no answer from rank 1"))
+    assert pair[0].record is not None
+    wait_for_record(pair[1])
+    assert pair[1].record == pair[0].record
+
+
+def test_a_failure_that_has_a_record_gets_no_other() -> None:
+    watch = alone()
+    assert watch.make_record(JobFailed(RECORD)) == RECORD
+    watch.fail(JobFailed(RECORD))
+    assert watch.record == RECORD
 
 
 @pytest.mark.parametrize(
@@ -204,6 +223,15 @@ def test_a_lone_process_that_is_stuck_is_ended_with_the_cause() -> None:
 
 def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
     watch = alone()
+    threading.Timer(0.3, watch.report, [RECORD]).start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
+        busy(10)
+
+
+def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> None:
+    watch = alone()
+    with pytest.raises(KeyboardInterrupt), watch.guard():
+        raise KeyboardInterrupt
     threading.Timer(0.3, watch.report, [RECORD]).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
         busy(10)
