@@ -34,6 +34,7 @@ from grpo.job.signals import StopSignals
 from grpo.job.topology import NodeTopology
 
 _watches = itertools.count()
+_current: "FailureWatch | None" = None
 
 POLL_S = 0.2  # once there is a record
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
@@ -270,13 +271,11 @@ class FailureWatch:
 
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
-        if self._thread is None:
-            return
-        self._end_watch()
         if self._link is not None:
+            self._end_watch()
             self._link.say("stop")
             self._link.close()
-        sys.excepthook = self._excepthook
+            sys.excepthook = self._excepthook
         self.signals.release()
 
     def _end_watch(self) -> None:
@@ -378,6 +377,8 @@ def watch_for(
 ) -> FailureWatch:
     """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
 
+    The watch of a trainer before this one is stopped: a process has one.
+
     Args:
         local_pids: of each rank on this node, this one's included, by global rank.
         timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
@@ -385,8 +386,12 @@ def watch_for(
     Raises:
         RuntimeError: a node's sentinel does not start, or cannot reach the first node's.
     """
+    global _current
+    if _current is not None:
+        _current.stop()
     link = None
     if dist.is_initialized() and topology.world_size > 1:
         store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
         link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s)
-    return FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
+    _current = FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
+    return _current

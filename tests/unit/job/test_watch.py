@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from grpo.job import watch as watch_module
 from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.liveness import Place
 from grpo.job.mistakes import may_be_an_echo
@@ -18,7 +19,7 @@ from grpo.job.node_groups import NodeGroups
 from grpo.job.sentinel_link import SentinelLink
 from grpo.job.sentinel_start import _started, start_sentinel
 from grpo.job.signals import StopSignals
-from grpo.job.watch import FailureWatch
+from grpo.job.watch import FailureWatch, watch_for
 from tests.unit.job.made_up_jobs import job
 
 TIMEOUT_S = 5.0
@@ -205,7 +206,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 
 STUCK_ALONE = """
 import threading, time
-from grpo.job.watch import FailureWatch
+from grpo.job.watch import FailureWatch, watch_for
 from tests.unit.job.made_up_jobs import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a")
@@ -235,6 +236,20 @@ def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> No
     threading.Timer(0.3, watch.report, [RECORD]).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
         busy(10)
+
+
+def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    (topology, *_) = job((8,), ranks=1)
+    monkeypatch.setattr(watch_module, "_current", None)
+    monkeypatch.setattr(watch_module, "link_to_sentinel", lambda *_, **__: None)
+    monkeypatch.setattr(watch_module, "FailureWatch", lambda *_, **__: next(made))
+    hook, made = sys.excepthook, iter([pair[1], alone()])
+    assert hook == pair[1]._report_unhandled
+    watch_for(topology, {})
+    assert sys.excepthook == hook
+    watch_for(topology, {})
+    assert sys.excepthook == pair[0]._report_unhandled
+    assert not pair[1]._thread.is_alive()
 
 
 def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:
