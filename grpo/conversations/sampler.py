@@ -50,7 +50,7 @@ class Sampler:
         self._num_rows, self._is_over = num_rows, False
         self._calls = itertools.count(1)  # also from several threads
         self.refused: dict[int, str] = {}
-        """By row: why no engine took its prompt, where `sample` was not asked for it anew; or a turn of `sample_all`."""
+        """By row: why no engine took its prompt, unless `sample` has asked for it anew; or a turn of `sample_all`."""
         self.engines: dict[int, int] = {}
         """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
         self.policy_versions: dict[int, int] = {}
