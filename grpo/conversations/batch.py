@@ -106,7 +106,8 @@ class Conversations:
         future.add_done_callback(lambda done: _notify(changed))
         # Above what this thread looks at by itself: for code that holds the interpreter's lock.
         limit_s = max(0.0, until - time.monotonic()) + MARGIN_S
-        with self._watch.limits.around(PHASE, limit_s, self._too_long()):
+        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
+        with self._watch.limits.around(PHASE, limit_s, cause):
             while True:
                 self._watch.check()
                 with changed:
@@ -118,9 +119,6 @@ class Conversations:
                         return False
                 self._check_limits(until)
 
-    def _too_long(self) -> str:
-        return f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
-
     def _check_limits(self, until: float) -> None:
         slowest = self._channel.slowest()
         if slowest is not None and slowest[0] > self._limits.turn_s:
@@ -130,7 +128,10 @@ class Conversations:
             )
         if time.monotonic() > until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
-            raise TimeoutError(f"{self._too_long()}; it waits for {waits}")
+            raise TimeoutError(
+                f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout); it waits "
+                f"for {waits}"
+            )
 
     def _meet(self, mine: ConversationReport | None) -> list[ConversationReport]:
         """The reports of all ranks, or nothing if a node has no engine left."""
