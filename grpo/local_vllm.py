@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo.config import GRPOConfig
+from grpo.conversations.batch import PHASE as ROLLOUT
 from grpo.conversations.rollouts import Rollouts
 from grpo.conversations.sampler import Turn
 from grpo.conversations.serving import RankConversations
@@ -16,7 +17,7 @@ from grpo.conversations.talk import Talk
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.job.failure import StepFailed
-from grpo.job.node_groups import MARGIN_S, NodeGroups
+from grpo.job.node_groups import NodeGroups
 from grpo.job.startup import StartupClock, process_age_s
 from grpo.job.watch import FailureWatch
 from grpo.rollout.ahead import GenerationBatch, Progress
@@ -276,13 +277,7 @@ class LocalVLLM:
     @contextlib.contextmanager
     def _in_rollout(self, conversations: RankConversations, prompt_tokens: list[int]) -> Iterator[None]:
         self._watch.check()
-        args = self.args
-        # Above all that the main thread looks at by itself: for code that holds the interpreter's lock.
-        limit_s = args.rollout_timeout + args.vllm_start_timeout + args.vllm_sync_timeout + MARGIN_S
-        cause = (
-            f"a batch of conversations has not ended after {limit_s:g} s (rollout_timeout, and what engines may take)"
-        )
-        with self._watch.limited("rollout", limit_s, cause), self._timeline.span(WAIT_GENERATE):
+        with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
         self._last_prompt_tokens = prompt_tokens

@@ -306,7 +306,7 @@ class GRPOTrainer(ConversingTrainer):
 
     @property
     def _end_tokens(self) -> set[int]:
-        return {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
+        return {*self.eos_token_ids, self._tokenizer.pad_token_id}  # as TRL counts those that were cut (1.16)
 
     @property
     def _mode(self) -> str:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from grpo.conversations.channel import TurnChannel
 from grpo.conversations.report import ConversationReport
 from grpo.job.failure import StepFailed
-from grpo.job.node_groups import NodeGroups
+from grpo.job.node_groups import MARGIN_S, NodeGroups
 from grpo.job.watch import FailureWatch
 from grpo.job.wire import Wire
 from grpo.rollout.node import Stalled
 
+PHASE = "rollout"
 POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
 Result = TypeVar("Result")
 
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     batch_s: float
-    """Of a batch, from its first turn to the end of its last conversation."""
+    """Of a batch, from its first turn to the end of its last conversation, without what engines took to return."""
     turn_s: float
     """Of one turn, in the engines."""
 
@@ -79,15 +80,17 @@ class Conversations:
         """
         self._channel.begin()
         future = start()
-        begun = time.monotonic()
+        until = time.monotonic() + self._limits.batch_s
         try:
             mine: ConversationReport | None = None
             while True:
-                if mine is None and self._wait(future, begun):
+                if mine is None and self._wait(future, until):
                     mine = report(future.result())
+                begun = time.monotonic()
                 if reports := self._meet(mine):
                     return future.result(), reports
                 self._revive()
+                until += time.monotonic() - begun
         except BaseException:
             future.cancel()
             if self._channel.is_gone:  # the consequence of a death that has a record
@@ -97,29 +100,33 @@ class Conversations:
         finally:
             self._channel.begin()  # what a rollout has asked for and not waited for
 
-    def _wait(self, future: "Future[Any]", begun: float) -> bool:
+    def _wait(self, future: "Future[Any]", until: float) -> bool:
         """Until the conversations have ended, or the node has no engine left."""
         changed = self._channel.changed
         future.add_done_callback(lambda done: _notify(changed))
-        while True:
-            self._watch.check()
-            with changed:
-                if not future.done() and not self._channel.is_stalled:
-                    changed.wait(POLL_S)
-                if future.done():
-                    return True
-                if self._channel.is_stalled:
-                    return False
-            self._check_limits(begun)
+        # Above what this thread looks at by itself: for code that holds the interpreter's lock.
+        limit_s = max(0.0, until - time.monotonic()) + MARGIN_S
+        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
+        with self._watch.limits.around(PHASE, limit_s, cause):
+            while True:
+                self._watch.check()
+                with changed:
+                    if not future.done() and not self._channel.is_stalled:
+                        changed.wait(POLL_S)
+                    if future.done():
+                        return True
+                    if self._channel.is_stalled:
+                        return False
+                self._check_limits(until)
 
-    def _check_limits(self, begun: float) -> None:
+    def _check_limits(self, until: float) -> None:
         slowest = self._channel.slowest()
         if slowest is not None and slowest[0] > self._limits.turn_s:
             raise TimeoutError(
                 f"the engines of node {self._watch.node} have not answered {slowest[1]} after "
                 f"{self._limits.turn_s:g} s (vllm_generate_timeout)"
             )
-        if time.monotonic() - begun > self._limits.batch_s:
+        if time.monotonic() > until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
             raise TimeoutError(
                 f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout); it waits "

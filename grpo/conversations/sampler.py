@@ -50,7 +50,7 @@ class Sampler:
         self._num_rows, self._is_over = num_rows, False
         self._calls = itertools.count(1)  # also from several threads
         self.refused: dict[int, str] = {}
-        """By row: why no engine took its prompt, or a later turn of `sample_all`."""
+        """By row: why no engine took its prompt, unless `sample` has asked for it anew; or a turn of `sample_all`."""
         self.engines: dict[int, int] = {}
         """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
         self.policy_versions: dict[int, int] = {}
@@ -133,6 +133,8 @@ class Sampler:
         if answer.refusal is None:
             self.engines[row] = answer.engine
             self.policy_versions[row] = answer.policy_version
+            if turn >= 0:  # of `sample`, which told of a refusal before: the function has asked anew
+                self.refused.pop(row, None)
             return
         self.engines.setdefault(row, REFUSED)
         if turn <= 0:  # of a later `sample` the function is told

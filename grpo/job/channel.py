@@ -128,7 +128,10 @@ def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: flo
         channel = Channel(connection)
         channel.max_line_bytes = MAX_LINE_BYTES
         return channel
-    raise ConnectionError(f"port {port} cannot be reached: {'; '.join(problems)}")
+    raise ConnectionError(
+        f"port {port} cannot be reached: {'; '.join(problems)}: the nodes' processes must reach each other at any "
+        "port, as gloo and NCCL need it too"
+    )
 
 
 def _introduce(connection: socket.socket, secret: str, node: int) -> None:

@@ -1,9 +1,12 @@
 """What a failed job says of itself: one record, and the errors that carry it."""
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MAX_CAUSE = 16_000  # characters: a record goes from process to process in one packet
+MAX_CAUSE = 16_000  # characters
+MAX_CAUSE_BYTES = 100_000  # in JSON, where one may take 12: a record goes from process to process in one packet
+_GAP = "\n...\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +24,7 @@ class FailureRecord:
     """False for a mistake in what the user wrote, which the next start would meet again."""
 
     def __post_init__(self) -> None:
-        if len(self.cause) > MAX_CAUSE:
-            half = MAX_CAUSE // 2
-            object.__setattr__(self, "cause", f"{self.cause[:half]}\n...\n{self.cause[-half:]}")
+        object.__setattr__(self, "cause", _bounded(self.cause))
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
@@ -31,6 +32,16 @@ class FailureRecord:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def _bounded(cause: str) -> str:
+    """Its beginning and its end, as far as there is room; without halves of surrogate pairs, which no UTF-8 has."""
+    cause = cause.encode(errors="backslashreplace").decode()
+    kept, half = cause, MAX_CAUSE // 2
+    while len(kept) > MAX_CAUSE + len(_GAP) or len(json.dumps(kept)) > MAX_CAUSE_BYTES:
+        kept = cause[:half] + _GAP + cause[-half:]
+        half //= 2
+    return kept
 
 
 class JobFailed(RuntimeError):

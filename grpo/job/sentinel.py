@@ -261,7 +261,7 @@ class Sentinel:
         packet, descriptors = _receive(connection)
         if packet is None:
             return
-        message = json.loads(packet or "{}")
+        message = _message_in(packet)
         rank = self._ranks.get(message.get("rank", -1))
         self._selector.unregister(connection)
         del self._nameless[connection]
@@ -283,7 +283,7 @@ class Sentinel:
                 rank.connection.close()
                 rank.connection = None
                 return
-            self._take(rank, json.loads(packet))
+            self._take(rank, _message_in(packet))
 
     def _take(self, rank: _Rank, message: dict[str, Any]) -> None:
         match message:
@@ -308,6 +308,8 @@ class Sentinel:
                 rank.has_left = True
             case {"kind": "stop"}:
                 rank.has_left = rank.has_stopped = True
+            case _:
+                self._say(f"leaves out what rank {rank.rank} has sent, which is no message")
 
     def _on_dead_rank(self, rank: _Rank) -> None:
         if rank.connection is None:  # it came and died while something else was done: it still waits at the door
@@ -364,6 +366,14 @@ def _receive(connection: socket.socket) -> tuple[bytes | None, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content)
     return packet, list(descriptors)
+
+
+def _message_in(packet: bytes) -> dict[str, Any]:
+    """{} where there is none: one packet is not worth the sentinel."""
+    with contextlib.suppress(ValueError):
+        if isinstance(message := json.loads(packet), dict):
+            return message
+    return {}
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def link_to_sentinel(
         local_pids: of each rank on this node, this one's included, by global rank.
         store: with keys of these sentinels alone.
         timeout_s: without a word of a node until it is taken for lost.
-        join_s: from the first node's sentinel to the last one's.
+        join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node `START_S` more.
 
     Raises:
         RuntimeError: a sentinel does not start, or cannot reach the first node's.
@@ -55,9 +55,10 @@ def link_to_sentinel(
         os._exit(1)
 
     place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
-    with on_expiry(START_S + join_s, give_up):
-        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": join_s}
-        name = _meet(launch, host, settings, store, timedelta(seconds=join_s))
+    patience_s = START_S + join_s  # who comes last has as long for its start as the others
+    with on_expiry(START_S + patience_s, give_up):
+        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
+        name = _meet(launch, host, settings, store, timedelta(seconds=patience_s))
         return SentinelLink(name, launch.rank, place, timeout_s=timeout_s)
 
 
@@ -114,17 +115,22 @@ def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
     with process.stdin, process.stdout, contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(settings).encode())
         process.stdin.close()
-        is_there, _, _ = select.select([process.stdout], [], [], START_S)
+        is_there = _is_read_within(process.stdout, START_S)
         answer = json.loads(process.stdout.readline() or "{}") if is_there else {"error": f"silent for {START_S:.0f} s"}
         if "port" in answer:
             _started.append(process)  # else `Popen` would complain that it still runs
             return name, answer["port"]
     process.kill()
     process.wait()
-    raise RuntimeError(
-        f"the sentinel of node {settings['node']} did not start: {answer.get('error', 'it ended without a word')}: "
-        "the nodes' processes must reach each other at any port, as gloo and NCCL need it too"
-    )
+    why = answer.get("error", "it ended without a word")
+    raise RuntimeError(f"the sentinel of node {settings['node']} did not start: {why}")
+
+
+def _is_read_within(pipe: IO[bytes], timeout_s: float) -> bool:
+    """Whether something comes, or the end."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 _started: list[subprocess.Popen] = []

@@ -47,12 +47,18 @@ class StopSignals:
     def take(self, waker: int | None = None) -> None:
         """Install the handlers, where the script has none of its own. From the main thread; elsewhere nothing happens.
 
+        Those of a trainer before this one are released.
+
         Args:
             waker: a non-blocking socket's file descriptor that gets the number of a signal at once, even while the main
                 thread is stuck in C code. Whoever reads it decides what SIGTERM means.
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        global _current
+        if _current is not None:
+            _current.release()
+        _current = self
         if waker is not None:
             previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
             if previous != -1:
@@ -123,6 +129,10 @@ class StopSignals:
             for number in self._taken:
                 # A stop that was asked of all processes is no reason for a worker to die before its trainer.
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+
+
+_current: StopSignals | None = None
+"""Whose handlers are installed: a process has one trainer after the other."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from grpo.job.failure import FailureRecord, JobFailed, StepFailed
+from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.interrupt import on_expiry, raise_in_main_thread
 from grpo.job.limits import CallLimits
 from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
@@ -34,6 +34,7 @@ from grpo.job.signals import StopSignals
 from grpo.job.topology import NodeTopology
 
 _watches = itertools.count()
+_current: "FailureWatch | None" = None
 
 POLL_S = 0.2  # once there is a record
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
@@ -127,8 +128,11 @@ class FailureWatch:
         Nests: the outermost one reports.
 
         Raises:
-            JobFailed: chained to the error inside, when the record names another rank.
+            JobFailed: chained to the error inside, when the record names another rank, or when that was an `exit()`
+                while the job goes on.
         """
+        if not self._guarded:
+            self._raising = False  # an interrupted cell of a notebook is over, and the next one begins
         self._guarded += 1
         try:
             yield
@@ -141,11 +145,12 @@ class FailureWatch:
 
     def _raise_for_job(self, error: BaseException) -> None:
         self._raising = True
-        if isinstance(error, SystemExit) and not error.code:
+        leaves = isinstance(error, SystemExit) and not error.code
+        if leaves and (self._alone or self._stopped.is_set()):
             self._raising = False
             return  # a script that says it is done
-        if isinstance(error, StepFailed) and self.record is None:
-            self.report(error.record)  # the same on every rank
+        if isinstance(error, JobFailed) and self.record is None:
+            self.report(error.record)  # the same on every rank, or what only this one has seen
         if self._alone or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
@@ -154,8 +159,8 @@ class FailureWatch:
         self._raising_since = time.monotonic()
         if self.record is None:
             self.fail(error)
-        if self.record is not None and self.record.rank != self.rank:
-            raise JobFailed(self.record) from error
+        if self.record is not None and (leaves or self.record.rank != self.rank):
+            raise JobFailed(self.record) from error  # a rank that just left would have ended well
 
     def check(self) -> None:
         """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
@@ -173,7 +178,9 @@ class FailureWatch:
             time.sleep(0.05)
 
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
-        """A record about this rank."""
+        """A record about this rank; a failure that has one keeps it."""
+        if isinstance(cause, JobFailed):
+            return cause.record
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         mistake = isinstance(cause, BaseException) and is_mistake(cause, before_first_step=is_before_first_step())
         return FailureRecord(
@@ -264,13 +271,11 @@ class FailureWatch:
 
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
-        if self._thread is None:
-            return
-        self._end_watch()
         if self._link is not None:
+            self._end_watch()
             self._link.say("stop")
             self._link.close()
-        sys.excepthook = self._excepthook
+            sys.excepthook = self._excepthook
         self.signals.release()
 
     def _end_watch(self) -> None:
@@ -372,6 +377,8 @@ def watch_for(
 ) -> FailureWatch:
     """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
 
+    The watch of a trainer before this one is stopped: a process has one.
+
     Args:
         local_pids: of each rank on this node, this one's included, by global rank.
         timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
@@ -379,8 +386,12 @@ def watch_for(
     Raises:
         RuntimeError: a node's sentinel does not start, or cannot reach the first node's.
     """
+    global _current
+    if _current is not None:
+        _current.stop()
     link = None
     if dist.is_initialized() and topology.world_size > 1:
         store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
         link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s)
-    return FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
+    _current = FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
+    return _current

@@ -14,15 +14,18 @@ _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 @contextlib.contextmanager
-def exits_as_errors(told: str = "") -> Iterator[None]:
+def exits_as_errors(told: str = "", *, in_main_thread: bool = False) -> Iterator[None]:
     """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
 
     Args:
         told: what the error begins with.
+        in_main_thread: where an interrupt is Ctrl-C, and stays one.
     """
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
+        if in_main_thread and isinstance(error, KeyboardInterrupt):
+            raise
         raise RuntimeError(f"{told}{type(error).__name__}: {error}") from error
 
 

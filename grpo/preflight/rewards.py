@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
 from grpo.job.mistakes import shown_frame, users_frame
+from grpo.job.worker import exits_as_errors
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0
@@ -49,6 +50,21 @@ def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
         raise ValueError(
             f"reward_weights has {len(args.reward_weights)} numbers ({', '.join(map(str, args.reward_weights))}) for "
             f"{len(funcs)} reward functions: give one for each"
+        )
+
+
+def warn_of_long_rewards(reward_funcs: Any, args: GRPOConfig) -> None:
+    """Say so where functions that each keep to `reward_timeout` may together outlast other ranks' collectives."""
+    funcs = _listed(reward_funcs)
+    count = sum(not (isinstance(func, (str, nn.Module)) or is_async_callable(func)) for func in funcs)
+    together_s = count * args.reward_timeout
+    if count > 1 and together_s >= args.ddp_timeout:
+        warnings.warn(
+            f"{count} synchronous reward functions run one after the other, and may take {together_s:g} s "
+            f"(reward_timeout {args.reward_timeout:g} s for each), but ranks that wait for another's rewards in a "
+            f"collective are ended after ddp_timeout, {args.ddp_timeout} s, without its word: set ddp_timeout above "
+            f"{together_s:g}, or reward_timeout below {args.ddp_timeout / count:g}",
+            stacklevel=2,
         )
 
 
@@ -122,10 +138,10 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     """What `func` returns. Its own errors become ValueErrors that name its line."""
     try:
         if not is_async_callable(func):
-            with _interrupted_after(DEADLINE_S):
+            with _interrupted_after(DEADLINE_S), exits_as_errors(in_main_thread=True):
                 return func(**call)
         assert loop is not None
-        answer = asyncio.run_coroutine_threadsafe(func(**call), loop)
+        answer = asyncio.run_coroutine_threadsafe(_surviving(func(**call)), loop)
         try:
             return answer.result(DEADLINE_S)
         except TimeoutError:
@@ -134,11 +150,17 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
             answer.cancel()
             raise _TooSlowError from None
     except Exception as error:
+        own = error.__cause__ if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)) else error
         raise ValueError(
-            f"reward function {_name(func)} raised {type(error).__name__}: {reason_of(error)}\n"
-            f"  in {users_frame(error) or shown_frame(traceback.extract_tb(error.__traceback__)[-1])}\n"
+            f"reward function {_name(func)} raised {type(own).__name__}: {reason_of(own)}\n"
+            f"  in {users_frame(own) or shown_frame(traceback.extract_tb(own.__traceback__)[-1])}\n"
             f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error
+
+
+async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    with exits_as_errors():
+        return await coroutine
 
 
 def _check_signature(func: Callable[..., Any], call: dict[str, Any]) -> None:

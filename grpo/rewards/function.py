@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,16 @@ _patching = threading.Lock()
 _noticed: dict[int, list[str]] = {}
 """By thread: what it has tried to do with signals."""
 
+
+def _forget_in_child() -> None:
+    """A forked child, of a pool that a reward function has, say: signals are its own, and nobody holds the lock."""
+    global _patching
+    _patching = threading.Lock()
+    _noticed.clear()
+    vars(signal).update(_originals)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 _MAIN_THREAD = ("main thread", "same thread", "event loop in thread", "threaded environment")
 """What errors say of code that another thread may not run: signals, SQLite, asyncio, verifiers of mathematics."""
@@ -51,10 +62,15 @@ class RewardFunction:
         self._func, self._watch, self._timeline = func, watch, timeline
         cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout)"
         self._limit = PHASE, timeout_s, cause
+        self._told = f"reward function {self.name} raised "
 
     def now(self, arguments: dict[str, Any]) -> list[Any]:
         """In the main thread, which does nothing else meanwhile."""
-        with self._timeline.span(SCORE, name=self.name), self._watch.limited(*self._limit):
+        with (
+            self._timeline.span(SCORE, name=self.name),
+            self._watch.limited(*self._limit),
+            exits_as_errors(self._told, in_main_thread=True),
+        ):
             return list(self._func(**arguments))
 
     def in_thread(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
@@ -69,7 +85,8 @@ class RewardFunction:
         with _noticing_signals() as noticed, self._span(), limit:
             limit.enter_context(self._watch.limits.around(*self._limit))
             try:
-                rewards = list(self._func(**arguments))
+                with exits_as_errors(self._told):
+                    rewards = list(self._func(**arguments))
             except Exception as error:
                 if noticed or _is_of_main_thread(error):
                     raise NeedsMainThreadError(f"{type(error).__name__}: {error}") from error
@@ -82,7 +99,7 @@ class RewardFunction:
         """In an event loop; otherwise as `in_thread`."""
         with self._span(), limit:
             limit.enter_context(self._watch.limits.around(*self._limit))
-            with exits_as_errors(f"reward function {self.name} raised "):
+            with exits_as_errors(self._told):
                 return list(await self._func(**arguments))
 
     def _span(self) -> Any:
@@ -108,7 +125,7 @@ def _noticing_signals() -> Iterator[list[str]]:
         yield found
     finally:
         with _patching:
-            del _noticed[me]
+            _noticed.pop(me, None)
             if not _noticed:
                 vars(signal).update(_originals)
 

@@ -66,8 +66,8 @@ class EnginePool:
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._changed = threading.Condition()
-        # What an engine has no room for waits here, unless no other engine could take it.
-        self._queue = RequestQueue(max_num_seqs if len(clients) > 1 else [sys.maxsize])
+        # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
+        self._queue = RequestQueue(max_num_seqs)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
         self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
         self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it

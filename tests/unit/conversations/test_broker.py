@@ -157,6 +157,20 @@ def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
     assert ranks.samplers[0].engines[0] == REFUSED
 
 
+def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
+    """By `sample`, which told of the refusal; what `sample_all` was refused is in its row's completion for good."""
+    ranks = ranks_of(FakeEngine("engine 0"), ranks=1, max_model_len=5)
+    sampler = ranks.samplers[0]
+    asyncio.run(sampler.sample([1] * 5, row=0, turn=0))
+    assert [*sampler.refused] == [0]
+    asyncio.run(sampler.sample([1], row=0, turn=1))
+    assert sampler.refused == {}
+    assert sampler.engines[0] == engine_id(0, 0)
+    sampler.sample_all([[1], [1] * 5, [1], [1]])
+    sampler.sample_all([[1]] * 4)
+    assert [*sampler.refused] == [1]
+
+
 def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(node: Node, ranks_of: Any) -> None:
     engine = FakeEngine("engine 0")
     engine.works.clear()

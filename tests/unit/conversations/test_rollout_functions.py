@@ -3,11 +3,15 @@
 import asyncio
 import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo import GRPOTrainer
+from grpo.conversations import batch
+from grpo.job.limits import CallLimits
 from tests.unit.conversations.speaking_engine import TOKENIZER, Make, SpeakingEngine, calculates, steps_of
 
 
@@ -110,6 +114,38 @@ def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
     with pytest.raises(TimeoutError, match=r"rollout_timeout\); it waits for the rollout's own code"):
         make(calculates, rollout_func=lambda prompts, trainer: release.wait(), config=config).train()
     release.set()
+
+
+def test_time_without_an_engine_is_none_of_the_rollouts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine dies, and the next one takes longer to start than a batch may."""
+    passed, limits = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(batch, "time", clock)
+    ready, around = SpeakingEngine.wait_ready, CallLimits.around
+
+    def late(self: SpeakingEngine, *args: Any) -> Any:
+        passed[0] += 4000.0 * (len(SpeakingEngine.started) > 1)
+        return ready(self, *args)
+
+    def noted(self: CallLimits, phase: str, timeout_s: float, cause: str) -> Any:
+        limits.append((phase, timeout_s))
+        return around(self, phase, timeout_s, cause)
+
+    monkeypatch.setattr(SpeakingEngine, "wait_ready", late)
+    monkeypatch.setattr(CallLimits, "around", noted)
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        output = generates([[5]] * 8)(prompts, trainer)
+        threading.Event().wait(3 * batch.POLL_S)  # until somebody has looked at the time
+        return output
+
+    trainer = make(calculates, nothing, rollout_func=rollout)
+    SpeakingEngine.deaths.append(("submit", 1))
+    steps_of(trainer)
+    assert passed[0] > trainer.args.rollout_timeout
+    while_it_runs = [timeout_s for phase, timeout_s in limits if phase == "rollout"]
+    assert len(while_it_runs) == 3  # two batches, and what was left of the first
+    assert all(abs(timeout_s - trainer.args.rollout_timeout - 60.0) < 30.0 for timeout_s in while_it_runs)
 
 
 def test_nobody_samples_behind_the_batch(make: Make) -> None:

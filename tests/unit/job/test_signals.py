@@ -59,13 +59,28 @@ def test_sigterm_ends_the_process_otherwise(where: str) -> None:
 
 def test_a_scripts_own_handler_stays(signals: StopSignals) -> None:
     assert signals.holds(signal.SIGTERM)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     assert not signals.holds(signal.SIGTERM)
     later = StopSignals()
     later.take()
     assert not later.holds(signal.SIGTERM)
     later.release()
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_the_newest_trainer_hears_them(signals: StopSignals) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        beside, later = StopSignals(), StopSignals()
+        beside.take(theirs.fileno())
+        later.take(ours.fileno())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert later.request is not None
+        assert beside.request is signals.request is None
+        assert theirs.recv(1) == bytes([signal.SIGUSR1])  # by what was written into `ours`
+        later.release()
 
 
 def test_forked_workers_neither_stop_nor_ask(signals: StopSignals) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from grpo.job import watch as watch_module
 from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.liveness import Place
 from grpo.job.mistakes import may_be_an_echo
@@ -18,7 +19,7 @@ from grpo.job.node_groups import NodeGroups
 from grpo.job.sentinel_link import SentinelLink
 from grpo.job.sentinel_start import _started, start_sentinel
 from grpo.job.signals import StopSignals
-from grpo.job.watch import FailureWatch
+from grpo.job.watch import FailureWatch, watch_for
 from tests.unit.job.made_up_jobs import job
 
 TIMEOUT_S = 5.0
@@ -84,18 +85,58 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def wait_for_record(watch: FailureWatch) -> None:
+    deadline = time.monotonic() + 10
+    while watch.record is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[FailureWatch]) -> None:
     with pytest.raises(ZeroDivisionError), pair[1].guard(), pair[1].during("train"):
         raise ZeroDivisionError("reward")
-    deadline = time.monotonic() + 10
-    while pair[0].record is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_record(pair[0])
     with pytest.raises(JobFailed, match=r"rank 1, phase 'train': ZeroDivisionError: reward"):
         pair[0].check()
     # what the other rank meets as a consequence is told as that
     with pytest.raises(JobFailed, match="rank 1") as caught, pair[0].guard():
         raise RuntimeError("gloo: connection closed by peer")
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_rank_that_leaves_amid_the_job_fails_it(pair: list[FailureWatch]) -> None:
+    what = "rank 0, phase 'train': SystemExit: 0"
+    with pytest.raises(JobFailed, match=what), pair[0].guard(), pair[0].during("train"):
+        raise SystemExit(0)
+    assert pair[0].record is not None
+
+
+def test_a_rank_that_leaves_a_job_that_was_stopped_is_done(pair: list[FailureWatch]) -> None:
+    pair[0].leave()
+    with pytest.raises(SystemExit), pair[0].guard():
+        raise SystemExit(0)
+    assert pair[0].record is None
+
+
+def test_a_lone_process_may_leave() -> None:
+    watch = alone()
+    with pytest.raises(SystemExit), watch.guard():
+        raise SystemExit(0)
+    assert watch.record is None
+
+
+def test_a_failure_that_only_this_rank_has_seen_reaches_the_others(pair: list[FailureWatch]) -> None:
+    with pytest.raises(JobFailed, match="no answer from rank 1"), pair[0].guard():
+        raise JobFailed(pair[0].make_record("no answer from rank 1"))
+    assert pair[0].record is not None
+    wait_for_record(pair[1])
+    assert pair[1].record == pair[0].record
+
+
+def test_a_failure_that_has_a_record_gets_no_other() -> None:
+    watch = alone()
+    assert watch.make_record(JobFailed(RECORD)) == RECORD
+    watch.fail(JobFailed(RECORD))
+    assert watch.record == RECORD
 
 
 @pytest.mark.parametrize(
@@ -165,7 +206,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 
 STUCK_ALONE = """
 import threading, time
-from grpo.job.watch import FailureWatch
+from grpo.job.watch import FailureWatch, watch_for
 from tests.unit.job.made_up_jobs import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a")
@@ -186,6 +227,29 @@ def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
     threading.Timer(0.3, watch.report, [RECORD]).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
         busy(10)
+
+
+def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> None:
+    watch = alone()
+    with pytest.raises(KeyboardInterrupt), watch.guard():
+        raise KeyboardInterrupt
+    threading.Timer(0.3, watch.report, [RECORD]).start()
+    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
+        busy(10)
+
+
+def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    (topology, *_) = job((8,), ranks=1)
+    monkeypatch.setattr(watch_module, "_current", None)
+    monkeypatch.setattr(watch_module, "link_to_sentinel", lambda *_, **__: None)
+    monkeypatch.setattr(watch_module, "FailureWatch", lambda *_, **__: next(made))
+    hook, made = sys.excepthook, iter([pair[1], alone()])
+    assert hook == pair[1]._report_unhandled
+    watch_for(topology, {})
+    assert sys.excepthook == hook
+    watch_for(topology, {})
+    assert sys.excepthook == pair[0]._report_unhandled
+    assert not pair[1]._thread.is_alive()
 
 
 def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:

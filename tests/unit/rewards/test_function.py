@@ -2,6 +2,7 @@
 the main thread may call is found out."""
 
 import asyncio
+import os
 import signal
 import sqlite3
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from grpo.job.failure import JobFailed
+from grpo.job.signals import StopSignals
 from grpo.job.watch import FailureWatch
 from grpo.job.worker import Worker
+from grpo.rewards import function as function_module
 from grpo.rewards.function import NeedsMainThreadError, RewardFunction
 from grpo.timeline.recorder import Recorder
 from tests.launching import ROOT
@@ -199,6 +202,47 @@ def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) ->
     assert signal.signal.__module__ == "signal"
 
 
+def in_a_fork(what: Callable[[], Any]) -> int:
+    """The status of a forked child that does it: 0 where nothing is raised."""
+    pid = os.fork()
+    if pid == 0:
+        threading.Timer(PATIENCE_S / 2, os._exit, [2]).start()
+        try:
+            what()
+        except BaseException:  # noqa: BLE001  the parent's code is not for the child
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
+    """As a pool of a judge's does, whose workers are the main thread of their process."""
+
+    def scores(values: list[int]) -> list[float]:
+        return [float(in_a_fork(lambda: sets_an_alarm(values)))]
+
+    assert in_thread(function(scores, watch)) == [0.0]
+
+
+def test_what_is_forked_meanwhile_scores_too(watch: FailureWatch) -> None:
+    with function_module._patching:  # as another thread that begins or ends a call just then
+        status = in_a_fork(lambda: in_thread(function(lambda values: [1.0], watch)))
+    assert status == 0
+
+
+def test_what_is_forked_ends_by_sigterm(watch: FailureWatch) -> None:
+    signals = StopSignals()
+    signals.take()
+
+    def scores(values: list[int]) -> list[float]:
+        return [float(in_a_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)))]
+
+    try:
+        assert in_thread(function(scores, watch)) == [-signal.SIGTERM]
+    finally:
+        signals.release()
+
+
 def strikes_the_main_thread(values: list[int]) -> list[float]:
     signal.alarm(1)
     return [1.0]
@@ -238,6 +282,26 @@ def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> Non
 
     with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit: 3"):
         asyncio.run(function(leaves, watch).awaited({"values": [1]}, ExitStack()))
+
+
+def leaves(values: list[int]) -> list[float]:
+    raise SystemExit
+
+
+def test_one_that_leaves_ends_no_rank_well(watch: FailureWatch) -> None:
+    call = function(leaves, watch)
+    for run in (lambda: call.now({"values": [1]}), lambda: in_thread(call)):
+        with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit"):
+            run()
+
+
+def test_an_interrupt_of_the_main_thread_stays_one(watch: FailureWatch) -> None:
+    def waits(values: list[int]) -> list[float]:
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        function(waits, watch).now({"values": [1]})
 
 
 def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from grpo.rollout import pool as engine_pool
 from grpo.rollout.batch import Batch
-from grpo.rollout.packing import to_lists
+from grpo.rollout.packing import Request, to_lists
 from grpo.rollout.pool import DeadlyRequests, EnginePool
 from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
 
@@ -110,6 +110,27 @@ def test_a_second_death_at_the_same_requests_names_them(node: Node) -> None:
     assert f"rows {rows} of this node's generation batch" in str(raised.value)
     assert "again was killed by signal 9" in str(raised.value)
     assert pool.collect(done, DEADLINE_S) is not None
+
+
+def test_what_waits_for_a_place_is_blamed_for_no_death(node: Node) -> None:
+    """By a lone engine, too: each of 12 is one completion, and it has places for 4."""
+    engine = FakeEngine("engine 0", num_slots=4)
+    engine.works.clear()
+    pool = node.pool(engine)
+    requests = [Request(token_ids=np.array([1], np.int32), n=1, seed=row) for row in range(12)]
+    batch = pool.submit(requests)
+    for _ in range(2):
+        at_work = node.engines[-1]
+        wait_until(lambda at_work=at_work: len(at_work.samples) == 4)
+        at_work.die()
+        if at_work is engine:
+            assert pool.collect(batch, DEADLINE_S) is None
+            second = FakeEngine("engine 0, again")
+            second.works.clear()
+            node.engines.append(second)
+            pool.take_up([second], policy_version=0)  # type: ignore[list-item]
+    with pytest.raises(DeadlyRequests, match=r"rows \[0, 1, 2, 3\] of"):
+        pool.collect(batch, DEADLINE_S)
 
 
 def test_what_was_dropped_is_not_sampled_again(node: Node) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo import GRPOTrainer
+from grpo.rollout.facts import STOPPED
 from grpo.run.completions import RecentFacts, sampled_rows
 from grpo.timeline.records import (
     BACKWARD,
@@ -102,6 +104,23 @@ def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list
         assert row["completion"]
         assert row["reward"] == row[f"rewards/{function}"]
     assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-4)
+
+
+def test_any_end_token_of_the_model_ends_a_completion(
+    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL counts it, whatever the tokenizer's one is."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    settings = json.loads((model / "generation_config.json").read_text())
+    ends = [settings["eos_token_id"], *range(5, 20)]  # what a scripted engine samples
+    (model / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
+    trainer = make_trainer(model, tmp_path / "run", story, max_steps=1, vllm_max_logprob_gap=LOOSE)
+    noted: list[np.ndarray] = []
+    monkeypatch.setattr(trainer, "note_completions", lambda facts, mode: noted.append(facts))
+    trainer.train()
+    trainer.close()
+    assert {*np.concatenate(noted)[:, -1].tolist()} == {STOPPED}
+    assert {line.get("completions/clipped_ratio", 0.0) for line in trainer.state.log_history} == {0.0}
 
 
 def test_what_the_page_of_metrics_promises(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
