@@ -11,7 +11,7 @@ from grpo.config import GRPOConfig
 from grpo.job.mistakes import is_mistake
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
-from grpo.preflight.rewards import check_reward_list, try_rewards, warn_of_long_rewards
+from grpo.preflight.rewards import check_reward_list, try_rewards
 from grpo.preflight.tools import check_conversational, check_environments_data, check_tools
 
 
@@ -50,7 +50,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None:
-    """The first row on its way through tokenizer and rewards, and what is worth a warning. On one rank; seconds.
+    """The first row on its way through tokenizer and rewards. On one rank; seconds.
 
     Returns:
         As `try_rewards`.
@@ -59,7 +59,6 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
         ValueError: names what does not work, and in the user's own code the line.
     """
     args: GRPOConfig = inputs["args"]
-    warn_of_long_rewards(inputs["reward_funcs"], args)
     revision = (args.model_init_kwargs or {}).get("revision")
     if isinstance(inputs["model"], str):
         check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)

@@ -53,21 +53,6 @@ def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
         )
 
 
-def warn_of_long_rewards(reward_funcs: Any, args: GRPOConfig) -> None:
-    """Say so where functions that each keep to `reward_timeout` may together outlast other ranks' collectives."""
-    funcs = _listed(reward_funcs)
-    count = sum(not (isinstance(func, (str, nn.Module)) or is_async_callable(func)) for func in funcs)
-    together_s = count * args.reward_timeout
-    if count > 1 and together_s >= args.ddp_timeout:
-        warnings.warn(
-            f"{count} synchronous reward functions run one after the other, and may take {together_s:g} s "
-            f"(reward_timeout {args.reward_timeout:g} s for each), but ranks that wait for another's rewards in a "
-            f"collective are ended after ddp_timeout, {args.ddp_timeout} s, without its word: set ddp_timeout above "
-            f"{together_s:g}, or reward_timeout below {args.ddp_timeout / count:g}",
-            stacklevel=2,
-        )
-
-
 def try_rewards(
     reward_funcs: Any, row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfig
 ) -> asyncio.AbstractEventLoop | None:

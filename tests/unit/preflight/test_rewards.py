@@ -5,7 +5,6 @@ import functools
 import signal
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 from torch import nn
 
 from grpo import GRPOConfig
-from grpo.preflight import inputs, rewards
-from grpo.preflight.rewards import try_rewards, warn_of_long_rewards
+from grpo.preflight import rewards
+from grpo.preflight.rewards import try_rewards
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 
@@ -134,27 +133,6 @@ def test_a_function_that_leaves_is_a_mistake(is_async: bool, tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match=r"raised SystemExit: 0\n  in .*test_rewards.py:\d+, in leaves.*raise"):
         tried(leaves_too if is_async else leaves, tmp_path)
-
-
-def test_synchronous_functions_count_together_against_the_collectives_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def judge(**kwargs: Any) -> list[float]:
-        return []
-
-    def args_of(**settings: Any) -> GRPOConfig:
-        return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
-
-    funcs = [len, nn.Linear(1, 1), "some/judge", judge, judge, judge, dict]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_long_rewards(funcs, args_of(ddp_timeout=1201))
-        warn_of_long_rewards(None, args_of())
-    what = r"2 synchronous reward functions .* 1200 s \(reward_timeout 600 s for each\).* ddp_timeout, 1200 s"
-    monkeypatch.setattr(inputs, "check_tools", lambda tools, tokenizer: None)
-    given = {"model": None, "processing_class": "a tokenizer", "tools": None, "environment_factory": object}
-    with pytest.warns(UserWarning, match=what + ".* above 1200, or reward_timeout below 600"):
-        inputs.try_first_row({**given, "reward_funcs": funcs, "args": args_of(ddp_timeout=1200)})
 
 
 def test_models_are_left_out_and_partials_named(tmp_path: Path) -> None:
