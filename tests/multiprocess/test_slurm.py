@@ -122,9 +122,9 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(1200)
-def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
-    """A script that reads no arguments, on two nodes with an engine each: stopped after three of its six steps, it goes
-    on with the fourth, in the folder that the template says."""
+def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tiny_model: Path, tmp_path: Path) -> None:
+    """A script that reads no arguments, on two nodes with an engine each: asked to stop in the fourth of its six steps,
+    it goes on with the fifth, in the folder that the template says."""
     output_dir = tmp_path / "out"
     job = submit(
         cluster,
@@ -133,7 +133,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         [BIN],
         "tests/jobs/no_arguments_job.py",
         options=["--partition=cpu", "--nodes=2", "--time=30"],
-        MODEL=str(demo_model),
+        MODEL=str(tiny_model),
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",
         CUDA_VISIBLE_DEVICES="",
@@ -156,6 +156,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
     state = json.loads((output_dir / "run_state.json").read_text())
     assert (state["state"], state["step"], state["attempt"], state["job"]) == ("finished", 6, 1, job), said
     assert logged_steps() == [1, 2, 3, 4, 5, 6], said
+    assert "goes on after step 4" in said
     assert list(output_dir.glob("*.safetensors")), "the model at the end"
     assert not (ROOT / "runs" / "hard-coded").exists(), "what the script says"
     logs = output_dir / "logs"
