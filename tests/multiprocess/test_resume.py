@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.run.checkpoints import write_complete
+from grpo import cli
+from grpo.run.checkpoints import read_complete, write_complete
 from tests.finished import finish_on_policy
 from tests.launching import (
     ROOT,
@@ -22,6 +23,7 @@ from tests.launching import (
     wait_gone,
 )
 from tests.tiny_models import save_tiny_model
+from tests.unit.run.made_up_checkpoints import SAMPLING
 
 JOB_S = 240
 OF_THE_START = ("time", "attempt", "by_node", "rollout/slowest_node")
@@ -100,6 +102,16 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
     for rank in (0, 1):
         assert seen(parts, rank) == seen(whole, rank)
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
+
+    assert cli.main(["reshape", str(parts / "checkpoint-3"), "--ranks", "1"]) == 0  # others go on from there
+    record = read_complete(tmp_path / "parts-ranks-1" / "checkpoint-3")
+    assert (record.world_size, record.reshaped_from, record.step) == (1, 2, 3)
+    assert record.sampling == {
+        **dict.fromkeys(SAMPLING, 1),
+        "generation_batch_size": 8,
+        "num_generations": 4,
+        "seed": 42,
+    }
 
 
 @pytest.mark.long
