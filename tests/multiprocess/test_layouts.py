@@ -79,8 +79,8 @@ def test_the_listing_of_the_readme(tmp_path: Path) -> None:
     script, out = tmp_path / "listing.py", tmp_path / "out"
     script.write_text(listing)
     flags = ["--output_dir", str(out), "--max_steps", "1", "--bf16", "false", "--max_completion_length", "8"]
-    flags += ["--logging_steps", "1", "--report_to", "none"]
-    job = start(accelerate_command([str(script), *flags], port=free_port()), out)
+    flags += ["--logging_steps", "1", "--report_to", "none", "--vllm_engine_kwargs", '{"enforce_eager": true}']
+    job = start(accelerate_command([str(script), *flags], ranks_per_node=1, port=free_port()), out)
     (step,) = finish(job)
     assert step["reward"] == step["rewards/reward/mean"]
     assert (out / "model.safetensors").exists()
