@@ -244,10 +244,11 @@ def start_tiny_job_by_torchrun(
     hold: str = "",
     zero3: bool = True,
     env: dict[str, str] | None = None,
+    **more: Any,
 ) -> Job:
     """The same by torchrun, with configs/zero3.json or as plain DDP."""
     deepspeed = {"deepspeed": str(ROOT / "configs" / "zero3.json")} if zero3 else {}
-    script = tiny_job_script(model, output_dir, config={**deepspeed, **(config or {})}, hold=hold)
+    script = tiny_job_script(model, output_dir, config={**deepspeed, **(config or {})}, hold=hold, **more)
     return start(lambda _: torchrun_command(script), output_dir, env=env)
 
 
