@@ -10,7 +10,7 @@ from grpo import cli
 from grpo.report.page import write_report
 from grpo.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
 from tests.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
-from tests.finished import MAX_GAP, completions_by_engine, finish, finish_on_policy, lines_of
+from tests.finished import JOB_S, MAX_GAP, completions_by_engine, finish, finish_on_policy, lines_of
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, start_tiny_job, tiny_job_script
 from tests.sockets import Listening, Strangers, documented, listening, where, who
 from tests.tiny_models import save_tiny_model
@@ -190,7 +190,7 @@ def ahead(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     job = start_tiny_job(tiny_model, out, nodes=2, ranks_per_node=1, config=config, hold="reward-error-5")
     try:
         job.wait_for("ranks/0.json", STARTUP_S)
-        until_it_ends(job, STARTUP_S)
+        until_it_ends(job, JOB_S)
     finally:
         job.end()
     return job
