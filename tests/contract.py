@@ -51,6 +51,16 @@ def expect_the_contract(
     return job.output()
 
 
+def until_it_ends(job: Job, timeout_s: float) -> str:
+    """Of a job that ends by itself, with a failure: its output. The contract holds from its launchers' end on."""
+    everyone = job.processes()
+    deadline = time.monotonic() + timeout_s
+    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() < deadline:
+        everyone = job.processes() or everyone
+        time.sleep(0.2)
+    return expect_the_contract(job, time.monotonic(), everyone)
+
+
 def the_record(job: Job, output: str, *, says: Sequence[str]) -> str:
     """The one failure record that all ranks tell."""
     records = {line.partition("the job failed on ")[2] for line in output.splitlines() if "the job failed on" in line}

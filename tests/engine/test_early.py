@@ -14,7 +14,7 @@ from grpo.engine.environment import engine_environment
 from grpo.job.sessions import session_members
 from tests.contract import CONTRACT_S
 from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
-from tests.launching import ROOT
+from tests.launching import ROOT, known_models
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def test_a_host_is_told_later_what_to_run_and_where(tiny_model: Path, tmp_path: 
     host = early._waiting
     assert host is not None
     until(lambda: has_loaded_torch(host.pid), START_S, "it does not import before it is asked")
+    known_models(tmp_path / "cache")
     client = engine(tiny_model, tmp_path, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
     try:
         assert client.pid == host.pid
@@ -48,7 +49,7 @@ def test_a_host_is_told_later_what_to_run_and_where(tiny_model: Path, tmp_path: 
     finally:
         client.close()
     assert 0 < ready.startup_s < START_S
-    assert (tmp_path / "cache").exists()  # its environment has come, too
+    assert (tmp_path / "cache" / "generations").exists()  # its environment has come, too
     assert "Triton" in (tmp_path / "engine.log").read_text()  # what was written before there was a log
     assert not session_members(host.pid)
     assert not host.private_folder.exists()

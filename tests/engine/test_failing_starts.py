@@ -14,7 +14,7 @@ from grpo.engine.environment import engine_environment
 from grpo.job.sessions import session_members
 from tests.contract import inner_process, worker_process
 from tests.engine.test_deaths import START_S, engine_spec, until
-from tests.launching import kill, wait_gone
+from tests.launching import kill, known_models, wait_gone
 
 TOLD_S = 10.0  # from a process's failure on
 
@@ -22,6 +22,7 @@ TOLD_S = 10.0  # from a process's failure on
 @contextlib.contextmanager
 def starting(model: Path, folder: Path, **engine_args: object) -> Iterator[EngineClient]:
     """An engine with caches of its own, which the next one in this folder shares."""
+    known_models(folder / "vllm")
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "kernels"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
     environment = engine_environment(
         {**os.environ, **variables}, devices=(), tensor_parallel_size=1, engines_per_node=1

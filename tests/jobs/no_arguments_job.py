@@ -1,9 +1,12 @@
 """A script of a user's own that reads no arguments, in the manner of `examples/gsm8k.py`: all settings stand in it.
 
-Its output folder and where it resumes from are what the launcher says. MODEL is the demo's model.
+Its output folder and where it resumes from are what the launcher says. MODEL is a folder. The first attempt waits in
+its fourth step until it is asked to stop.
 """
 
 import os
+import time
+from pathlib import Path
 
 from datasets import Dataset
 
@@ -12,6 +15,11 @@ from grpo import GRPOConfig, GRPOTrainer
 
 def right_start(completions, answer, **_):
     """1.0 for the right sum, 0.5 if its first digit is right."""
+    out = Path(os.environ["GRPO_OUTPUT_DIR"])
+    logged = out / "metrics.jsonl"
+    if os.environ["GRPO_ATTEMPT"] == "0" and logged.exists() and '"step": 3' in logged.read_text():
+        while not list(out.glob("stop.*")):
+            time.sleep(0.05)
     pairs = zip(completions, answer, strict=True)
     return [0.5 * text.startswith(right[0]) + 0.5 * text.startswith(right) for text, right in pairs]
 

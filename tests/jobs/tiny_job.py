@@ -2,8 +2,9 @@
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
 names what to slow down so that a test can strike in the middle of it: "push", "train", or "generation-2", the one
-after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. Writes
-`<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase is entered.
+after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's reward
+raises after five. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase
+is entered.
 """
 
 import json
@@ -47,7 +48,7 @@ def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
         row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
         lines.write(json.dumps(row) + "\n")
-    if hold == "reward-error" and rank == 1:
+    if hold == f"reward-error-{trainer.state.global_step}" and rank == 1:
         raise ZeroDivisionError("a reward of the user's went wrong")
     for engine in trainer._local.engines.clients if trainer._local is not None else ():
         strike("reward", engine)

@@ -1,8 +1,8 @@
 """Whatever dies, everybody is gone within 30 s with one record, and nothing stays behind.
 
 A rank's death beside a collective needs no engine (`echo_job.py`), an engine's no ranks (`test_deaths.py`); engines
-that come back are in `test_respawn.py` and, on one node of two, in `test_two_nodes.py`; deaths of ranks and launchers
-of the whole stack are cells of `tests/faults/matrix.py`.
+that come back are in `test_respawn.py` and, on one node of two, in `test_two_nodes.py`, as is a reward that raises;
+deaths of ranks and launchers of the whole stack are cells of `tests/faults/matrix.py`.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo.job.failure import FailureRecord
-from tests.contract import STARTUP_S, expect_the_contract, the_record
+from tests.contract import STARTUP_S, expect_the_contract, the_record, until_it_ends
 from tests.launching import ROOT, Job, kill, start, start_tiny_job_by_torchrun, torchrun_command
 
 QUICK = {"dataloader_num_workers": 2}
@@ -37,27 +37,6 @@ def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(tiny_mode
     state = json.loads((job.output_dir / "run_state.json").read_text())  # the trainer is whole
     assert (state["state"], state["step"], state["can_heal"]) == ("failed", 1, True)
     assert state["checkpoint"].endswith("checkpoint-1")
-
-
-def until_it_ends(job: Job, timeout_s: float) -> str:
-    """Of a job that ends by itself, with a failure: its output."""
-    everyone = job.processes()
-    deadline = time.monotonic() + timeout_s
-    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() < deadline:
-        everyone = job.processes() or everyone
-        time.sleep(0.2)
-    return expect_the_contract(job, time.monotonic(), everyone)
-
-
-def test_a_reward_that_raises_on_one_rank_raises_everywhere(tiny_model: Path, tmp_path: Path) -> None:
-    job = start_tiny_job_by_torchrun(tiny_model, tmp_path / "out", config=QUICK, hold="reward-error")
-    try:
-        job.wait_for("ranks/0.json", STARTUP_S)
-        output = until_it_ends(job, STARTUP_S)
-    finally:
-        job.end()
-    for part in ("rank 1", "train", "went wrong", "the job failed on"):
-        assert part in output, job.fail(f"no {part!r}")
 
 
 # -- two ranks over gloo, without engines: one dies or fails, the other one sits in a collective ----------------------

@@ -62,7 +62,7 @@ def test_the_folder_trains_without_a_checkout(installed: Path, tmp_path: Path) -
     launcher = [str(python), "-m", "accelerate.commands.launch", "--config_file", str(mine / "configs" / "cpu.yaml")]
     script = [str(mine / "train.py"), "--model", str(model), "--bf16", "false", "--max_steps", "2"]
     flags = ["--max_completion_length", "8", "--output_dir", str(output_dir), "--gradient_accumulation_steps", "1"]
-    flags += ["--resume_from_checkpoint", "auto"]
+    flags += ["--resume_from_checkpoint", "auto", "--vllm_engine_kwargs", '{"enforce_eager": true}']
     command = [*launcher, "--main_process_port", str(free_port()), *script, *flags]
     job = start(lambda _: command, output_dir, env={"PYTHONPATH": ""})
     try:

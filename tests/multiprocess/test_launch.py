@@ -256,12 +256,14 @@ def test_a_mistake_in_the_script_is_told_once(
 
 @pytest.mark.timeout(1200)
 def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Path) -> None:
-    """Real ranks and an engine: the same line goes on where Ctrl-C, and then a SIGTERM, have stopped it."""
+    """The same line goes on where Ctrl-C, a stop file and at last, with an engine, a SIGTERM have stopped it."""
     run, own = tmp_path / "run", tmp_path / "own"
-    script = tiny_job_script(tiny_model, own, config={"max_steps": 100_000})
-    ends = {signal.SIGINT: START_AGAIN, signal.SIGTERM: START_AGAIN, None: DONE}
+    ends = {signal.SIGINT: START_AGAIN, None: DONE, signal.SIGTERM: START_AGAIN}
     steps = 0
     for attempt, (asked_by, code) in enumerate(ends.items()):
+        without = {"use_vllm": False, "vllm_sync_bucket_mb": 512, "vllm_engine_kwargs": None}
+        config = {"max_steps": 100_000, **({} if asked_by is signal.SIGTERM else without)}
+        script = tiny_job_script(tiny_model, own, config=config)
         words = ["--ranks-per-node", "2", "--output-dir", str(run), "--resume", "auto", *script]
         process = nodes.start(0, *words)
         while (

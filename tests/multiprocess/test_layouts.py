@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -80,8 +79,8 @@ def test_the_listing_of_the_readme(tmp_path: Path) -> None:
     script, out = tmp_path / "listing.py", tmp_path / "out"
     script.write_text(listing)
     flags = ["--output_dir", str(out), "--max_steps", "1", "--bf16", "false", "--max_completion_length", "8"]
-    flags += ["--logging_steps", "1", "--report_to", "none"]
-    job = start(accelerate_command([str(script), *flags], port=free_port()), out)
+    flags += ["--logging_steps", "1", "--report_to", "none", "--vllm_engine_kwargs", '{"enforce_eager": true}']
+    job = start(accelerate_command([str(script), *flags], ranks_per_node=1, port=free_port()), out)
     (step,) = finish(job)
     assert step["reward"] == step["rewards/reward/mean"]
     assert (out / "model.safetensors").exists()
@@ -166,12 +165,3 @@ def test_placement_mistakes_are_told_on_every_rank(tiny_model: Path, tmp_path: P
         assert "2 or 4" in refused["silent-floor"], "the two nearest values are not there"
     assert MISTAKES["nccl-without-gpus"][1] in job.output()
     assert not (out / "logs").exists()  # before any engine
-
-
-def test_help_shows_our_options() -> None:
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    for option in ("--vllm_reserved_gpus", "--vllm_sync_backend", "--vllm_max_logprob_gap", "--reward_funcs"):
-        assert option in result.stdout

@@ -2,7 +2,7 @@
 
 Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a push that reuses
 its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`, a tied head
-without a module in `test_resume.py`, which needs its runs anyway.
+without a module in `test_respawn.py`, which needs its runs anyway.
 """
 
 from pathlib import Path

@@ -9,6 +9,7 @@ import torch
 from grpo import cli
 from grpo.run.checkpoints import read_complete
 from tests.launching import ROOT, Job, start, torchrun_command
+from tests.unit.reshape.test_command import make
 
 JOB_S = 240
 CONFIG = {
@@ -81,9 +82,9 @@ def test_one_and_three_ranks_go_on_as_two(
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_other_batches_are_refused_before_anything_is_loaded(
-    tiny_model: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_other_batches_are_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    """Of a checkpoint that none could load: its weights are seven letters."""
+    checkpoint = make(tmp_path / "two" / "checkpoint-2", step=6)
     out = tmp_path / "run" / "checkpoint-2"
     assert cli.main(["reshape", str(checkpoint), "--ranks", "1", "--out", str(out)]) == 0
     config = {"max_steps": 3, "gradient_accumulation_steps": 3, "resume_from_checkpoint": "auto"}

@@ -1,27 +1,19 @@
-"""A run that is stopped, or killed, and resumed ends where an uninterrupted one does, bit for bit."""
+"""A run that is stopped, or killed, and resumed ends where an uninterrupted one does, bit for bit.
 
-import contextlib
+With engines: `test_respawn.py`.
+"""
+
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from grpo.run.checkpoints import write_complete
-from tests.finished import finish_on_policy
-from tests.launching import (
-    ROOT,
-    Job,
-    kill,
-    start,
-    start_tiny_job_by_torchrun,
-    tiny_job_script,
-    torchrun_command,
-    wait_gone,
-)
-from tests.tiny_models import save_tiny_model
+from grpo import cli
+from grpo.run.checkpoints import read_complete, write_complete
+from tests.launching import ROOT, Job, start, tiny_job_script, torchrun_command
+from tests.unit.run.made_up_checkpoints import SAMPLING
 
 JOB_S = 240
 OF_THE_START = ("time", "attempt", "by_node", "rollout/slowest_node")
@@ -101,6 +93,16 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
         assert seen(parts, rank) == seen(whole, rank)
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
 
+    assert cli.main(["reshape", str(parts / "checkpoint-3"), "--ranks", "1"]) == 0  # others go on from there
+    record = read_complete(tmp_path / "parts-ranks-1" / "checkpoint-3")
+    assert (record.world_size, record.reshaped_from, record.step) == (1, 2, 3)
+    assert record.sampling == {
+        **dict.fromkeys(SAMPLING, 1),
+        "generation_batch_size": 8,
+        "num_generations": 4,
+        "seed": 42,
+    }
+
 
 @pytest.mark.long
 def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path, tmp_path: Path) -> None:
@@ -176,69 +178,3 @@ def test_another_number_of_ranks_is_refused_before_engines_start(tiny_model: Pat
     assert not (tmp_path / "out" / "logs").exists()
     ended = state(tmp_path / "out")
     assert (ended["state"], ended["can_heal"], ended["job"], ended["attempt"]) == ("failed", False, "5", 3)
-
-
-def asked(out: Path, step: int) -> list:
-    """What the engine was asked for before optimizer step `step`, over all attempts: prompts, counts and seeds."""
-    lines = [json.loads(line) for line in (out / "ranks" / "asked-0.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["step"] == step]
-
-
-def sampled(out: Path, rank: int, step: int) -> list:
-    lines = [json.loads(line) for line in (out / "ranks" / f"samples-{rank}.jsonl").read_text().splitlines()]
-    return [line["completion_ids"] for line in lines if line["step"] == step]
-
-
-def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(tmp_path: Path) -> None:
-    """SIGTERM to all, as `scancel` sends it, in the second generation; then the same prompts and seeds again.
-
-    Without NCCL, asked for by name; the model has a tied head without a module.
-    """
-    model = save_tiny_model("gemma2-tied", tmp_path / "model")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    config = {"max_steps": 3, "ddp_backend": "gloo", "vllm_sync_backend": "shm"}
-    uninterrupted = start_tiny_job_by_torchrun(model, whole, config=config)
-    finish_on_policy(uninterrupted)
-    assert [uninterrupted.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
-
-    job = start_tiny_job_by_torchrun(
-        model, parts, config=config, hold="generation-1", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
-    )
-    try:
-        job.wait_for("at-generation-1", JOB_S)
-        everyone = job.processes()
-        for process in everyone:
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(ProcessLookupError):  # vLLM may take the signal calmly and answer first, or end by it
-            kill(job.rank(0)["hosts"][0])
-        (parts / "go-on").touch()
-        job.wait(60)
-        assert not wait_gone(everyone, 10), job.fail("left behind")
-    finally:
-        job.end()
-    stopped = state(parts)
-    assert (stopped["state"], stopped["step"], stopped["requeue"]) == ("stopped", 1, True), job.fail(str(stopped))
-    assert stopped["why"] == "got SIGTERM"
-    assert (parts / "checkpoint-1" / "complete.json").exists()
-    assert "the job failed" not in job.output()
-
-    resumed = start_tiny_job_by_torchrun(model, parts, config={**config, "resume_from_checkpoint": "auto"})
-    try:
-        assert resumed.wait(JOB_S) == [0], resumed.fail("did not finish")
-    finally:
-        resumed.end()
-    assert state(parts)["attempt"] == 1
-    assert {path.name for path in (parts / "logs").iterdir()} == {f"engine-node0-0.attempt-{k}.log" for k in (0, 1)}
-    wanted = asked(whole, 1)
-    everything = asked(parts, 1)
-    dropped, again = everything[: -len(wanted)], everything[-len(wanted) :]
-    assert again == wanted
-    assert dropped  # as far as it went
-    assert dropped == wanted[: len(dropped)]
-    assert asked(parts, 2) == asked(whole, 2)
-    for rank in (0, 1):
-        assert sampled(parts, rank, 1) == sampled(whole, rank, 1)
-    gaps = [line["sampling/sampling_logp_difference/max"] for line in resumed.metrics() if line["step"] > 1]
-    assert len(gaps) == 2
-    assert max(gaps) < 1e-3
-    assert not (parts / "stop").exists()

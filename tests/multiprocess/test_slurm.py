@@ -91,9 +91,11 @@ def test_gpus_that_slurm_hands_out(cluster: slurm.Slurm, tmp_path: Path) -> None
         cluster.run("scancel", other)
 
 
-def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    """Slurm's own signal before the time limit, and an exclusive job that has not asked for its GPUs by number."""
-    programs, output_dir = tmp_path / "bin", tmp_path / "out"
+@pytest.fixture(scope="module")
+def short_of_time(cluster: slurm.Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A job of a minute and its folder: it runs on the nodes with GPUs while another test needs those without."""
+    folder = tmp_path_factory.mktemp("short")
+    programs, output_dir = folder / "bin", folder / "out"
     programs.mkdir()
     (programs / "grpo").write_text(STUB)
     (programs / "grpo").chmod(0o755)
@@ -101,30 +103,15 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, tmp_path: Path) -> 
     (output_dir / "behaviour.json").write_text(json.dumps(["wait", "finish"]))
     # Slurm looks at time limits twice a minute, so 30 s before the end of a minute is the next time it looks.
     options = ["--partition=gpu", "--nodes=2", "--time=1", "--signal=B:USR1@30"]
-    job = submit(
-        cluster, "train_torchrun.sbatch", output_dir, [programs, BIN], "--run_name", "two words", options=options
-    )
-    ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 120)
-    said = everything_said(output_dir)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
-    assert "stopped after step 3 to go on later" in said
-    assert "training has finished" in said
-    launched = {
-        (attempt, node): json.loads((output_dir / f"launched.{attempt}.{node}.json").read_text())
-        for attempt in (0, 1)
-        for node in (0, 1)
-    }
-    for (attempt, node), record in launched.items():
-        assert (record["environment"]["GRPO_JOB"], record["environment"]["GRPO_ATTEMPT"]) == (job, str(attempt))
-        assert record["arguments"][-3:] == ["train.py", "--run_name", "two words"]
-        # Each sees all GPUs of its node.
-        assert record["environment"]["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3,4,5,6", "0,1,2,3,4,5,6,7")[node]
+    template, words = "train_torchrun.sbatch", ("--run_name", "two words")
+    return submit(cluster, template, output_dir, [programs, BIN], *words, options=options), output_dir
 
 
 @pytest.mark.timeout(1200)
-def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
-    """A script that reads no arguments, on two nodes with an engine each: stopped after three of its six steps, it goes
-    on with the fourth, in the folder that the template says."""
+@pytest.mark.usefixtures("short_of_time")
+def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tiny_model: Path, tmp_path: Path) -> None:
+    """A script that reads no arguments, on two nodes with an engine each: asked to stop in the fourth of its six steps,
+    it goes on with the fifth, in the folder that the template says."""
     output_dir = tmp_path / "out"
     job = submit(
         cluster,
@@ -133,7 +120,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         [BIN],
         "tests/jobs/no_arguments_job.py",
         options=["--partition=cpu", "--nodes=2", "--time=30"],
-        MODEL=str(demo_model),
+        MODEL=str(tiny_model),
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",
         CUDA_VISIBLE_DEVICES="",
@@ -156,6 +143,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
     state = json.loads((output_dir / "run_state.json").read_text())
     assert (state["state"], state["step"], state["attempt"], state["job"]) == ("finished", 6, 1, job), said
     assert logged_steps() == [1, 2, 3, 4, 5, 6], said
+    assert "goes on after step 4" in said
     assert list(output_dir.glob("*.safetensors")), "the model at the end"
     assert not (ROOT / "runs" / "hard-coded").exists(), "what the script says"
     logs = output_dir / "logs"
@@ -163,6 +151,26 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, demo_model: P
         for node in (0, 1):
             assert (logs / f"train-node{node}.job-{job}.attempt-{attempt}.log").exists(), said
             assert list(logs.glob(f"engine-node{node}-0*attempt-{attempt}*")), said
+
+
+def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, short_of_time: tuple[str, Path]) -> None:
+    """Slurm's own signal before the time limit, and an exclusive job that has not asked for its GPUs by number."""
+    job, output_dir = short_of_time
+    ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 120)
+    said = everything_said(output_dir)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    assert "stopped after step 3 to go on later" in said
+    assert "training has finished" in said
+    launched = {
+        (attempt, node): json.loads((output_dir / f"launched.{attempt}.{node}.json").read_text())
+        for attempt in (0, 1)
+        for node in (0, 1)
+    }
+    for (attempt, node), record in launched.items():
+        assert (record["environment"]["GRPO_JOB"], record["environment"]["GRPO_ATTEMPT"]) == (job, str(attempt))
+        assert record["arguments"][-3:] == ["train.py", "--run_name", "two words"]
+        # Each sees all GPUs of its node.
+        assert record["environment"]["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3,4,5,6", "0,1,2,3,4,5,6,7")[node]
 
 
 def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> None:

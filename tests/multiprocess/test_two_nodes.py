@@ -9,8 +9,8 @@ import pytest
 from grpo import cli
 from grpo.report.page import write_report
 from grpo.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
-from tests.contract import CONTRACT_S, STARTUP_S, inner_process
-from tests.finished import MAX_GAP, completions_by_engine, finish, finish_on_policy, lines_of
+from tests.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
+from tests.finished import JOB_S, MAX_GAP, completions_by_engine, finish, finish_on_policy, lines_of
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, start_tiny_job, tiny_job_script
 from tests.sockets import Listening, Strangers, documented, listening, where, who
 from tests.tiny_models import save_tiny_model
@@ -173,19 +173,32 @@ def test_an_engine_that_died_on_one_node_holds_up_both_and_comes_back(balanced: 
         assert line["push/repeats"] == 0
 
 
-def test_two_nodes_sample_ahead_with_an_evaluation_in_between(tiny_model: Path, tmp_path: Path) -> None:
-    """With a learning rate of 0 old completions are as likely as new ones: a row at a wrong place would show."""
+@pytest.fixture(scope="module")
+def ahead(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Samples ahead, with evaluations in between, until the reward of node 1's rank raises in the sixth step."""
     config = {
         **STRADDLING,
         "generation_lookahead": 1,
         "learning_rate": 0.0,
-        "max_steps": 5,
+        "max_steps": 7,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "per_device_eval_batch_size": 4,
+        "dataloader_num_workers": 2,
     }
-    job = start_tiny_job(tiny_model, tmp_path / "out", nodes=2, ranks_per_node=1, config=config)
-    steps = finish(job)
+    out = tmp_path_factory.mktemp("ahead")
+    job = start_tiny_job(tiny_model, out, nodes=2, ranks_per_node=1, config=config, hold="reward-error-5")
+    try:
+        job.wait_for("ranks/0.json", STARTUP_S)
+        until_it_ends(job, JOB_S)
+    finally:
+        job.end()
+    return job
+
+
+def test_two_nodes_sample_ahead_with_an_evaluation_in_between(ahead: Job) -> None:
+    """With a learning rate of 0 old completions are as likely as new ones: a row at a wrong place would show."""
+    job, steps = ahead, ahead.metrics()
     assert [line["rollout/policy_lag"] for line in steps] == [0, 1, 1, 1, 1], job.fail(str(steps))
     assert [line["rollout/policy_lag_steps"] for line in steps] == [0, 1, 1, 1, 1]
     for line in steps:
@@ -196,6 +209,13 @@ def test_two_nodes_sample_ahead_with_an_evaluation_in_between(tiny_model: Path, 
         assert 0 <= line["rollout/wait_share_max"] <= 1
         assert 0 <= line["engine/idle_share_max"] <= 1
     evaluations = [line for line in map(json.loads, (job.output_dir / "metrics.jsonl").open()) if "eval_reward" in line]
-    assert [line["step"] for line in evaluations] == [2, 4, 5]
+    assert [line["step"] for line in evaluations] == [2, 4]
     for line in evaluations:
         assert line["eval_rollout/policy_lag"] == 0
+
+
+def test_a_reward_that_raises_on_one_rank_raises_everywhere(ahead: Job) -> None:
+    """And nothing stays, though engines sample for the step after it; see the fixture."""
+    record = the_record(ahead, ahead.output(), says=["node 1", "rank 1", "phase 'reward'", "went wrong"])
+    assert f"[rank0]: grpo.job.failure.JobFailed: the job failed on {record}" in ahead.output()
+    assert "[rank1]: ZeroDivisionError: a reward of the user's went wrong" in ahead.output()

@@ -295,9 +295,21 @@ def test_an_environment_whose_reset_fails_ends_the_job_with_its_words(make: Make
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(make: Make) -> None:
-    calm = steps_of(make(calculates, tools=[times]))
-    SpeakingEngine.asked.clear()
+_calm: list[list[dict[str, Any]]] = []
+
+
+@pytest.fixture
+def calm(make: Make) -> list[dict[str, Any]]:
+    """The steps of a training in which nothing dies; of the first test that asks."""
+    if not _calm:
+        _calm.append(steps_of(make(calculates, tools=[times])))
+        SpeakingEngine.asked.clear()
+    return _calm[0]
+
+
+def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
+    make: Make, calm: list[dict[str, Any]]
+) -> None:
     SpeakingEngine.deaths.append(("submit", 11))  # in the second turns
     stirred = steps_of(make(calculates, tools=[times]))
     assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
@@ -306,9 +318,7 @@ def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
 
 
 @pytest.mark.parametrize("death", ["in a push", "idle"])
-def test_an_engine_that_dies_between_batches_comes_back_too(make: Make, death: str) -> None:
-    calm = steps_of(make(calculates, tools=[times]))
-    SpeakingEngine.asked.clear()
+def test_an_engine_that_dies_between_batches_comes_back_too(make: Make, calm: list[dict[str, Any]], death: str) -> None:
     if death == "in a push":
         SpeakingEngine.deaths.append(("update_weights", 2))
 

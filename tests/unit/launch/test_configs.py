@@ -2,7 +2,6 @@
 
 import copy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from grpo.launch import line
 from grpo.launch.line import Rendezvous
 from grpo.plan.job import read_launcher
 from grpo.recipes.arguments import DEMO_COMPLETIONS, DEMO_DEFAULTS, demo_defaults, parse_arguments
-from tests.launching import free_port
+from tests.launching import BIN, free_port
 from tests.unit.recipes.made_up_data import RECIPES
 
 ROOT = Path(__file__).parents[3]
@@ -114,13 +113,19 @@ WHAT_TO_DO = "use grpo launch, or give --machine_rank K --main_process_ip HEAD"
 
 
 def accelerate_launch(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
+    command = [str(BIN / "accelerate-launch"), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("name", MULTI_NODE)
 def test_a_launcher_that_is_not_told_which_node_it_is_on_says_what_to_do(name: str):
-    done = accelerate_launch("--config_file", f"configs/{name}", "train.py")
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(CONFIGS / name), "train.py"])
+    with pytest.raises(ValueError, match=WHAT_TO_DO):
+        launch.launch_command(arguments)
+
+
+def test_and_that_is_its_last_line():
+    done = accelerate_launch("--config_file", f"configs/{MULTI_NODE[0]}", "train.py")
     assert done.returncode != 0
     assert WHAT_TO_DO in done.stderr.splitlines()[-1], done.stderr
 

@@ -234,7 +234,15 @@ def processes(command: list[str], folder: Path, mistake: Mistake) -> tuple[int, 
     return started.returncode, started.stdout
 
 
-@pytest.mark.parametrize("case", ["no such file", "a misspelt flag", "a hub model offline", "a reward that raises"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "no such file",
+        pytest.param("a misspelt flag", marks=pytest.mark.long),
+        "a hub model offline",
+        "a reward that raises",
+    ],
+)
 def test_a_process_ends_with_the_message_alone(case: str, right_task: Path, tmp_path: Path) -> None:
     mistake = MISTAKES[case]
     argv = write(mistake, right_task, tmp_path)

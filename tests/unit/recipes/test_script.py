@@ -1,5 +1,6 @@
 import json
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from grpo.recipes.data import load_data, local_data
 from grpo.recipes.rewards import exact_match
 from grpo.recipes.training import demo_summary, run, run_demo
 from grpo.run.folder import read_run_state
+from tests.launching import ROOT
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 MODEL = ["--model_name_or_path", "some/model", "--use_cpu", "--bf16", "False"]
@@ -281,6 +283,17 @@ def test_demo_summary_of_few_logs():
     end = {"step": 3, "train_runtime": 1.0}
     assert "reward 0.400 -> 0.400" in demo_summary([{"step": 3, "reward": 0.4, "num_tokens": 9.0}, end])
     assert "none of them logged" in demo_summary([end])
+
+
+def test_help_shows_our_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("grpo.engine.early.start_host", lambda: None)
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in ("--vllm_reserved_gpus", "--vllm_sync_backend", "--vllm_max_logprob_gap", "--reward_funcs"):
+        assert option in shown
 
 
 def test_resume_can_be_written_short() -> None:

@@ -71,8 +71,15 @@ def opening(browser: Any) -> Iterator[Callable[..., Opened]]:
         context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (390, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.long),
+        pytest.param(390, "light", marks=pytest.mark.long),
+    ],
+)
 def test_every_tab_draws_without_a_complaint_and_fits(
     width: int, scheme: str, file: Path, opening: Callable[..., Opened]
 ) -> None:
