@@ -110,8 +110,8 @@ def _final(rewards: list[float]) -> float:
 def learn(folder: Path, steps: int) -> tuple[Figure, Figure]:
     model = ensure_demo_model(folder / "demo")
     seeds = range(FIRST_SEED, FIRST_SEED + 3)
-    whole = [train(model, folder / f"seed-{seed}", seed=seed, steps=steps, kills=False) for seed in seeds]
     killed = train(model, folder / "killed", seed=FIRST_SEED, steps=steps, kills=True)
+    whole = [train(model, folder / f"seed-{seed}", seed=seed, steps=steps, kills=False) for seed in seeds]
     name = f"reward of the last {LAST_STEPS} of {steps} steps"
     return (
         Figure(name=f"{name}, three seeds", unit="", values=tuple(whole)),
