@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.job.worker import Worker, exits_as_errors
+from grpo.job.worker import Worker, surviving
 
 Message = dict[str, Any]
 HANGS = "an earlier call has not returned"  # an environment may be in any state
@@ -118,7 +118,7 @@ class ToolRunner:
         if row in self.hanging_rows:  # by a synchronous call of the same message
             coroutine.close()
             return self._failed(HANGS)
-        call = asyncio.ensure_future(_surviving(coroutine))
+        call = asyncio.ensure_future(surviving(coroutine))
         try:
             with self._noted(name, row):
                 finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
@@ -174,11 +174,6 @@ class ToolRunner:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
             return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_told(error)}"))
-
-
-async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    with exits_as_errors():
-        return await coroutine
 
 
 def _told(value: Any) -> str:

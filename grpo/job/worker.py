@@ -5,7 +5,7 @@ import contextvars
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -21,12 +21,17 @@ def exits_as_errors(told: str = "", *, in_main_thread: bool = False) -> Iterator
         told: what the error begins with.
         in_main_thread: where an interrupt is Ctrl-C, and stays one.
     """
+    exits = SystemExit if in_main_thread else (SystemExit, KeyboardInterrupt)
     try:
         yield
-    except (SystemExit, KeyboardInterrupt) as error:
-        if in_main_thread and isinstance(error, KeyboardInterrupt):
-            raise
+    except exits as error:
         raise RuntimeError(f"{told}{type(error).__name__}: {error}") from error
+
+
+async def surviving(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """What the user's coroutine returns; see `exits_as_errors`."""
+    with exits_as_errors():
+        return await coroutine
 
 
 class Worker:

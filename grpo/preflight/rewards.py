@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
 from grpo.job.mistakes import shown_frame, users_frame
-from grpo.job.worker import exits_as_errors
+from grpo.job.worker import exits_as_errors, surviving
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0
@@ -126,7 +126,7 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
             with _interrupted_after(DEADLINE_S), exits_as_errors(in_main_thread=True):
                 return func(**call)
         assert loop is not None
-        answer = asyncio.run_coroutine_threadsafe(_surviving(func(**call)), loop)
+        answer = asyncio.run_coroutine_threadsafe(surviving(func(**call)), loop)
         try:
             return answer.result(DEADLINE_S)
         except TimeoutError:
@@ -141,11 +141,6 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
             f"  in {users_frame(own) or shown_frame(traceback.extract_tb(own.__traceback__)[-1])}\n"
             f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error
-
-
-async def _surviving(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    with exits_as_errors():
-        return await coroutine
 
 
 def _check_signature(func: Callable[..., Any], call: dict[str, Any]) -> None:
