@@ -1,17 +1,21 @@
 """A host that imports vLLM before it is told what to run: it serves then, and nothing of it stays where nobody asks."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo.engine import early
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.job.sessions import session_members
+from grpo.rollout.packing import Request
+from grpo.rollout.pool import EnginePool
 from tests.contract import CONTRACT_S
 from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
 from tests.launching import ROOT, known_models
@@ -31,11 +35,16 @@ def engine(model: Path, folder: Path, **variables: str) -> EngineClient:
     environment = engine_environment(
         {**os.environ, **variables}, devices=(), tensor_parallel_size=1, engines_per_node=1
     )
-    return EngineClient(engine_spec(model), name="the engine", environment=environment, log_path=folder / "engine.log")
+    spec = dataclasses.replace(engine_spec(model), sampling={"max_tokens": 4, "ignore_eos": True})
+    return EngineClient(spec, name="the engine", environment=environment, log_path=folder / "engine.log")
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_host_is_told_later_what_to_run_and_where(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_host_is_told_later_what_to_run_and_where(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "kernels"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     early.start_host()
     host = early._waiting
     assert host is not None
@@ -46,10 +55,15 @@ def test_a_host_is_told_later_what_to_run_and_where(tiny_model: Path, tmp_path: 
         assert client.pid == host.pid
         ready = client.wait_ready(START_S)
         assert client.call("weight_version", CONTRACT_S) is not None
+        pool = EnginePool([client], max_num_seqs=[ready.max_num_seqs], max_tokens=4)
+        sampled = pool.collect(pool.submit([Request(token_ids=np.array([5, 6, 7], np.int32), n=1, seed=1)]), START_S)
+        assert sampled is not None
+        pool.close()
     finally:
         client.close()
     assert 0 < ready.startup_s < START_S
     assert (tmp_path / "cache" / "generations").exists()  # its environment has come, too
+    assert not list(kernels.rglob("*.so")), "an eager engine compiles nothing, its sampler included"
     assert "Triton" in (tmp_path / "engine.log").read_text()  # what was written before there was a log
     assert not session_members(host.pid)
     assert not host.private_folder.exists()
