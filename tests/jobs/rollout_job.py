@@ -1,8 +1,8 @@
 """A training job whose ranks take different numbers of turns; `tiny_job.py` with a rollout function.
 
 `settings["turns"]`: of each rank. A row that takes none is answered by the function itself. Writes every turn to
-`<output_dir>/ranks/turns-<rank>.jsonl`. Where `hold` is "turn", rank 0 waits before the third turn of step 1 until the
-test writes `<output_dir>/go-on`.
+`<output_dir>/ranks/turns-<rank>.jsonl`. Where `hold` is "turn-1", rank 0 waits before the third turn of step 1 until
+the test writes `<output_dir>/go-on`.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ async def one_row(row: int, prompt: list[int], trainer: Any, turns: int) -> tupl
     logprobs: list[float] = []
     mask: list[int] = []
     for number in range(turns):
-        if settings["hold"] == "turn" and (rank, step, number) == (0, 1, 2):
-            (out / "at-turn").touch()
+        if settings["hold"] == f"turn-{step}" and (rank, number) == (0, 2):
+            (out / f"at-turn-{step}").touch()
             while not (out / "go-on").exists():
                 await asyncio.sleep(0.05)
         turn = await trainer.vllm_generation.sample([*prompt, *ids], row=row, turn=number, max_tokens=CHUNK)

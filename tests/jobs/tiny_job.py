@@ -58,13 +58,17 @@ def reward(prompts, completions, completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-strikes = {(phase, step): target for phase, step, target in settings.get("strikes", [])}
+strikes = {
+    (phase, step): target for phase, step, target, *ranks in settings.get("strikes", []) if rank in (ranks or [rank])
+}
 
 
 def strike(phase: str, engine: EngineClient) -> None:
     """Kill the engine, or vLLM's process inside, if that is to be done here."""
-    target = strikes.pop((phase, trainer.state.global_step), None)
+    step = trainer.state.global_step
+    target = strikes.pop((phase, step), None)
     if target is not None:
+        mark(f"struck-{phase}-{step}")
         pid = engine.pid if target == "host" else inner_process(engine.pid).pid
         os.kill(pid, signal.SIGKILL)
 

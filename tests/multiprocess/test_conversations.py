@@ -9,7 +9,7 @@ import pytest
 
 from examples.calculator_model import ensure_model
 from tests.contract import STARTUP_S, expect_the_contract, inner_process, the_record
-from tests.finished import finish, lines_of
+from tests.finished import JOB_S, finish, lines_of
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, tiny_job_script
 
 CONFIG = {
@@ -28,16 +28,27 @@ def start_rollouts(
 
 
 def turns_of(job: Job, rank: int) -> list[dict[str, Any]]:
-    """In the order of step, row and turn; they end in any."""
-    lines = lines_of(job, f"turns-{rank}.jsonl")
+    """Of the first three steps, in the order of step, row and turn; they end in any."""
+    lines = [line for line in lines_of(job, f"turns-{rank}.jsonl") if line["step"] < 3]
     return sorted(lines, key=lambda line: (line["step"], line["row"], line["turn"]))
+
+
+def kill_in_mid_conversation(job: Job, rank: int, hold: str) -> None:
+    try:
+        job.wait_for(f"at-{hold}", JOB_S)
+        everyone = job.processes()
+        kill(job.rank(rank)["pid"])
+        expect_the_contract(job, time.monotonic(), everyone)
+    finally:
+        job.end(may_leave=True)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two nodes of two ranks: five turns, one, none and three."""
-    job = start_rollouts(tiny_model, tmp_path_factory.mktemp("rollouts"), turns=[5, 1, 0, 3], nodes=2)
-    finish(job)
+    """Two nodes of two ranks: five turns, one, none and three. In the fourth step rank 1 is killed."""
+    out = tmp_path_factory.mktemp("rollouts")
+    job = start_rollouts(tiny_model, out, turns=[5, 1, 0, 3], nodes=2, hold="turn-3", config={"max_steps": 4})
+    kill_in_mid_conversation(job, 1, "turn-3")
     return job
 
 
@@ -53,14 +64,27 @@ def test_ranks_take_as_many_turns_as_they_like(undisturbed: Job) -> None:
         assert 0.3 < line["rollout/cached_share"] < 0.9  # a block of every turn but the first
 
 
+def test_a_rank_that_is_killed_in_mid_conversation_ends_the_job_with_one_record(undisturbed: Job) -> None:
+    the_record(undisturbed, undisturbed.output(), says=["node 0", "rank 1", "rollout"])
+
+
+@pytest.mark.long
+def test_a_local_main_that_is_killed_in_mid_conversation_ends_the_job_with_one_record(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = start_rollouts(tiny_model, tmp_path / "out", turns=[3, 1], nodes=1, hold="turn-1")
+    kill_in_mid_conversation(job, 0, "turn-1")
+    the_record(job, job.output(), says=["rank 0", "rollout"])
+
+
 @pytest.mark.long
 def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
     undisturbed: Job, tiny_model: Path, tmp_path: Path
 ) -> None:
     """All ranks of its node are in the middle of theirs; those of the other node are long done."""
-    job = start_rollouts(tiny_model, tmp_path / "out", turns=[5, 1, 0, 3], nodes=2, hold="turn")
+    job = start_rollouts(tiny_model, tmp_path / "out", turns=[5, 1, 0, 3], nodes=2, hold="turn-1")
     try:
-        job.wait_for("at-turn", STARTUP_S)
+        job.wait_for("at-turn-1", STARTUP_S)
         (host,) = job.rank(0)["hosts"]
         inner_process(host).kill()
         (tmp_path / "out" / "go-on").touch()
@@ -72,21 +96,6 @@ def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
         assert turns_of(job, rank) == turns_of(undisturbed, rank)
     assert [line["reward"] for line in steps] == [line["reward"] for line in undisturbed.metrics()]
     assert steps[-1]["engine/respawns"] == 1
-
-
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["a rank", "the local main"])
-def test_a_rank_that_is_killed_in_mid_conversation_ends_the_job_with_one_record(
-    rank: int, tiny_model: Path, tmp_path: Path
-) -> None:
-    job = start_rollouts(tiny_model, tmp_path / "out", turns=[3, 1], nodes=1, hold="turn")
-    try:
-        job.wait_for("at-turn", STARTUP_S)
-        everyone = job.processes()
-        kill(job.rank(rank)["pid"])
-        output = expect_the_contract(job, time.monotonic(), everyone)
-        the_record(job, output, says=[f"rank {rank}", "rollout"])
-    finally:
-        job.end(may_leave=True)
 
 
 @pytest.fixture(scope="module")

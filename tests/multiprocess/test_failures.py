@@ -1,45 +1,19 @@
 """Whatever dies, everybody is gone within 30 s with one record, and nothing stays behind.
 
 A rank's death beside a collective needs no engine (`echo_job.py`), an engine's no ranks (`test_deaths.py`); engines
-that come back are in `test_respawn.py` and, on one node of two, in `test_two_nodes.py`, as is a reward that raises;
-deaths of ranks and launchers of the whole stack are cells of `tests/faults/matrix.py`.
+that come back, and one that may not, are in `test_two_nodes.py`, as is a reward that raises; deaths of ranks and
+launchers of the whole stack are cells of `tests/faults/matrix.py`.
+
+Here: two ranks over gloo, without engines: one dies or fails, the other one sits in a collective.
 """
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
-from grpo.job.failure import FailureRecord
 from tests.contract import STARTUP_S, expect_the_contract, the_record, until_it_ends
-from tests.launching import ROOT, Job, kill, start, start_tiny_job_by_torchrun, torchrun_command
-
-QUICK = {"dataloader_num_workers": 2}
-
-
-def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(tiny_model: Path, tmp_path: Path) -> None:
-    """Killed in a push. That ranks and launchers die in every phase is for `make faults`, and below without engines."""
-    config = {**QUICK, "vllm_max_respawns": 0}
-    job = start_tiny_job_by_torchrun(tiny_model, tmp_path / "out", config=config, hold="push")
-    try:
-        job.wait_for("at-push", STARTUP_S)
-        everyone = job.processes()
-        assert len(everyone) > 5
-        kill(job.rank(0)["hosts"][0])
-        output = expect_the_contract(job, time.monotonic(), everyone)
-    finally:
-        job.end()
-    record = the_record(job, output, says=["rank 0", "push", "was killed by signal 9"])
-    (attempt,) = json.loads((job.output_dir / "run.json").read_text())["attempts"]
-    assert attempt["state"] == "failed"
-    assert str(FailureRecord(**attempt["failure"])).splitlines()[0] == record
-    state = json.loads((job.output_dir / "run_state.json").read_text())  # the trainer is whole
-    assert (state["state"], state["step"], state["can_heal"]) == ("failed", 1, True)
-    assert state["checkpoint"].endswith("checkpoint-1")
-
-
-# -- two ranks over gloo, without engines: one dies or fails, the other one sits in a collective ----------------------
+from tests.launching import ROOT, Job, kill, start, torchrun_command
 
 
 def start_echo_job(out: Path, *, rank: int, phase: str, fails: bool = False) -> Job:

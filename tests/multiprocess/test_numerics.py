@@ -1,8 +1,7 @@
 """Engine and trainer compute the same, step after step, after large weight changes, in every layout of one node.
 
 Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a push that reuses
-its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`, a tied head
-without a module in `test_respawn.py`, which needs its runs anyway.
+its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`.
 """
 
 from pathlib import Path
@@ -19,9 +18,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_tiny_model(request.param, tmp_path / request.param)
 
 
-@pytest.mark.parametrize("model", ["qwen2-tied"], indirect=True)
+@pytest.mark.parametrize("model", ["gemma2-tied", pytest.param("qwen2-tied", marks=pytest.mark.long)], indirect=True)
 def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
-    """Without NCCL, asked for by name."""
+    """The first one's head is no module. Without NCCL, asked for by name."""
     config = {"vllm_tensor_parallel_size": 2, "ddp_backend": "gloo", "vllm_sync_backend": "shm"}
     job = start_tiny_job(model, tmp_path / "out", config=config)
     finish_on_policy(job)

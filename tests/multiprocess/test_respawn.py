@@ -13,7 +13,7 @@ from tests.finished import JOB_S, MAX_GAP, finish, finish_on_policy, lines_of
 from tests.launching import Job, kill, start_tiny_job, start_tiny_job_by_torchrun, wait_gone
 from tests.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.timeout(900)  # three starts of the whole stack and of an engine
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # three starts of the whole stack and of an engine
 STEPS = 7
 # Without NCCL, asked for by name; seven steps of the rate that others take three of would end among weights so large
 # that two orders of adding up differ.
@@ -135,7 +135,6 @@ def test_the_same_samples_whatever_dies_and_when(undisturbed: Job, resumed: Job)
         assert how in line, told
 
 
-@pytest.mark.long
 def test_one_of_two_engines_dies_while_it_samples_ahead(tiny_model: Path, tmp_path: Path) -> None:
     """The other one takes what it owed; it comes back with the next push."""
     config = {"max_steps": 4, "generation_lookahead": 1, "vllm_engines_per_node": 2, "vllm_standby": True}

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from grpo import cli
+from grpo.job.failure import FailureRecord
 from grpo.report.page import write_report
 from grpo.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
 from tests.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
-from tests.finished import JOB_S, MAX_GAP, completions_by_engine, finish, finish_on_policy, lines_of
+from tests.finished import JOB_S, MAX_GAP, completions_by_engine, finish_on_policy, lines_of
 from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, start_tiny_job, tiny_job_script
 from tests.sockets import Listening, Strangers, documented, listening, where, who
 from tests.tiny_models import save_tiny_model
 
 STRADDLING = {"per_device_train_batch_size": 6}  # groups of 4: the second one lies on both nodes
+STEPS = 6
+# Six steps of the rate that others take three of end among weights so large that two orders of adding up differ.
+SIX_STEPS = {**STRADDLING, "max_steps": STEPS, "learning_rate": 4e-3}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,9 @@ class Unbalanced:
 
 @pytest.fixture(scope="module")
 def unbalanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Unbalanced:
-    """Four steps in which every node samples for itself."""
+    """Every node samples for itself."""
     out = tmp_path_factory.mktemp("unbalanced")
-    config = {**STRADDLING, "max_steps": 4}
-    job = start_tiny_job(model, out, nodes=2, ranks_per_node=1, config=config, hold="generation-1")
+    job = start_tiny_job(model, out, nodes=2, ranks_per_node=1, config=SIX_STEPS, hold="generation-1")
     strangers = Strangers(out / "obeyed")
     try:
         job.wait_for("at-generation-1", STARTUP_S)
@@ -55,7 +58,7 @@ def unbalanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Unbalan
         job.end()
         raise
     (out / "go-on").touch()
-    steps = finish_on_policy(job, 4)
+    steps = finish_on_policy(job, STEPS)
     strangers.leave()
     return Unbalanced(job=job, steps=steps, listened=listened, refused=refused, was_obeyed=strangers.marker.exists())
 
@@ -83,7 +86,7 @@ def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> Non
         assert attempt.ranks == [node]
         assert abs(attempt.clock_offset_s) < 0.5, "both nodes have this machine's clock"
         of_engine = [span for span in timeline.spans if span.lane == "engine 0"]
-        assert [(span.requests, span.policy_version) for span in of_engine] == [(6, step) for step in range(4)]
+        assert [(span.requests, span.policy_version) for span in of_engine] == [(6, step) for step in range(STEPS)]
         for span, line in zip(of_engine, steps, strict=True):
             assert span.tokens == pytest.approx(
                 line["by_node"]["rollout/tokens_per_s"][node] * (span.end - span.begin), rel=0.2
@@ -97,7 +100,7 @@ def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> Non
         assert other.begin < one.end
     assert all(line["rollout/slowest_node"] in (0, 1) for line in steps)
     (run,) = write_report([folder], tmp_path / "report.html")
-    assert (run.state, run.num_nodes, run.step, run.missing) == ("finished", 2, 4, ())
+    assert (run.state, run.num_nodes, run.step, run.missing) == ("finished", 2, STEPS, ())
     assert len((tmp_path / "report.html").read_text()) > 100_000
     assert cli.main(["trace", str(folder), "--out", str(tmp_path / "trace.json")]) == 0
     names = {
@@ -123,10 +126,16 @@ def test_a_group_straddles_both_nodes(unbalanced: Unbalanced) -> None:
 
 @pytest.fixture(scope="module")
 def balanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """`vllm_balance_nodes` where one node seems to be five times as fast; its engine dies in the third generation."""
+    """`vllm_balance_nodes` where one node seems to be five times as fast, and engines die.
+
+    That of node 0 in the third generation, that of node 1 in the push after the fourth step, and once more in the last
+    generation, when it may not come back.
+    """
     out = tmp_path_factory.mktemp("balanced")
-    config = {**STRADDLING, "vllm_balance_nodes": True, "max_steps": 4}
-    script = tiny_job_script(model, out, config=config, hold="generation-2")
+    config = {**SIX_STEPS, "vllm_balance_nodes": True, "vllm_max_respawns": 1}
+    last = f"generate-{STEPS - 1}"
+    strikes = [("update_weights", 4, "inner", 1), ("generate", STEPS - 1, "host", 1)]
+    script = tiny_job_script(model, out, config=config, hold="generation-2", strikes=strikes)
     script[0] = str(ROOT / "tests" / "jobs" / "balance_job.py")
     job = start(accelerate_command(script, nodes=2, ranks_per_node=1, port=free_port()), out, nodes=2)
     try:
@@ -137,40 +146,59 @@ def balanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
         for rank in (0, 1):
             job.wait_for(f"at-waits-2-{rank}", CONTRACT_S)
         kill(host)  # it samples for the other node, too
-    except BaseException:
+        job.wait_for(f"at-struck-{last}", JOB_S)
+        until_it_ends(job, CONTRACT_S)
+    finally:
         job.end()
-        raise
-    finish(job)
     return job
 
 
-def test_balanced_completions_come_back_to_their_rows_and_are_the_same_as_without(
+def test_balanced_completions_come_back_to_their_rows_and_are_the_same_whatever_dies(
     unbalanced: Unbalanced, balanced: Job
 ) -> None:
-    job = balanced
+    job, whole = balanced, STEPS - 1
     for line in job.metrics():
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
     for rank in (0, 1):
         name = f"samples-{rank}.jsonl"
-        assert lines_of(job, name) == lines_of(unbalanced.job, name)
-        assert len(lines_of(job, name)) == 4
+        assert lines_of(job, name) == lines_of(unbalanced.job, name)[:whole]
         # Of 2 and 4 completions, the slow node's requests, the second is sampled by the fast one.
-        assert lines_of(job, f"moves-{rank}.jsonl") == [[{"source": 1, "target": 0, "requests": [1]}]] * 4
-    sent = [completions_by_engine(job, rank) for rank in (0, 1)]
-    assert sent == [[[10], [10], [20], [10]], [[2]] * 4]  # all of it once more, after the death
+        assert lines_of(job, f"moves-{rank}.jsonl") == [[{"source": 1, "target": 0, "requests": [1]}]] * STEPS
+    sent = [completions_by_engine(job, rank)[:whole] for rank in (0, 1)]
+    assert sent == [[[10], [10], [20], [10], [10]], [[2]] * whole]  # all of it once more, after the death
 
 
-def test_an_engine_that_died_on_one_node_holds_up_both_and_comes_back(balanced: Job) -> None:
+def test_engines_that_die_hold_up_both_nodes_and_come_back(balanced: Job) -> None:
     job = balanced
-    died = "engine 0 of node 0 ("
-    assert job.output().count(died) == 1, job.fail("not one line about it")
-    (told,) = json.loads((job.output_dir / "run_state.json").read_text())["respawns"]
-    assert told.startswith(f"after step 2: {died}"), told
-    assert "died in phase 'generate' (engine 0 of node 0 was killed by signal 9)" in told
+    state = json.loads((job.output_dir / "run_state.json").read_text())
+    deaths = [
+        ("after step 2: engine 0 of node 0 (", "died in phase 'generate' (engine 0 of node 0 was killed by signal 9)"),
+        ("after step 4: engine 0 of node 1 (", "died in phase 'push"),
+    ]
+    for told, (begin, why) in zip(state["respawns"], deaths, strict=True):
+        assert told.startswith(begin), told
+        assert why in told, told
+        engine = told.partition(": ")[2].partition("(")[0] + "("
+        assert job.output().count(engine) == 1, job.fail("not one line about it")
     for line in job.metrics():
-        assert line["engine/respawns"] == (line["step"] > 2), line
-        assert line["engine/requests_reissued"] == (10 if line["step"] == 3 else 0)
-        assert line["push/repeats"] == 0
+        step = line["step"]
+        assert line["engine/respawns"] == (step > 2) + (step > 4), line
+        assert line["engine/requests_reissued"] == (10 if step == 3 else 0)
+        assert line["push/repeats"] == (step == 5)
+
+
+def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced: Job) -> None:
+    """After the last step that is whole has been saved."""
+    job = balanced
+    says = ["node 1", "rank 1", "phase 'generate': died more than 1 times in an hour", "engine 0 of node 1 was killed"]
+    record = the_record(job, job.output(), says=says)
+    (attempt,) = json.loads((job.output_dir / "run.json").read_text())["attempts"]
+    assert attempt["state"] == "failed"
+    assert str(FailureRecord(**attempt["failure"])).splitlines()[0] == record
+    state = json.loads((job.output_dir / "run_state.json").read_text())  # the trainer is whole
+    assert (state["state"], state["step"], state["can_heal"]) == ("failed", STEPS - 1, True)
+    assert state["checkpoint"].endswith(f"checkpoint-{STEPS - 1}")
+    assert [line["step"] for line in job.metrics()] == [*range(1, STEPS)]
 
 
 @pytest.fixture(scope="module")
