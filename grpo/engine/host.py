@@ -24,19 +24,7 @@ from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
 from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
 from grpo.engine.inner_processes import StartWatch, report_failures
 from grpo.engine.lifetime import end_session_with
-from grpo.engine.messages import (
-    WEIGHT_CALLS,
-    Abort,
-    Answers,
-    Call,
-    Died,
-    EngineSpec,
-    Ready,
-    Reply,
-    Sample,
-    Sampled,
-    Start,
-)
+from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.job.importing import importing
 
@@ -182,25 +170,24 @@ class Host:
                 traceback.print_exc()
 
     async def _run_call(self, method: str, kwargs: dict[str, Any]) -> Any:
-        engine = self._engine
-        if method in WEIGHT_CALLS:
-            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-            if method == "init_weight_transfer_engine":
+        engine = self._engine
+        match method:
+            case "init_weight_transfer_engine":
                 return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
-            if method == "update_weights":
+            case "update_weights":
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
-            return await getattr(engine, method)(**kwargs)
-        if method == "reset_prefix_cache":
-            return await engine.reset_prefix_cache()
-        if method == "weight_version":  # of whoever asks the engine itself what it holds
-            return await engine.get_weight_version()
-        if method == "wire_format":
-            return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
-        if method == "take_adapter":
-            return await self._take_adapter(**kwargs)
-        if method == "prompt_logprobs":
-            return await self._prompt_logprobs(**kwargs)
+            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
+                return await getattr(engine, method)(**kwargs)
+            case "weight_version":  # of whoever asks the engine itself what it holds
+                return await engine.get_weight_version()
+            case "wire_format":
+                return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
+            case "take_adapter":
+                return await self._take_adapter(**kwargs)
+            case "prompt_logprobs":
+                return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
 
     async def _take_adapter(self, number: int, policy_version: str) -> None:
