@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from grpo.reshape.partitions import flat_padding, flat_size, gather, padded, part_size, sub_groups
+from grpo.reshape.partitions import dealt, flat_padding, flat_size, part_size, sub_groups
 from grpo.run.pickles import load_mapped
 
 OPTIMIZER, MASTERS_3, MASTERS_2, BASE = (
@@ -125,19 +125,15 @@ class Zero3:
             zero = self.states[owner][OPTIMIZER]
             return zero[MASTERS_3][number] if key is None else zero[OPTIMIZER]["state"][number][key]
 
-        parts, size = [], 0
+        parts = []
         for name in names:
             number, offset = self.place[name]
-            mine, theirs = (part_size(self.sizes[name], count) for count in (ranks, self.before))
 
             def part(owner: int, start: int, stop: int, number: int = number, offset: int = offset) -> torch.Tensor:
                 return flat(owner, number)[offset + start : offset + stop]
 
-            start = min(rank * mine, self.sizes[name])
-            found = gather(start, min(start + mine, self.sizes[name]), size=theirs, part=part)
-            parts.append(padded(found, mine, flat(0, number).dtype))
-            size += mine
-        return padded(parts, size, parts[0].dtype)
+            parts.append(dealt(self.sizes[name], rank, ranks, before=self.before, size_of=part_size, part=part))
+        return torch.cat(parts)
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
         """What a rank of `ranks` saves of the model; frozen parameters are here, in parts too."""
@@ -209,10 +205,7 @@ class Zero2:
             zero = self.states[owner][OPTIMIZER]
             return (zero[MASTERS_2][number] if key is None else zero[BASE]["state"][number][key])[start:stop]
 
-        total, size = self.totals[number], flat_size(self.totals[number], ranks)
-        start = min(rank * size, total)
-        found = gather(start, min(start + size, total), size=flat_size(total, self.before), part=part)
-        return padded(found, size, part(0, 0, 0).dtype)
+        return dealt(self.totals[number], rank, ranks, before=self.before, size_of=flat_size, part=part)
 
     def _slices(self, number: int, rank: int, ranks: int) -> OrderedDict[str, Any]:
         """Which part of which parameter the rank holds, and where."""
@@ -235,15 +228,11 @@ class Zero2:
 
 def reparted(parts: list[torch.Tensor], shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of a parameter that ZeRO-3 has cut into `parts`."""
-    numel, mine = shape.numel(), part_size(shape.numel(), ranks)
-    start = min(rank * mine, numel)
-    found = gather(
-        start,
-        min(start + mine, numel),
-        size=part_size(numel, len(parts)),
-        part=lambda owner, first, last: parts[owner].view(-1)[first:last],
-    )
-    return padded(found, mine, parts[0].dtype)
+
+    def part(owner: int, start: int, stop: int) -> torch.Tensor:
+        return parts[owner].view(-1)[start:stop]
+
+    return dealt(shape.numel(), rank, ranks, before=len(parts), size_of=part_size, part=part)
 
 
 def _own(value: Any) -> Any:
