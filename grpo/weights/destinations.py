@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,25 +78,25 @@ def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
     return tied and isinstance(layer, ParallelLMHead)  # its tensor is the embedding's
 
 
-class WatchedLoaders:
-    """Weight loaders of a model that wait for a reload, replaced until `remove`.
+@contextlib.contextmanager
+def loaders_replaced(model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> Iterator[None]:
+    """Other weight loaders in a model that waits for a reload.
 
     Args:
         replace: makes a tensor's loader out of the one that it has. A loader that keeps the name of the first
             (`functools.wraps`) is taken for it: vLLM unwraps its own by their name.
     """
-
-    def __init__(self, model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> None:
-        self._replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
-        for destination in destinations(model):
-            tensor = destination.tensor
-            before = getattr(tensor, "weight_loader", None)
-            loader = replace(destination, before or default_weight_loader)
-            tensor.weight_loader = loader
-            self._replaced.append((tensor, before, loader))
-
-    def remove(self) -> None:
-        for tensor, before, loader in self._replaced:
+    replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
+    for destination in destinations(model):
+        tensor = destination.tensor
+        before = getattr(tensor, "weight_loader", None)
+        loader = replace(destination, before or default_weight_loader)
+        tensor.weight_loader = loader
+        replaced.append((tensor, before, loader))
+    try:
+        yield
+    finally:
+        for tensor, before, loader in replaced:
             if getattr(tensor, "weight_loader", None) is not loader:
                 continue  # vLLM has put back the original
             if before is None:
@@ -152,16 +152,12 @@ def arrivals_of(
 
         return note
 
-    watched = WatchedLoaders(model, replace)
-    try:
-        with disable_mtp_completeness_check():
-            model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
-            for name, tensor in weights:
-                if name in optional:
-                    with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
-                        model.load_weights(iter([(name, tensor)]))
-    finally:
-        watched.remove()
+    with loaders_replaced(model, replace), disable_mtp_completeness_check():
+        model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
+        for name, tensor in weights:
+            if name in optional:
+                with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
+                    model.load_weights(iter([(name, tensor)]))
     return dict(arrivals)
 
 
