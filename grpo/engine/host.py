@@ -43,17 +43,12 @@ class Host:
 
     def __init__(self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any]) -> None:
         self._connection = connection
-        self._send_lock = threading.Lock()
         self._engine = engine
         self._sampling = sampling
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
         self._adapter: LoRARequest | None = None
-
-    def send(self, message: object) -> None:
-        with self._send_lock:
-            self._connection.send(message)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -152,7 +147,7 @@ class Host:
 
     def _send_answers(self) -> None:
         answers, self._answers = self._answers, []
-        self.send(Answers(sampled=tuple(answers)))
+        self._connection.send(Answers(sampled=tuple(answers)))
 
     async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
         """What vLLM answers when a request is finished."""
@@ -163,9 +158,9 @@ class Host:
     async def _call(self, call: Call) -> None:
         try:
             value = await self._run_call(call.method, call.kwargs)
-            self.send(Reply(call_id=call.call_id, value=value, error=None))
+            self._connection.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            self.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
+            self._connection.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
             with contextlib.suppress(OSError):  # a full disk
                 traceback.print_exc()
 
@@ -250,15 +245,14 @@ async def run(
     watch.end()
     for use in uses:
         use.is_ready()
-    host = Host(connection, engine, spec.sampling)
-    host.send(
+    connection.send(
         Ready(
             max_model_len=engine.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             startup_s=startup_s(),
         )
     )
-    await host.serve()
+    await Host(connection, engine, spec.sampling).serve()
 
 
 def load() -> None:
