@@ -17,12 +17,10 @@ import torch
 from grpo.reshape.partitions import dealt, flat_padding, flat_size, part_size, sub_groups
 from grpo.run.pickles import load_mapped
 
-OPTIMIZER, MASTERS_3, MASTERS_2, BASE = (
-    "optimizer_state_dict",
-    "fp32_flat_groups",
-    "single_partition_of_fp32_groups",
-    "base_optimizer_state",
-)
+OPTIMIZER = "optimizer_state_dict"
+MASTERS_3 = "fp32_flat_groups"
+MASTERS_2 = "single_partition_of_fp32_groups"
+BASE = "base_optimizer_state"
 SUB_GROUP_SIZE = int(1e9)  # DeepSpeed's default
 _OPTIM_FILE = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
