@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,22 +123,22 @@ class Arrival:
 
 
 def arrivals_of(
-    model: torch.nn.Module, metas: dict[str, tuple[torch.dtype, Sequence[int]]], optional: Collection[str] = ()
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str]
 ) -> dict[str, list[Arrival]]:
     """Which loaders `load_weights` calls for each name; none of them runs.
 
     The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
 
     Args:
-        metas: dtype and shape of all tensors of the checkpoint, by their names.
+        weights: all tensors of the checkpoint by their names, on the meta device.
         optional: those that this model need not know.
 
     Raises:
         ValueError, KeyError: the model's own, of any other name that it does not know.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
-    weights = [(name, torch.empty(tuple(shape), dtype=dtype, device="meta")) for name, (dtype, shape) in metas.items()]
-    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights}  # views of it are handed on
+    # Views of it are handed on.
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights.items()}
 
     def replace(destination: Destination, loader: Loader) -> Loader:
         signature = inspect.signature(loader)
@@ -153,24 +153,23 @@ def arrivals_of(
         return note
 
     with loaders_replaced(model, replace), disable_mtp_completeness_check():
-        model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
-        for name, tensor in weights:
-            if name in optional:
-                with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
-                    model.load_weights(iter([(name, tensor)]))
+        model.load_weights(iter([(name, tensor) for name, tensor in weights.items() if name not in optional]))
+        for name in optional:
+            with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
+                model.load_weights(iter([(name, weights[name])]))
     return dict(arrivals)
 
 
-def held_dtypes(arrivals: dict[str, list[Arrival]], dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """By the checkpoint's name: in which floating-point dtype the engine holds it, where that is not `dtypes`'."""
+def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """By the checkpoint's name: the floating-point dtype in which the engine holds it, where it is another one."""
     held = {
         name: functools.reduce(torch.promote_types, {call.destination.tensor.dtype for call in calls})
         for name, calls in arrivals.items()
     }
     return {
-        name: other
-        for name, other in held.items()
-        if other != dtypes[name] and other.is_floating_point and dtypes[name].is_floating_point
+        name: dtype
+        for name, dtype in held.items()
+        if dtype != weights[name].dtype and dtype.is_floating_point and weights[name].is_floating_point()
     }
 
 

@@ -295,9 +295,9 @@ class GatheredSource:
             flat = None if wholes is None else [wholes[name].view(-1) for name in plain]
             self._gather.gather([self._tensors[name] for name in plain], flat)
         with gathered([self._tensors[name] for name in left]):
-            for name, whole in (wholes or {}).items():
-                if name in left:
-                    whole.copy_(self._tensors[name])
+            if wholes is not None:
+                for name in left:
+                    wholes[name].copy_(self._tensors[name])
         if wholes is not None and places is not None:
             self._convert(bucket, wholes, places)
 

@@ -106,13 +106,15 @@ class CountedReload(WeightTransferEngine):
             ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
         """
         asked = question["metas"]
-        dtypes = {name: getattr(torch, each) for name, each in zip(asked["names"], asked["dtype_names"], strict=True)}
-        metas = {name: (dtypes[name], shape) for name, shape in zip(asked["names"], asked["shapes"], strict=True)}
+        weights = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape in zip(asked["names"], asked["dtype_names"], asked["shapes"], strict=True)
+        }
         with without_adapters(self.model):
             initialize_layerwise_reload(self.model)
             try:
-                arrivals = arrivals_of(self.model, metas, question["buffers"])
-                held = held_dtypes(arrivals, dtypes)
+                arrivals = arrivals_of(self.model, weights, question["buffers"])
+                held = held_dtypes(arrivals, weights)
                 loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
             finally:
                 with _without_warnings():
