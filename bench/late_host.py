@@ -8,7 +8,7 @@ def start_no_host() -> None:
 
 
 if __name__ == "__main__":
-    early.start_host = start_no_host  # type: ignore[assignment]
+    early.start_host = start_no_host
     from grpo.recipes.script import main
 
     main()

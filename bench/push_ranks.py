@@ -166,9 +166,8 @@ class Ranks:
         for bucket in self.plan.buckets:
             shards = [parameter.ds_tensor for _, parameter in bucket.parameters]
             received = gather.exchange(shards)
-            if received is not None:
-                own_rows = int(received.shape[0] == dist.get_world_size())
-                total += (received.shape[0] - own_rows) * received.shape[1] * WIRE_DTYPE.itemsize
+            own_rows = int(received.shape[0] == dist.get_world_size())
+            total += (received.shape[0] - own_rows) * received.shape[1] * WIRE_DTYPE.itemsize
         gather.release()
         return total
 
@@ -346,8 +345,7 @@ class ExpertRanks:
         answer: list[WireFormat | None] = [None]
         if self.client is not None:
             self.client.wait_ready(START_S)
-            source = self._source
-            answer = [ask_engines([self.client], source.checkpoint_metas, source.experts, source.buffers, CALL_S)]
+            answer = [ask_engines([self.client], self._source.question, CALL_S)]
         dist.broadcast_object_list(answer, src=0)
         assert answer[0] is not None
         self._formats = {"experts at once": answer[0], "experts one by one": replace(answer[0], whole_experts=())}

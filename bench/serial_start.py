@@ -18,7 +18,7 @@ def start_ready_engine(*args: Any, **kwargs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    early.start_host = start_no_host  # type: ignore[assignment]
+    early.start_host = start_no_host
     from grpo.recipes.script import main
     from grpo.trainer import GRPOTrainer
 

@@ -175,9 +175,7 @@ class ServingStart:
                 turns_address=None if broker is None else broker.address,
                 startup_s=max(each.startup_s for each in ready),
                 max_model_len=min(each.max_model_len for each in ready),
-                wire_format=ask_engines(
-                    clients, source.checkpoint_metas, source.experts, source.buffers, self.args.vllm_sync_timeout
-                ),
+                wire_format=ask_engines(clients, source.question, self.args.vllm_sync_timeout),
             ),
         )
 

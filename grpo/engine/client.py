@@ -65,7 +65,9 @@ class EngineClient:
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
         self._said: str | None = None  # the host's own last words
-        self._closing = self._is_ending = False
+        self._closing = False
+        self.is_dead = False
+        """Whether its host has ended; `on_death` follows when all else of it has."""
         self._started = time.monotonic()
 
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,11 +168,6 @@ class EngineClient:
     def _about(self, what: str) -> str:
         return f"{self.name} {what}; the last lines of {self.log_path}:\n{self.log_tail()}"
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether its host has ended; `on_death` follows when all else of it has."""
-        return self._is_ending
-
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice.
 
@@ -229,7 +226,7 @@ class EngineClient:
         if stopped := self._host.wait_for_end(self._stopped_timeout_s):
             self._said = f"{stopped} was stopped (SIGSTOP?) for {self._stopped_timeout_s:.0f} s"
             self._host.end()
-        self._is_ending = True
+        self.is_dead = True
         code = self._host.wait()
         closing = self._closing
         # A full disk, or a folder that is gone, keeps nobody from being told.

@@ -28,18 +28,14 @@ _was_taken = False
 _starter = 0  # pid; a child that is forked off holds no host
 
 
-def start_host(environment: Mapping[str, str] | None = None) -> None:
+def start_host() -> None:
     """Start a host, where this process is its node's local main and has none that waits.
 
     From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
     the devices or vLLM is told by whoever needs an engine.
     """
-    global _inherited
-    # Not as a default: `datasets` puts another object in the place of `os.environ` (5.2, `map` with processes).
-    _inherited = dict(os.environ if environment is None else environment)
-    if _holds_one() or (guess := _guess(_inherited)) is None:
-        return
-    _keep_waiting(guess)
+    if (guess := _guess(os.environ)) is not None:
+        stand_by(guess)
 
 
 def start_first_host() -> None:
@@ -54,10 +50,13 @@ def stand_by(environment: Mapping[str, str]) -> None:
     Args:
         environment: of that engine.
     """
-    global _inherited
+    global _waiting, _starter, _inherited
     _inherited = dict(os.environ)
-    if not _holds_one():
-        _keep_waiting(environment)
+    if _holds_one():
+        return
+    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
+        _waiting, _starter = HostProcess(environment), os.getpid()
+        atexit.register(drop_host)
 
 
 def take_host(environment: Mapping[str, str]) -> HostProcess:
@@ -68,15 +67,16 @@ def take_host(environment: Mapping[str, str]) -> HostProcess:
         host = _given_up()
     if host is None:
         return HostProcess(environment)
-    if host.is_running() and not (changed := _changed(host.environment, environment)):
-        return host
-    # Not of what follows from the number of engines, say, which nobody could have known.
-    if host.is_running() and (changed := [name for name in changed if _inherited.get(name) != os.environ.get(name)]):
-        warnings.warn(
-            f"{', '.join(changed)} changed after vLLM was imported for the engine, which starts anew: set it before "
-            "the script starts to save some seconds",
-            stacklevel=2,
-        )
+    if host.is_running():
+        if not (changed := _changed(host.environment, environment)):
+            return host
+        # Not of what follows from the number of engines, say, which nobody could have known.
+        if told := [name for name in changed if _inherited.get(name) != os.environ.get(name)]:
+            warnings.warn(
+                f"{', '.join(told)} changed after vLLM was imported for the engine, which starts anew: set it before "
+                "the script starts to save some seconds",
+                stacklevel=2,
+            )
     host.close()
     return HostProcess(environment)
 
@@ -87,13 +87,6 @@ def drop_host() -> None:
         host = _given_up()
     if host is not None:
         host.close()
-
-
-def _keep_waiting(environment: Mapping[str, str]) -> None:
-    global _waiting, _starter
-    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
-        _waiting, _starter = HostProcess(environment), os.getpid()
-        atexit.register(drop_host)
 
 
 def _given_up() -> HostProcess | None:

@@ -24,19 +24,7 @@ from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
 from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
 from grpo.engine.inner_processes import StartWatch, report_failures
 from grpo.engine.lifetime import end_session_with
-from grpo.engine.messages import (
-    WEIGHT_CALLS,
-    Abort,
-    Answers,
-    Call,
-    Died,
-    EngineSpec,
-    Ready,
-    Reply,
-    Sample,
-    Sampled,
-    Start,
-)
+from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.job.importing import importing
 
@@ -55,17 +43,12 @@ class Host:
 
     def __init__(self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any]) -> None:
         self._connection = connection
-        self._send_lock = threading.Lock()
         self._engine = engine
         self._sampling = sampling
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
         self._adapter: LoRARequest | None = None
-
-    def send(self, message: object) -> None:
-        with self._send_lock:
-            self._connection.send(message)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -164,7 +147,7 @@ class Host:
 
     def _send_answers(self) -> None:
         answers, self._answers = self._answers, []
-        self.send(Answers(sampled=tuple(answers)))
+        self._connection.send(Answers(sampled=tuple(answers)))
 
     async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
         """What vLLM answers when a request is finished."""
@@ -175,32 +158,31 @@ class Host:
     async def _call(self, call: Call) -> None:
         try:
             value = await self._run_call(call.method, call.kwargs)
-            self.send(Reply(call_id=call.call_id, value=value, error=None))
+            self._connection.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
-            self.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
+            self._connection.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
             with contextlib.suppress(OSError):  # a full disk
                 traceback.print_exc()
 
     async def _run_call(self, method: str, kwargs: dict[str, Any]) -> Any:
-        engine = self._engine
-        if method in WEIGHT_CALLS:
-            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-            if method == "init_weight_transfer_engine":
+        engine = self._engine
+        match method:
+            case "init_weight_transfer_engine":
                 return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
-            if method == "update_weights":
+            case "update_weights":
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
-            return await getattr(engine, method)(**kwargs)
-        if method == "reset_prefix_cache":
-            return await engine.reset_prefix_cache()
-        if method == "weight_version":  # of whoever asks the engine itself what it holds
-            return await engine.get_weight_version()
-        if method == "wire_format":
-            return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
-        if method == "take_adapter":
-            return await self._take_adapter(**kwargs)
-        if method == "prompt_logprobs":
-            return await self._prompt_logprobs(**kwargs)
+            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
+                return await getattr(engine, method)(**kwargs)
+            case "weight_version":  # of whoever asks the engine itself what it holds
+                return await engine.get_weight_version()
+            case "wire_format":
+                return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
+            case "take_adapter":
+                return await self._take_adapter(**kwargs)
+            case "prompt_logprobs":
+                return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
 
     async def _take_adapter(self, number: int, policy_version: str) -> None:
@@ -269,15 +251,14 @@ async def run(
     watch.end()
     for use in uses:
         use.is_ready()
-    host = Host(connection, engine, spec.sampling)
-    host.send(
+    connection.send(
         Ready(
             max_model_len=engine.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             startup_s=startup_s(),
         )
     )
-    await host.serve()
+    await Host(connection, engine, spec.sampling).serve()
 
 
 def load() -> None:

@@ -13,9 +13,10 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from grpo.job.sessions import ProcessEnd, end_session, remove_traces
+from grpo.job.sessions import ProcessEnd, end_session
 
 
 def _open_end(parent_pid: int) -> ProcessEnd | None:
@@ -30,18 +31,7 @@ def _open_end(parent_pid: int) -> ProcessEnd | None:
 
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
     """In an engine host, before anything slow: end this session, and remove its folder, once `parent_pid` is gone."""
-    end = _open_end(parent_pid)
-    if end is None:
-        remove_traces(private_folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-
-    def watch() -> None:
-        end.wait()
-        end_session(os.getsid(0), private_folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()
+    _end_with(parent_pid, lambda: end_session(os.getsid(0), private_folder))
 
 
 def die_with_parent() -> None:
@@ -65,15 +55,16 @@ def _watch_forks() -> None:
     )
 
 
-def _end_with(parent_pid: int) -> None:
+def _end_with(parent_pid: int, first: Callable[[], None] = lambda: None) -> None:
     # Opened here and not in the thread: before a worker of vLLM closes what it has inherited, twice and by number.
     end = _open_end(parent_pid)
-    if end is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
 
     def watch() -> None:
-        end.wait()
+        if end is not None:
+            end.wait()
+        first()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if end is None:
+        watch()
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np  # not beside torch everywhere: the transports' tests on a GPU want torch alone
 
-# Calls that a host serves besides sampling. The first four are vLLM's weight-transfer control plane.
-WEIGHT_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:

@@ -17,12 +17,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     known = WeightTransferEngineFactory._registry
-    for name, module, class_name in (
-        (NCCL_BACKEND, "grpo.weights.worker", "CountedNCCLEngine"),
-        (SHM_BACKEND, "grpo.weights.worker", "CountedShmEngine"),
-    ):
+    for name, class_name in ((NCCL_BACKEND, "CountedNCCLEngine"), (SHM_BACKEND, "CountedShmEngine")):
         if name not in known:
-            WeightTransferEngineFactory.register_engine(name, module, class_name)
+            WeightTransferEngineFactory.register_engine(name, "grpo.weights.worker", class_name)
     if HOST_MARK in os.environ:  # any other vLLM on this machine is left as it is
         name_shared_memory(Path(os.environ[HOST_MARK]))
         die_with_parent()

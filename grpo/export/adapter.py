@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.export.room import check_room
@@ -108,8 +109,7 @@ def _no_base(base: str, error: Exception) -> ValueError:
 
 def _look_at(path: Path) -> tuple[int, set[str]]:
     try:
-        with safe_open(path, "pt") as held:
-            tensors = [held.get_tensor(name) for name in held.keys()]  # noqa: SIM118  no mapping
+        tensors = load_file(path).values()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the adapter's weights in {path} cannot be read: {error}") from None
     if not tensors:

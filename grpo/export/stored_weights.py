@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -62,7 +61,8 @@ def open_weights(checkpoint: Path, *, masters: bool) -> StoredWeights:
         if tag is not None:
             file = tag / "mp_rank_00_model_states.pt"
             origin = f"{tag.name}/{file.name}"
-            return StoredWeights(tensors=_whole_module(file), as_saved=False, origin=origin, files=(file,))
+            tensors = load_mapped(file)["module"]
+            return StoredWeights(tensors=tensors, as_saved=False, origin=origin, files=(file,))
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"the weights in {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(
@@ -84,7 +84,3 @@ def _partitioned(checkpoint: Path) -> dict[str, Any]:
     # It prints, and draws progress bars, while it reads what is beside the partitions.
     with weights_only(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), lazy_mode=True)
-
-
-def _whole_module(file: Path) -> dict[str, torch.Tensor]:
-    return load_mapped(file)["module"]

@@ -51,10 +51,19 @@ def gather(start: int, stop: int, *, size: int, part: Part) -> list[torch.Tensor
     return found
 
 
-def padded(parts: Sequence[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The parts end to end, and zeros up to `size` elements."""
-    missing = size - sum(part.numel() for part in parts)
-    return torch.cat([*parts, torch.zeros(missing, dtype=dtype)])
+def dealt(
+    numel: int, rank: int, ranks: int, *, before: int, size_of: Callable[[int, int], int], part: Part
+) -> torch.Tensor:
+    """What `rank` of `ranks` gets of a series of `numel` elements, with zeros behind its end.
+
+    Args:
+        before: ranks that have held it, of which `part` reads.
+        size_of: `part_size` or `flat_size`, by which it is cut.
+    """
+    size = size_of(numel, ranks)
+    start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
+    found = gather(start, stop, size=size_of(numel, before), part=part)
+    return torch.cat([*found, part(0, 0, 0).new_zeros(size - (stop - start))])
 
 
 def flat_size(numel: int, ranks: int) -> int:

@@ -76,11 +76,8 @@ def random_states(checkpoint: Path, record: CompleteRecord, rank: int) -> dict[s
         "cpu": torch.Generator().manual_seed(seed).get_state(),
     }
     if "cuda" in states:
-        fresh["cuda"] = (
-            [_seeded(state, seed) for state in states["cuda"]]
-            if isinstance(states["cuda"], list)
-            else (_seeded(states["cuda"], seed))
-        )
+        cuda = states["cuda"]
+        fresh["cuda"] = [_seeded(each, seed) for each in cuda] if isinstance(cuda, list) else _seeded(cuda, seed)
     return {**states, **fresh}
 
 

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from grpo.reshape.partitions import flat_padding, flat_size, gather, padded, part_size, sub_groups
+from grpo.reshape.partitions import dealt, flat_padding, flat_size, part_size, sub_groups
 from grpo.run.pickles import load_mapped
 
-OPTIMIZER, MASTERS_3, MASTERS_2, BASE = (
-    "optimizer_state_dict",
-    "fp32_flat_groups",
-    "single_partition_of_fp32_groups",
-    "base_optimizer_state",
-)
+OPTIMIZER = "optimizer_state_dict"
+MASTERS_3 = "fp32_flat_groups"
+MASTERS_2 = "single_partition_of_fp32_groups"
+BASE = "base_optimizer_state"
 SUB_GROUP_SIZE = int(1e9)  # DeepSpeed's default
 _OPTIM_FILE = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -125,19 +123,15 @@ class Zero3:
             zero = self.states[owner][OPTIMIZER]
             return zero[MASTERS_3][number] if key is None else zero[OPTIMIZER]["state"][number][key]
 
-        parts, size = [], 0
+        parts = []
         for name in names:
             number, offset = self.place[name]
-            mine, theirs = (part_size(self.sizes[name], count) for count in (ranks, self.before))
 
             def part(owner: int, start: int, stop: int, number: int = number, offset: int = offset) -> torch.Tensor:
                 return flat(owner, number)[offset + start : offset + stop]
 
-            start = min(rank * mine, self.sizes[name])
-            found = gather(start, min(start + mine, self.sizes[name]), size=theirs, part=part)
-            parts.append(padded(found, mine, flat(0, number).dtype))
-            size += mine
-        return padded(parts, size, parts[0].dtype)
+            parts.append(dealt(self.sizes[name], rank, ranks, before=self.before, size_of=part_size, part=part))
+        return torch.cat(parts)
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
         """What a rank of `ranks` saves of the model; frozen parameters are here, in parts too."""
@@ -209,10 +203,7 @@ class Zero2:
             zero = self.states[owner][OPTIMIZER]
             return (zero[MASTERS_2][number] if key is None else zero[BASE]["state"][number][key])[start:stop]
 
-        total, size = self.totals[number], flat_size(self.totals[number], ranks)
-        start = min(rank * size, total)
-        found = gather(start, min(start + size, total), size=flat_size(total, self.before), part=part)
-        return padded(found, size, part(0, 0, 0).dtype)
+        return dealt(self.totals[number], rank, ranks, before=self.before, size_of=flat_size, part=part)
 
     def _slices(self, number: int, rank: int, ranks: int) -> OrderedDict[str, Any]:
         """Which part of which parameter the rank holds, and where."""
@@ -235,15 +226,11 @@ class Zero2:
 
 def reparted(parts: list[torch.Tensor], shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of a parameter that ZeRO-3 has cut into `parts`."""
-    numel, mine = shape.numel(), part_size(shape.numel(), ranks)
-    start = min(rank * mine, numel)
-    found = gather(
-        start,
-        min(start + mine, numel),
-        size=part_size(numel, len(parts)),
-        part=lambda owner, first, last: parts[owner].view(-1)[first:last],
-    )
-    return padded(found, mine, parts[0].dtype)
+
+    def part(owner: int, start: int, stop: int) -> torch.Tensor:
+        return parts[owner].view(-1)[start:stop]
+
+    return dealt(shape.numel(), rank, ranks, before=len(parts), size_of=part_size, part=part)
 
 
 def _own(value: Any) -> Any:

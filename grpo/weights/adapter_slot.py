@@ -4,7 +4,7 @@ Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed nor PEFT.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,27 +12,18 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-PREFIX = "base_model.model."
-"""Of the names under which adapters come, as in PEFT's files."""
+from grpo.weights.layers import layers_replaced
+from grpo.weights.names import ADAPTER_PREFIX
 
 
 def is_adapters(name: str) -> bool:
     """Whether a tensor that comes is an adapter's, and no weight of the model."""
-    return name.startswith(PREFIX)
+    return name.startswith(ADAPTER_PREFIX)
 
 
-@contextlib.contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+def without_adapters(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """The model as its weights know it: vLLM loads none through the layers that it has put around others (0.31)."""
-    wrapped = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)]
-    owners = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer) for path, layer in wrapped]
-    for owner, leaf, layer in owners:
-        owner._modules[leaf] = layer.base_layer
-    try:
-        yield
-    finally:
-        for owner, leaf, layer in owners:
-            owner._modules[leaf] = layer
+    return layers_replaced(model, lambda layer: layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else None)
 
 
 def take_adapter(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

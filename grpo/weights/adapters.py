@@ -5,7 +5,7 @@ https://arxiv.org/abs/2402.09353.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from grpo.weights.gather import is_zero3
-
-PREFIX = "base_model.model."
-"""Before the base's name of a layer, in PEFT's files and on the way to the engines."""
+from grpo.weights.gather import gathered
+from grpo.weights.layers import layers_replaced
+from grpo.weights.names import ADAPTER_PREFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class LayerAdapter:
 
     def name_of(self, part: str) -> str:
         """As PEFT's file has it, and vLLM reads it."""
-        return f"{PREFIX}{self.path}.{part}"
+        return f"{ADAPTER_PREFIX}{self.path}.{part}"
 
     def merged(self, weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's weight with its adapter, in the dtype of `weight`; summed in float32.
@@ -73,16 +72,15 @@ class Lora:
 
     def layers(self) -> list[LayerAdapter]:
         """In the order of the base's modules."""
-        found = []
-        for path, module in self.base.named_modules():
-            if isinstance(module, LoraLayer) and self.adapter_name in module.scaling:
-                parts = {name: tensor for name, tensor in self._parts(module) if tensor is not None}
-                found.append(
-                    LayerAdapter(weight=f"{path}.weight", parts=parts, scale=module.scaling[self.adapter_name])
-                )
-        return found
+        return [
+            LayerAdapter(
+                weight=f"{path}.weight", parts=dict(self._parts(module)), scale=module.scaling[self.adapter_name]
+            )
+            for path, module in self.base.named_modules()
+            if isinstance(module, LoraLayer) and self.adapter_name in module.scaling
+        ]
 
-    def _parts(self, module: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def _parts(self, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """What of a layer is this adapter's, under the names that PEFT's files have."""
         for kind in module.adapter_layer_names:
             if self.adapter_name not in (held := getattr(module, kind)):
@@ -94,21 +92,9 @@ class Lora:
             for leaf, tensor in part.named_parameters():
                 yield f"{kind}.{leaf}", tensor
 
-    @contextlib.contextmanager
-    def unwrapped(self) -> Iterator[None]:
+    def unwrapped(self) -> contextlib.AbstractContextManager[None]:
         """The base as it was before PEFT put layers of its own into it; nobody may compute with it meanwhile."""
-        swapped: list[tuple[nn.Module, str, nn.Module]] = []
-        try:
-            for path, module in list(self.base.named_modules()):
-                if (inner := self._inner(module)) is not None:
-                    parent, _, leaf = path.rpartition(".")
-                    owner = self.base.get_submodule(parent)
-                    swapped.append((owner, leaf, module))
-                    owner._modules[leaf] = inner
-            yield
-        finally:
-            for owner, leaf, module in swapped:
-                owner._modules[leaf] = module
+        return layers_replaced(self.base, self._inner)
 
     def _inner(self, module: nn.Module) -> nn.Module | None:
         if isinstance(module, ModulesToSaveWrapper):
@@ -123,7 +109,7 @@ class Lora:
             deviation: standard deviation of the noise.
         """
         parts = [part for layer in self.layers() for name, part in layer.parts.items() if "_B" in name]
-        with _written(parts):
+        with gathered(parts, modifier_rank=0):
             kept = [part.detach().clone() for part in parts]
             generator = torch.Generator().manual_seed(0)
             for part in parts:
@@ -131,16 +117,6 @@ class Lora:
         try:
             yield
         finally:
-            with _written(parts):
+            with gathered(parts, modifier_rank=0):
                 for part, before in zip(parts, kept, strict=True):
                     part.data.copy_(before)
-
-
-def _written(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Parameters whole, and kept as they are changed in here: under ZeRO-3 as rank 0 has changed them."""
-    partitioned = [parameter for parameter in parameters if is_zero3(parameter)]
-    if not partitioned:
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0)

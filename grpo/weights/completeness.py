@@ -77,9 +77,8 @@ def _padding_numel(layer: torch.nn.Module) -> int:
 def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set[str]) -> list[str]:
     """Which checkpoint modules of a fused layer did not arrive: `v_proj` of `…self_attn.qkv_proj`."""
     parent, _, leaf = layer_name.rpartition(".")
-    anchor = f".{parent.partition('layers.')[2] or parent}".rstrip(
-        "."
-    )  # prefixes differ between checkpoint and vLLM, layer paths do not
+    # Prefixes differ between checkpoint and vLLM, layer paths do not.
+    anchor = f".{parent.partition('layers.')[2] or parent}".rstrip(".")
     return [
         f"{parent}.{part}"
         for part in mapping.get(leaf, [leaf])
@@ -87,9 +86,7 @@ def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set
     ]
 
 
-def incomplete_layers(
-    model: torch.nn.Module, *, tied: bool, received: set[str], pushed_before: bool = False
-) -> list[str]:
+def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str], pushed_before: bool) -> list[str]:
     """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
 
     Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which

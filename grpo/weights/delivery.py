@@ -39,7 +39,7 @@ class WeightDelivery:
         wire_format: what the engines have answered; those that come back have to say the same.
         timeout_s: of a call to an engine, and of opening a push group.
         tell: hears of every engine of the job that has come back.
-        trial: where adapters travel by themselves.
+        trial: where adapters travel by themselves; else None.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class WeightDelivery:
         *,
         wire_format: WireFormat,
         timeout_s: float,
-        tell: Callable[[Respawn], None] = lambda respawn: None,
-        trial: "AdapterTrial | None" = None,
+        tell: Callable[[Respawn], None],
+        trial: "AdapterTrial | None",
     ) -> None:
         self.prover = prover
         self.respawns: list[Respawn] = []
@@ -93,7 +93,8 @@ class WeightDelivery:
             answers = self._try_adapter(step) if self._must_try else []
             if answers is not None:
                 self._must_try = False
-                report, error = self._push(step)
+                self._num_pushes += 1
+                report, error = self._push(step, proves=is_due(self._num_pushes) or self._must_prove)
                 answers = self._end_phase(error, report)
             if answers is not None:
                 self._must_prove = False
@@ -119,19 +120,14 @@ class WeightDelivery:
         """Push and prove an adapter of noise; None where an engine was lost."""
         assert self._trial is not None
         with self._trial.noise() as limit:
-            _, error = self._pusher.push(step)
-            try:
-                self.prover.prove(self._num_pushes, engines_work=error is None, limit=limit)
-            except EngineError as unproved:
-                error = unproved
+            _, error = self._push(step, proves=True, limit=limit)
         return self._end_phase(error)
 
-    def _push(self, step: int) -> tuple[PushReport, EngineError | None]:
+    def _push(self, step: int, *, proves: bool, limit: float | None = None) -> tuple[PushReport, EngineError | None]:
         report, error = self._pusher.push(step)
-        self._num_pushes += 1
-        if is_due(self._num_pushes) or self._must_prove:
+        if proves:
             try:
-                gap = self.prover.prove(self._num_pushes, engines_work=error is None)
+                gap = self.prover.prove(self._num_pushes, engines_work=error is None, limit=limit)
                 report = replace(report, gap=gap)
             except EngineError as unproved:
                 error = unproved
@@ -181,7 +177,8 @@ class WeightDelivery:
                 if not self._is_open:
                     with self._watch.within(self._timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
                         if self._must_ask:
-                            self._ask_again()
+                            answer = ask_engines(self._engines.clients, self._pusher.source.question, self._timeout_s)
+                            agreed([self._wire_format, answer])
                         self._pusher.connect()
                     self._is_open, self._must_ask = True, False
             except JobFailed:
@@ -189,13 +186,6 @@ class WeightDelivery:
             except (OSError, RuntimeError) as problem:  # `EngineError` is one
                 error = problem
             return self._end_phase(error) is not None
-
-    def _ask_again(self) -> None:
-        source = self._pusher.source
-        answer = ask_engines(
-            self._engines.clients, source.checkpoint_metas, source.experts, source.buffers, self._timeout_s
-        )
-        agreed([self._wire_format, answer])
 
     def _end_phase(self, error: Exception | None, report: PushReport | None = None) -> list[Any] | None:
         """What all ranks say at the end of a phase; None where an engine was lost on one of them."""

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,25 +78,25 @@ def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
     return tied and isinstance(layer, ParallelLMHead)  # its tensor is the embedding's
 
 
-class WatchedLoaders:
-    """Weight loaders of a model that wait for a reload, replaced until `remove`.
+@contextlib.contextmanager
+def loaders_replaced(model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> Iterator[None]:
+    """Other weight loaders in a model that waits for a reload.
 
     Args:
         replace: makes a tensor's loader out of the one that it has. A loader that keeps the name of the first
             (`functools.wraps`) is taken for it: vLLM unwraps its own by their name.
     """
-
-    def __init__(self, model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> None:
-        self._replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
-        for destination in destinations(model):
-            tensor = destination.tensor
-            before = getattr(tensor, "weight_loader", None)
-            loader = replace(destination, before or default_weight_loader)
-            tensor.weight_loader = loader
-            self._replaced.append((tensor, before, loader))
-
-    def remove(self) -> None:
-        for tensor, before, loader in self._replaced:
+    replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
+    for destination in destinations(model):
+        tensor = destination.tensor
+        before = getattr(tensor, "weight_loader", None)
+        loader = replace(destination, before or default_weight_loader)
+        tensor.weight_loader = loader
+        replaced.append((tensor, before, loader))
+    try:
+        yield
+    finally:
+        for tensor, before, loader in replaced:
             if getattr(tensor, "weight_loader", None) is not loader:
                 continue  # vLLM has put back the original
             if before is None:
@@ -123,22 +123,22 @@ class Arrival:
 
 
 def arrivals_of(
-    model: torch.nn.Module, metas: dict[str, tuple[torch.dtype, Sequence[int]]], optional: Collection[str] = ()
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str]
 ) -> dict[str, list[Arrival]]:
     """Which loaders `load_weights` calls for each name; none of them runs.
 
     The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
 
     Args:
-        metas: dtype and shape of all tensors of the checkpoint, by their names.
+        weights: all tensors of the checkpoint by their names, on the meta device.
         optional: those that this model need not know.
 
     Raises:
         ValueError, KeyError: the model's own, of any other name that it does not know.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
-    weights = [(name, torch.empty(tuple(shape), dtype=dtype, device="meta")) for name, (dtype, shape) in metas.items()]
-    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights}  # views of it are handed on
+    # Views of it are handed on.
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights.items()}
 
     def replace(destination: Destination, loader: Loader) -> Loader:
         signature = inspect.signature(loader)
@@ -152,29 +152,24 @@ def arrivals_of(
 
         return note
 
-    watched = WatchedLoaders(model, replace)
-    try:
-        with disable_mtp_completeness_check():
-            model.load_weights(iter([(name, tensor) for name, tensor in weights if name not in optional]))
-            for name, tensor in weights:
-                if name in optional:
-                    with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
-                        model.load_weights(iter([(name, tensor)]))
-    finally:
-        watched.remove()
+    with loaders_replaced(model, replace), disable_mtp_completeness_check():
+        model.load_weights(iter([(name, tensor) for name, tensor in weights.items() if name not in optional]))
+        for name in optional:
+            with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
+                model.load_weights(iter([(name, weights[name])]))
     return dict(arrivals)
 
 
-def held_dtypes(arrivals: dict[str, list[Arrival]], dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """By the checkpoint's name: in which floating-point dtype the engine holds it, where that is not `dtypes`'."""
+def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """By the checkpoint's name: the floating-point dtype in which the engine holds it, where it is another one."""
     held = {
         name: functools.reduce(torch.promote_types, {call.destination.tensor.dtype for call in calls})
         for name, calls in arrivals.items()
     }
     return {
-        name: other
-        for name, other in held.items()
-        if other != dtypes[name] and other.is_floating_point and dtypes[name].is_floating_point
+        name: dtype
+        for name, dtype in held.items()
+        if dtype != weights[name].dtype and dtype.is_floating_point and weights[name].is_floating_point()
     }
 
 

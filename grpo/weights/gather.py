@@ -4,6 +4,7 @@ DeepSpeed's own gather works in the trainer's dtype, on every rank, and fills a 
 ranks throw away. Here shards are cast first, and a bucket of them is exchanged at a time.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,22 @@ def is_zero3(parameter: torch.Tensor) -> bool:
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Shape of the whole parameter; `parameter.shape` is empty while ZeRO-3 has it partitioned."""
     return torch.Size(parameter.ds_shape) if is_zero3(parameter) else parameter.shape
+
+
+def gathered(
+    tensors: Sequence[torch.Tensor], modifier_rank: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """DeepSpeed's own gather: all of them whole in here. Collective under ZeRO-3.
+
+    Args:
+        modifier_rank: the rank whose changes are kept; None: nobody's.
+    """
+    partitioned = [tensor for tensor in tensors if is_zero3(tensor)]
+    if not partitioned:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank)
 
 
 def has_plain_shards(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -106,10 +123,10 @@ class ShardGather:
     def __init__(
         self, group: dist.ProcessGroup, *, dtype: torch.dtype, receives: bool, all_gather: bool | None = None
     ) -> None:
-        self._group = group
+        self.group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         uses_nccl = "nccl" in dist.get_backend_config(group)
-        self._all_gathers = uses_nccl if all_gather is None else all_gather
+        self._all_gathers = (uses_nccl if all_gather is None else all_gather) and self._num_ranks > 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
         flags = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in range(self._num_ranks)]
         dist.all_gather(flags, torch.full_like(flags[0], int(receives)), group=group)
@@ -130,18 +147,16 @@ class ShardGather:
             return
         begin = 0
         for shard, place in zip(shards, places, strict=True):
-            if received is None:
-                put_rows(place, shard[None], 0)
-            elif self._all_gathers:
-                put_rows(place, received[:, begin : begin + shard.numel()], 0)
+            columns = received[:, begin : begin + shard.numel()]
+            if self._all_gathers:
+                put_rows(place, columns, 0)
             else:
-                columns = received[:, begin : begin + shard.numel()]
                 put_rows(place, columns[: self._rank], 0)
                 put_rows(place, shard[None], self._rank)  # its own shard stayed where it is
                 put_rows(place, columns[self._rank :], self._rank + 1)
             begin += shard.numel()
 
-    def exchange(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def exchange(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """What of `gather` crosses between ranks; collective.
 
         Args:
@@ -149,12 +164,9 @@ class ShardGather:
 
         Returns:
             Shards as they arrive, end to end, [ranks, sum of their sizes]; without this rank's own row where they are
-            sent to those who receive, and without any on a rank that does not. Valid until the next call. None for a
-            group of one rank.
+            sent to those who receive, and without any on a rank that does not. Valid until the next call.
         """
         length = sum(shard.numel() for shard in shards)
-        if self._num_ranks == 1:
-            return None
         return self._all_gather(shards, length) if self._all_gathers else self._send_to_receivers(shards, length)
 
     def release(self) -> None:
@@ -165,7 +177,7 @@ class ShardGather:
     def _all_gather(self, shards: Sequence[torch.Tensor], length: int) -> torch.Tensor:
         """[ranks, length]. Memory is used again in the order of the current stream, which the collective keeps."""
         received = self._received.of(self._num_ranks * length).view(self._num_ranks, length)
-        dist.all_gather_single(received.view(-1), self._cast(shards, length), group=self._group)
+        dist.all_gather_single(received.view(-1), self._cast(shards, length), group=self.group)
         return received
 
     def _send_to_receivers(self, shards: Sequence[torch.Tensor], length: int) -> torch.Tensor:
@@ -175,13 +187,13 @@ class ShardGather:
         rows = len(others) if receives else 0
         received = self._received.of(rows * length).view(rows, length)
         ways = [
-            dist.P2POp(dist.irecv, row, group=self._group, group_peer=rank)
+            dist.P2POp(dist.irecv, row, group=self.group, group_peer=rank)
             for rank, row in zip(others[:rows], received, strict=True)
         ]
         targets = [rank for rank in self._receivers if rank != self._rank]
         if targets:
             mine = self._cast(shards, length)
-            ways += [dist.P2POp(dist.isend, mine, group=self._group, group_peer=rank) for rank in targets]
+            ways += [dist.P2POp(dist.isend, mine, group=self.group, group_peer=rank) for rank in targets]
         # Together: over NCCL two ranks that both receive would wait, one by one, for each other's second call.
         for work in dist.batch_isend_irecv(ways) if ways else []:
             work.wait()

@@ -6,7 +6,8 @@ whole or not at all. The groups here may be larger than the engine's layers, nev
 arrives and refuses a push that splits one.
 """
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -14,19 +15,14 @@ from torch import nn
 # What writes back into the residual stream. vLLM cuts these along their input, so it never fuses them with a neighbour.
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "wo", "down_proj", "dense_4h_to_h", "fc2", "lm_head")
 
-
 # vLLM leaves this one out of its count of a layer's elements and loads it where it stands (`SKIP_LOAD_TENSORS`, 0.31).
 UNCOUNTED_BUFFERS = ("e_score_correction_bias",)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Those that a checkpoint holds, each once. Not rotary frequencies and the like, which are computed."""
-    computed = {
-        f"{path}.{leaf}" if path else leaf
-        for path, module in model.named_modules()
-        for leaf in module._non_persistent_buffers_set
-    }
-    left_out = {*computed, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    left_out = computed | {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
 
 
@@ -69,3 +65,17 @@ def frozen_names(model: nn.Module, *, changing: Collection[str] = ()) -> frozens
             own = [f"{path}.{each}" if path else each for each in model.get_submodule(path)._parameters]
             travelling |= {groups[name] for name in own if name in groups}
     return frozenset(name for name, group in groups.items() if group not in travelling)
+
+
+@contextlib.contextmanager
+def layers_replaced(model: nn.Module, other_for: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
+    """`model` with another layer in the place of each one for which there is one; as it was afterwards."""
+    found = [(path, layer, other_for(layer)) for path, layer in model.named_modules()]
+    replaced = [(path, layer, other) for path, layer, other in found if other is not None]
+    try:
+        for path, _, other in reversed(replaced):  # those inside of others first
+            model.set_submodule(path, other)
+        yield
+    finally:
+        for path, layer, _ in replaced:
+            model.set_submodule(path, layer)

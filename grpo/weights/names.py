@@ -7,6 +7,9 @@ import torch
 Tensors = dict[str, torch.Tensor]
 Conversion = Callable[[Tensors], Tensors]
 
+ADAPTER_PREFIX = "base_model.model."
+"""Before the base's name of a layer, in PEFT's files and on the way to the engines."""
+
 
 def conversion_units(convert: Conversion, placeholders: Tensors) -> list[list[str]]:
     """Cut parameters into the smallest sets that can be converted one after the other.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import Bucket, described, meta_bytes, packed_places
+from grpo.weights.buckets import Bucket, described, packed_bytes, packed_places
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
@@ -116,7 +116,7 @@ class NcclTransport:
         """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
         holds the caller until its peers are there, or until `abort`."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        packed = self._buffers[index][: sum(meta_bytes(meta) for meta in bucket.metas)]
+        packed = self._buffers[index][: packed_bytes(bucket.metas, UNALIGNED)]
         if self._aborted.is_set():  # right before the call: what is given up is freed
             return
         try:

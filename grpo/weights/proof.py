@@ -6,6 +6,7 @@ raw, so a fixed probe of random tokens is scored by one forward on each side.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,50 +31,36 @@ FIRST_GAP_FACTOR = 5.0
 LEAST_SHARE = 0.1  # of the dtype's limit
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Prover:
-    """Proves pushes. Every rank has one; `prove` is collective over the job, as the trainer's forward is under ZeRO-3.
+    """Proves pushes. Every rank has one; `prove` is collective, as the trainer's forward is under ZeRO-3."""
 
-    Args:
-        clients: the node's engines on its local main; none on every other rank.
-        probe: see `probe_prompts`; the same on every rank.
-        dtype: of the engines.
-        asked_limit: the user's `vllm_max_logprob_gap`.
-        autocast: makes the context in which the trainer runs its forwards.
-        timeout_s: of an engine's answer.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        clients: Sequence[EngineClient],
-        probe: list[list[int]],
-        *,
-        dtype: torch.dtype,
-        asked_limit: float | None,
-        autocast: Callable[[], contextlib.AbstractContextManager],
-        cast_lm_head_to_fp32: bool,
-        timeout_s: float,
-    ) -> None:
-        self._model = model
-        self._clients = clients
-        self._probe = probe
-        self._dtype = dtype
-        self._asked_limit = asked_limit
-        self._autocast = autocast
-        self._cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self._timeout_s = timeout_s
-        self.first_gap: LogprobGap | None = None
-        """Of the first push, which is always proved; the worst engine's of the job."""
+    model: nn.Module
+    clients: Sequence[EngineClient]
+    """The node's engines on its local main; none on every other rank."""
+    probe: list[list[int]]
+    """See `probe_prompts`; the same on every rank."""
+    dtype: torch.dtype
+    """Of the engines."""
+    asked_limit: float | None
+    """The user's `vllm_max_logprob_gap`."""
+    autocast: Callable[[], contextlib.AbstractContextManager]
+    """Makes the context in which the trainer runs its forwards."""
+    cast_lm_head_to_fp32: bool
+    timeout_s: float
+    """Of an engine's answer."""
+    first_gap: LogprobGap | None = None
+    """Of the first push, which is always proved; the worst engine's of the job."""
 
     @property
     def limit(self) -> float:
         """Of the mean gap in the next proof."""
-        return gap_limit(self._dtype, asked=self._asked_limit, first=self.first_gap)
+        return gap_limit(self.dtype, asked=self.asked_limit, first=self.first_gap)
 
     @property
     def first_limit(self) -> float:
         """Of the first push, before it is known what rounding costs."""
-        return gap_limit(self._dtype, asked=self._asked_limit, first=None)
+        return gap_limit(self.dtype, asked=self.asked_limit, first=None)
 
     def prove(self, push_number: int, *, engines_work: bool, limit: float | None = None) -> LogprobGap | None:
         """Score the probe on both sides.
@@ -95,26 +82,24 @@ class Prover:
                 f"the trainer's own log-probabilities are not finite in push {push_number}: its weights hold NaN or "
                 "infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
             )
-        if not engines_work or not self._clients:
+        if not engines_work or not self.clients:
             return None
         gaps, limit = [], self.limit if limit is None else limit
-        for client in self._clients:
-            scored = client.call("prompt_logprobs", self._timeout_s, prompts=self._probe)
+        for client in self.clients:
+            scored = client.call("prompt_logprobs", self.timeout_s, prompts=self.probe)
             gaps.append(gap := gap_between(scored, expected))
             if gap.mean > limit:
                 first = f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else ""
                 raise client.error(
                     f"does not compute what the trainer does after push {push_number}: log-probabilities of the "
                     f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
-                    f"mean is {limit:.3g} for {self._dtype}{first}; vllm_max_logprob_gap sets another"
+                    f"mean is {limit:.3g} for {self.dtype}{first}; vllm_max_logprob_gap sets another"
                 )
         return max(gaps, key=lambda gap: gap.mean)
 
     def trainer_logprobs(self) -> np.ndarray:
         """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
-        return trainer_logprobs(
-            self._model, self._probe, self._autocast(), cast_lm_head_to_fp32=self._cast_lm_head_to_fp32
-        )
+        return trainer_logprobs(self.model, self.probe, self.autocast(), cast_lm_head_to_fp32=self.cast_lm_head_to_fp32)
 
 
 def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[int] = ()) -> list[list[int]]:

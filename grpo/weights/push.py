@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
 
-
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
@@ -49,10 +48,7 @@ def load_transport(backend: str) -> None:
 
 
 class NodeEngines:
-    """vLLM's four-method weight-sync client over all engines of a node, called concurrently.
-
-    Gives each engine its own rank offset in the push group.
-    """
+    """vLLM's four-method weight-sync client over all engines of a node, called concurrently."""
 
     def __init__(self, clients: Sequence[EngineClient], *, tensor_parallel_size: int, timeout_s: float) -> None:
         self._clients = list(clients)
@@ -62,15 +58,12 @@ class NodeEngines:
         """Ends the transport's operations in flight, from any thread."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in self.init_infos(init_info)])
-
-    def init_infos(self, init_info: dict[str, Any]) -> list[dict[str, Any]]:
-        """`init_info` for each engine: rank 0 of the push group is the sender, then engine by engine its workers."""
-        if "rank_offset" not in init_info:
-            return [init_info for _ in self._clients]
-        return [
-            {**init_info, "rank_offset": 1 + index * self._tensor_parallel_size} for index in range(len(self._clients))
-        ]
+        """Rank 0 of the push group is the sender, then engine by engine its workers."""
+        infos = [dict(init_info) for _ in self._clients]
+        if "rank_offset" in init_info:
+            for index, info in enumerate(infos):
+                info["rank_offset"] = 1 + index * self._tensor_parallel_size
+        self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
     def start_weight_update(self) -> None:
         self._on_all("start_weight_update", [{} for _ in self._clients])
@@ -181,13 +174,12 @@ class Pusher:
         gather_s = 0.0
         try:
             for bucket in plan.buckets:
-                buffer = None if sender is None else sender.free_buffer()
+                places = None if sender is None else sender.places(bucket)
                 gather_begun = time.perf_counter()
-                places = None if sender is None or buffer is None else sender.places(buffer, bucket)
                 self.source.fill(bucket, places)
                 gather_s += time.perf_counter() - gather_begun
-                if sender is not None and buffer is not None:
-                    sender.send(buffer, bucket)
+                if sender is not None and places is not None:
+                    sender.send(bucket)
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
             gathered = time.monotonic()

@@ -58,7 +58,7 @@ class Transport(Protocol):
 class Sender:
     """One push of a local main. Its threads make socket calls alone; each has a deadline, and so all waits here end.
 
-    After an error of an engine or of the transport nothing more is sent, and `free_buffer` says None.
+    After an error of an engine or of the transport nothing more is sent, and `places` says None.
 
     Args:
         held: checkpoint names that this push leaves out, because the engines have them.
@@ -84,7 +84,9 @@ class Sender:
         self._failed_call: float = sys.maxsize
         self._is_broken = False
         self._lock = threading.Lock()
-        self._calls, self._busy_since, self._busy_s = 0, 0.0, 0.0
+        self._calls, self._busy_since = 0, 0.0
+        self.busy_s = 0.0
+        """Seconds in which at least one call to the engines was under way; after `finish`."""
         self._sent: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(max_workers=transport.in_flight, thread_name_prefix="grpo-push")
         try:
@@ -93,22 +95,15 @@ class Sender:
             self._break(-1, error)
         self._started = self._threads.submit(self._call, 0, engines.start_weight_update)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one call to the engines was under way; after `finish`."""
-        return self._busy_s
-
-    def free_buffer(self) -> int | None:
-        """The next buffer to fill, once the engines are done with what it held; None after an error."""
+    def places(self, bucket: Bucket) -> list[torch.Tensor] | None:
+        """Where the next bucket is to be put, once the engines are done with what stood there; None after an error."""
         if len(self._sent) >= NUM_BUFFERS:
             self._wait(self._sent[-NUM_BUFFERS])
-        return len(self._sent) % NUM_BUFFERS if self._error is None else None
+        return self._transport.places(len(self._sent) % NUM_BUFFERS, bucket) if self._error is None else None
 
-    def places(self, buffer: int, bucket: Bucket) -> list[torch.Tensor]:
-        return self._transport.places(buffer, bucket)
-
-    def send(self, buffer: int, bucket: Bucket) -> None:
-        """Send a filled buffer, the one of the last `free_buffer`."""
+    def send(self, bucket: Bucket) -> None:
+        """Send the bucket that stands in its `places`."""
+        buffer = len(self._sent) % NUM_BUFFERS
         info = self._transport.update_info(buffer, bucket) | {"held": self._held if not self._sent else []}
         self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
         if self._error is None:
@@ -156,7 +151,7 @@ class Sender:
             with self._lock:
                 self._calls -= 1
                 if self._calls == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
+                    self.busy_s += time.perf_counter() - self._busy_since
 
     def _note(self, number: float, error: EngineError) -> None:
         with self._lock:

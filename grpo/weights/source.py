@@ -3,15 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, make_buckets, meta_bytes, packed_bytes
-from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3, whole_shape
+from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, described, make_buckets, packed_bytes
+from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.layers import frozen_names, persistent_buffers
 from grpo.weights.names import conversion_units, some
 from grpo.weights.wire_format import StackedExperts, WireFormat
@@ -35,7 +34,7 @@ class PushPlan:
     @property
     def num_bytes(self) -> int:
         """What travels to each engine."""
-        return sum(meta_bytes(meta) for meta in self.metas)
+        return packed_bytes(self.metas, alignment_bytes=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,6 @@ class GatheredSource:
         elif lora is not None:
             self._adapters = [unit for layer in lora.layers() for unit in self._units_of(layer)]
         self._gather: ShardGather | None = None
-        self._group: dist.ProcessGroup | None = None
         self.adopt(WireFormat())
 
     def adopt(self, wire_format: WireFormat) -> None:
@@ -128,6 +126,15 @@ class GatheredSource:
         ]
 
     @property
+    def question(self) -> dict[str, Any]:
+        """What the engines are asked before the first push; see `ask_engines`."""
+        return {
+            "metas": described(self.checkpoint_metas),
+            "buffers": self.buffers,
+            "experts": [asdict(stack) for stack in self.experts],
+        }
+
+    @property
     def buffer_bytes(self) -> int:
         """Room for any bucket of any plan."""
         return max(self._bucket_bytes, *(packed_bytes(unit.metas) for unit in self._units))
@@ -140,11 +147,9 @@ class GatheredSource:
         if left not in self._plans:
             units = [unit for unit in self._units if not left.issuperset(unit.names)]
             cuts = make_buckets([packed_bytes(unit.metas) for unit in units], self._bucket_bytes)
-            taken = {meta.name for unit in units for meta in unit.metas}
-            every = [meta.name for unit in self._units for meta in unit.metas]
             self._plans[left] = PushPlan(
                 buckets=tuple(self._bucket([units[index] for index in cut]) for cut in cuts),
-                held=tuple(name for name in every if name not in taken),
+                held=tuple(meta.name for unit in self._units if left.issuperset(unit.names) for meta in unit.metas),
             )
         return self._plans[left]
 
@@ -265,8 +270,7 @@ class GatheredSource:
         """
         sharded = [tensor for tensor in self._tensors.values() if is_zero3(tensor)]
         if sharded and self._gather is None:
-            self._group = sharded[0].ds_process_group
-            self._gather = ShardGather(self._group, dtype=self._wire_dtype, receives=receives)
+            self._gather = ShardGather(sharded[0].ds_process_group, dtype=self._wire_dtype, receives=receives)
 
     def end_push(self) -> None:
         """After the last `fill` of a push, or the one that broke it: hold none of its memory; on every rank."""
@@ -285,15 +289,15 @@ class GatheredSource:
         plain: list[str] = []
         left: list[str] = []
         for name, tensor in bucket.parameters:
-            is_plain = self._gather is not None and is_zero3(tensor) and has_plain_shards(tensor, self._group)
+            is_plain = self._gather is not None and is_zero3(tensor) and has_plain_shards(tensor, self._gather.group)
             (plain if is_plain and self._travel_dtypes[name] == self._wire_dtype else left).append(name)
         if self._gather is not None and plain:
             flat = None if wholes is None else [wholes[name].view(-1) for name in plain]
             self._gather.gather([self._tensors[name] for name in plain], flat)
-        with _gathered([self._tensors[name] for name in left]):
-            for name, whole in (wholes or {}).items():
-                if name in left:
-                    whole.copy_(self._tensors[name])
+        with gathered([self._tensors[name] for name in left]):
+            if wholes is not None:
+                for name in left:
+                    wholes[name].copy_(self._tensors[name])
         if wholes is not None and places is not None:
             self._convert(bucket, wholes, places)
 
@@ -326,14 +330,13 @@ class GatheredSource:
 
 def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, in the order of the modules; a tied parameter appears once."""
-    buffers = persistent_buffers(model)
-    names = [name for path, module in model.named_modules() for name in _own_names(path, module)]
-    tensors = dict(model.named_parameters()) | buffers
+    names = [
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules()
+        for leaf in (*module._parameters, *module._buffers)
+    ]
+    tensors = dict(model.named_parameters()) | persistent_buffers(model)
     return {name: tensors[name] for name in names if name in tensors}
-
-
-def _own_names(path: str, module: nn.Module) -> list[str]:
-    return [f"{path}.{leaf}" if path else leaf for leaf in (*module._parameters, *module._buffers)]
 
 
 def _in_format(unit: _Unit, wire_format: WireFormat) -> _Unit:
@@ -350,12 +353,3 @@ def _in_format(unit: _Unit, wire_format: WireFormat) -> _Unit:
 def _common_dtype(unit: _Unit) -> torch.dtype:
     """In which the tensors of a unit are put together before they are converted."""
     return functools.reduce(torch.promote_types, (meta.dtype for meta in unit.metas))
-
-
-def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    partitioned = [tensor for tensor in tensors if is_zero3(tensor)]
-    if not partitioned:
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(partitioned)

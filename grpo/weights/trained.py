@@ -44,9 +44,9 @@ class TrainedModel:
         embedding = self.model.get_input_embeddings()
         vocab_size = getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
         return Prover(
-            self.model,
-            clients,
-            probe_prompts(vocab_size, max_model_len, self.special_ids),
+            model=self.model,
+            clients=clients,
+            probe=probe_prompts(vocab_size, max_model_len, self.special_ids),
             dtype=self.engine_model.dtype,
             asked_limit=args.vllm_max_logprob_gap,
             autocast=self.autocast,

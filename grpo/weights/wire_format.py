@@ -5,11 +5,12 @@ Imports neither vLLM nor DeepSpeed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo.engine.client import EngineClient
 from grpo.job.wire import Wire
-from grpo.weights.buckets import ParamMeta, described
+
+if TYPE_CHECKING:
+    from grpo.engine.client import EngineClient  # vLLM's workers import this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,41 +36,20 @@ class WireFormat(Wire):
     """Buffers that the engine takes from no checkpoint, since it computes them itself: they stay at home."""
 
 
-def ask_engines(
-    clients: Sequence[EngineClient],
-    metas: Sequence[ParamMeta],
-    experts: Sequence[StackedExperts],
-    buffers: Sequence[str],
-    timeout_s: float,
-) -> WireFormat:
+def ask_engines(clients: Sequence["EngineClient"], question: dict[str, Any], timeout_s: float) -> WireFormat:
     """Ask every engine of a node, each in turn.
 
     Args:
-        metas: all that a push takes, under the checkpoint's names, experts one by one, in the engine's dtype.
-        buffers: those of the names that are buffers.
+        question: as `GatheredSource.question` gives it.
 
     Raises:
         EngineError: an engine does not know a parameter's name, or did not answer in time.
         RuntimeError: two of them, or two workers of one, differ.
     """
-    question = {
-        "metas": described(metas),
-        "buffers": list(buffers),
-        "experts": [{"name": stack.name, "parts": [list(part) for part in stack.parts]} for stack in experts],
-    }
-    answers: list[dict[str, Any]] = []
+    answers: list[str] = []  # of every worker
     for client in clients:
         answers += client.call("wire_format", timeout_s, question=question)
-    return agreed(
-        [
-            WireFormat(
-                dtypes=each["dtypes"],
-                whole_experts=tuple(each["whole_experts"]),
-                computed=tuple(each["computed"]),
-            )
-            for each in answers
-        ]
-    )
+    return agreed([WireFormat.loads(answer) for answer in answers])
 
 
 def agreed(answers: Sequence[WireFormat]) -> WireFormat:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import mmap
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,14 +34,15 @@ from grpo.weights.completeness import IncompletePushError, incomplete_layers, un
 from grpo.weights.destinations import (
     Destination,
     Loader,
-    WatchedLoaders,
     WholeLoad,
     arrivals_of,
     destinations,
     held_dtypes,
     loaded_weight,
+    loaders_replaced,
     whole_loads,
 )
+from grpo.weights.wire_format import WireFormat
 
 
 def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
@@ -84,7 +86,6 @@ class CountedReload(WeightTransferEngine):
 
     _known: frozenset[str] = frozenset()  # checkpoint names that finished pushes have brought
     _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished pushes have filled
-    _watched: WatchedLoaders | None = None
     _places: Sequence[Destination] = ()  # during a push: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
@@ -93,36 +94,38 @@ class CountedReload(WeightTransferEngine):
     def _tied(self) -> bool:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
-    def wire_format(self, question: dict[str, Any]) -> dict[str, Any]:
+    def wire_format(self, question: dict[str, Any]) -> WireFormat:
         """Before the first push: which dtypes this engine holds, and which experts it can load at once.
 
         A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
 
         Args:
-            question: of `grpo.weights.wire_format.ask_engines`.
+            question: as `GatheredSource.question` gives it.
 
         Raises:
             ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
         """
         asked = question["metas"]
-        dtypes = {name: getattr(torch, each) for name, each in zip(asked["names"], asked["dtype_names"], strict=True)}
-        metas = {name: (dtypes[name], shape) for name, shape in zip(asked["names"], asked["shapes"], strict=True)}
+        weights = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape in zip(asked["names"], asked["dtype_names"], asked["shapes"], strict=True)
+        }
         with without_adapters(self.model):
             initialize_layerwise_reload(self.model)
             try:
-                arrivals = arrivals_of(self.model, metas, question["buffers"])
-                held = held_dtypes(arrivals, dtypes)
+                arrivals = arrivals_of(self.model, weights, question["buffers"])
+                held = held_dtypes(arrivals, weights)
                 loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
             finally:
                 with _without_warnings():
                     finalize_layerwise_reload(self.model, self.model_config)
         self._whole_experts = {name: each for name, each in loads.items() if each is not None}
         self._parts = {each["name"]: list(itertools.chain(*each["parts"])) for each in question["experts"]}
-        return {
-            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
-            "whole_experts": list(self._whole_experts),
-            "computed": [name for name in question["buffers"] if name not in arrivals],
-        }
+        return WireFormat(
+            dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
+            whole_experts=tuple(self._whole_experts),
+            computed=tuple(name for name in question["buffers"] if name not in arrivals),
+        )
 
     def start_weight_update(self) -> None:
         self._received: set[str] = set()
@@ -138,7 +141,7 @@ class CountedReload(WeightTransferEngine):
         self._reload.enter_context(without_adapters(self.model))
         initialize_layerwise_reload(self.model)
         self._places = destinations(self.model)
-        self._watched = WatchedLoaders(self.model, self._watch)
+        self._reload.enter_context(loaders_replaced(self.model, self._watch))
 
     def _watch(self, destination: Destination, loader: Loader) -> Loader:
         path, held = destination.path, destination.tensor.dtype
@@ -206,8 +209,6 @@ class CountedReload(WeightTransferEngine):
         }
         with _without_warnings():
             finalize_layerwise_reload(self.model, self.model_config)
-        assert self._watched is not None, "a reload ends before it begins"
-        self._watched.remove()
         if self.device.type == "cpu":
             refresh_packed_weights(self.model, reloaded)
         self._places = ()
@@ -242,8 +243,8 @@ class AskedWorker:
     weight_transfer_engine: CountedReload
     model_runner: Any
 
-    def grpo_wire_format(self, question: dict[str, Any]) -> dict[str, Any]:
-        return self.weight_transfer_engine.wire_format(question)
+    def grpo_wire_format(self, question: dict[str, Any]) -> str:
+        return self.weight_transfer_engine.wire_format(question).dumps()
 
     def grpo_take_adapter(self, number: int) -> None:
         self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number)
@@ -311,8 +312,6 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdat
             mapped = mmap.mmap(descriptor, init_info.num_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        import warnings
-
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is copied from only
             self._buffer = torch.frombuffer(mapped, dtype=torch.uint8)

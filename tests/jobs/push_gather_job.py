@@ -101,8 +101,8 @@ def compare(case: dict) -> dict:
     source.adopt(WireFormat(dtypes=dict.fromkeys(in_float32, "float32"), whole_experts=tuple(whole)))
     receives = rank in case["receivers"]
     source.meet(receives=receives)
-    group = source._group
-    assert group is not None
+    assert source._gather is not None
+    group = source._gather.group
     source._gather = gather = Counted(group, dtype=wire, receives=receives)
     different, compared = [], 0
     for bucket in source.plan().buckets:

@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,7 +69,7 @@ class ScriptedEngine:
         if method == "finish_weight_update":
             self.story.append(("push", int(kwargs["weight_version"])))
         if method == "wire_format":
-            return [asdict(WireFormat())]
+            return [WireFormat().dumps()]
         return True
 
     def listen(self, hear: Callable[[Sampled], None]) -> None:

@@ -13,20 +13,27 @@ from tests.unit.conftest import MadeUpHost
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
+def start_host(environment: dict[str, str]) -> None:
+    """As in a process with this environment."""
+    with pytest.MonkeyPatch.context() as process:
+        process.setattr(os, "environ", environment)
+        early.start_host()
+
+
 def needed(environment: dict[str, str], *, devices: tuple[str, ...] = (), engines: int = 1) -> dict[str, str]:
     return engine_environment(environment, devices=devices, tensor_parallel_size=1, engines_per_node=engines)
 
 
 def test_the_first_engine_takes_the_host_and_the_next_one_a_new_one(hosts: list[MadeUpHost]) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
-    early.start_host(environment)
-    early.start_host(environment)  # one waits already
+    start_host(environment)
+    start_host(environment)  # one waits already
     assert len(hosts) == 1
     assert early.take_host(needed(environment)) is hosts[0]
     assert early.take_host(needed(environment)) is hosts[1]
     early.drop_host()
     assert [host.runs for host in hosts] == [True, True]
-    early.start_host(environment)  # of the next trainer
+    start_host(environment)  # of the next trainer
     early.drop_host()
     assert [host.runs for host in hosts] == [True, True, False]
 
@@ -41,19 +48,19 @@ def test_the_first_engine_takes_the_host_and_the_next_one_a_new_one(hosts: list[
     ids=["another-rank", "no-gpu-left", "half-a-launch"],
 )
 def test_who_starts_no_engine_starts_no_host(environment: dict[str, str], hosts: list[MadeUpHost]) -> None:
-    early.start_host(environment)
+    start_host(environment)
     assert not hosts
 
 
 def test_the_gpu_of_the_last_engine_is_what_a_host_sees_first(
     hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early.start_host({**LAUNCHED, "CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
+    start_host({**LAUNCHED, "CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
     assert hosts[0].environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
     taken = early.take_host(needed({**LAUNCHED, "CUDA_VISIBLE_DEVICES": "4,5,GPU-a,GPU-b"}, devices=("GPU-a",)))
     assert taken is hosts[0]  # the other one comes in time
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path(f"/dev/nvidia{index}") for index in range(3)])
-    early.start_host(LAUNCHED)
+    start_host(LAUNCHED)
     assert hosts[1].environment["CUDA_VISIBLE_DEVICES"] == "2"
 
 
@@ -62,7 +69,7 @@ def test_what_vllm_has_read_already_must_not_have_changed(
 ) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": "/here"}
     for changed in ({"HF_HOME": "/there"}, {"VLLM_ENABLE_CUDA_COMPATIBILITY": "1"}):
-        early.start_host(environment)
+        start_host(environment)
         waiting = hosts[-1]
         monkeypatch.setattr(os, "environ", environment | changed)
         with pytest.warns(UserWarning, match=next(iter(changed))):
@@ -70,27 +77,27 @@ def test_what_vllm_has_read_already_must_not_have_changed(
         assert taken is hosts[-1] is not waiting
         assert not waiting.runs
     monkeypatch.setattr(os, "environ", environment)
-    early.start_host(environment)
+    start_host(environment)
     with warnings.catch_warnings():  # what follows from the number of engines, nobody could have set before
         warnings.simplefilter("error")
         assert early.take_host(needed(environment, engines=os.cpu_count() or 2)) is hosts[-1]
     late = {"VLLM_CACHE_ROOT": "/fast", "WANDB_RUN_ID": "x", "ACCELERATE_USE_DEEPSPEED": "true"}
     late |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    early.start_host(environment)
+    start_host(environment)
     waiting = hosts[-1]
     assert early.take_host(needed(environment | late)) is waiting
 
 
 def test_a_host_that_has_ended_is_replaced(hosts: list[MadeUpHost]) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
-    early.start_host(environment)
+    start_host(environment)
     hosts[0].runs = False
     assert early.take_host(needed(environment)) is hosts[1]
 
 
 def test_a_forked_process_ends_no_host(hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
-    early.start_host(environment)
+    start_host(environment)
     with monkeypatch.context() as forked:
         forked.setattr("os.getpid", lambda: -1)
         early.drop_host()

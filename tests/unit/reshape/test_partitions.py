@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo.reshape.partitions import flat_padding, flat_size, gather, padded, part_size, sub_groups
+from grpo.reshape.partitions import dealt, flat_padding, flat_size, gather, part_size, sub_groups
 from grpo.reshape.zero import reparted
 
 
@@ -31,8 +31,18 @@ def test_a_series_is_read_over_the_borders_of_its_owners() -> None:
     owned = [torch.arange(0, 5), torch.arange(5, 10), torch.arange(10, 15)]
     found = gather(3, 12, size=5, part=lambda rank, start, stop: owned[rank][start:stop])
     assert [part.tolist() for part in found] == [[3, 4], [5, 6, 7, 8, 9], [10, 11]]
-    assert padded(found, 11, torch.int64).tolist() == [*range(3, 12), 0, 0]
     assert gather(4, 4, size=5, part=lambda *_: torch.zeros(1)) == []
+
+
+def test_what_goes_beyond_a_series_is_zeros() -> None:
+    owned = [torch.arange(1, 9), torch.arange(9, 14)]  # 13 elements in flat parts of 8; of 6, on three ranks
+
+    def of(rank: int) -> list[int]:
+        return dealt(
+            13, rank, 3, before=2, size_of=flat_size, part=lambda owner, start, stop: owned[owner][start:stop]
+        ).tolist()
+
+    assert [of(rank) for rank in range(3)] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [13, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 5])
@@ -40,7 +50,8 @@ def test_a_series_is_read_over_the_borders_of_its_owners() -> None:
 def test_a_parameter_is_dealt_out_anew(before: int, ranks: int) -> None:
     shape = torch.Size([7])
     series = torch.arange(1, 8)
-    parts = list(padded([series], before * part_size(7, before), torch.int64).view(before, -1))
+    padding = torch.zeros(before * part_size(7, before) - 7, dtype=torch.int64)
+    parts = list(torch.cat([series, padding]).view(before, -1))
     found = torch.cat([reparted(parts, shape, rank, ranks) for rank in range(ranks)])
     assert found[:7].equal(series)
     assert len(found) == ranks * part_size(7, ranks)

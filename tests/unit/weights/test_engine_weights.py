@@ -13,6 +13,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from grpo.weights.buckets import ParamMeta, described
 from grpo.weights.completeness import IncompletePushError
 from grpo.weights.destinations import Arrival, Destination, whole_loads
+from grpo.weights.wire_format import WireFormat
 from grpo.weights.worker import CountedReload
 
 BIAS = "layer.gate.e_score_correction_bias"
@@ -147,11 +148,10 @@ def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
     engine.push(weights(2.0))
     kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     values = {name: tensor.clone() for name, tensor in kept.items()}
-    assert engine.wire_format(question(buffer_of_the_trainers=(2,))) == {
-        "dtypes": {"model.layer.gate.weight": "float32", "model.layer.gate.e_score_correction_bias": "float32"},
-        "whole_experts": [],
-        "computed": ["buffer_of_the_trainers"],
-    }
+    assert engine.wire_format(question(buffer_of_the_trainers=(2,))) == WireFormat(
+        dtypes={"model.layer.gate.weight": "float32", "model.layer.gate.e_score_correction_bias": "float32"},
+        computed=("buffer_of_the_trainers",),
+    )
     after = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     assert all(after[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in kept.items())
     engine.push(weights(3.0))

@@ -46,6 +46,6 @@ def test_weights_that_are_no_numbers_are_not_the_engines_fault() -> None:
         model.get_input_embeddings().weight[5:] = float("nan")
     settings: dict[str, Any] = {"dtype": torch.float32, "asked_limit": None, "autocast": contextlib.nullcontext}
     settings |= {"cast_lm_head_to_fp32": False, "timeout_s": 1.0}
-    prover = Prover(model, [], probe_prompts(VOCAB_SIZE, 64, (0, 1)), **settings)
+    prover = Prover(model=model, clients=[], probe=probe_prompts(VOCAB_SIZE, 64, (0, 1)), **settings)
     with pytest.raises(FloatingPointError, match="not finite in push 3"):
         prover.prove(3, engines_work=False)

@@ -21,7 +21,7 @@ class ScriptedTransport:
     def begin(self) -> None: ...
 
     def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
-        return []
+        return [torch.tensor(index)]
 
     def update_info(self, index: int, bucket: Any) -> dict[str, Any]:
         return {"names": [bucket], "buffer": index}
@@ -62,16 +62,16 @@ def test_buckets_are_filled_while_others_are_sent_and_no_buffer_before_its_answe
     engines = ScriptedEngines()
     sender, transport = sender_of(engines)
     for index in range(NUM_BUFFERS):
-        assert sender.free_buffer() == index  # nothing has been answered yet
-        sender.send(index, f"bucket {index}")  # type: ignore[arg-type]
+        assert sender.places("any") == [index]  # type: ignore[arg-type]  # nothing has been answered yet
+        sender.send(f"bucket {index}")  # type: ignore[arg-type]
     freed = threading.Event()
-    waiting = threading.Thread(target=lambda: (sender.free_buffer(), freed.set()))
+    waiting = threading.Thread(target=lambda: (sender.places("any"), freed.set()))
     waiting.start()
     assert not freed.wait(0.3)
     engines.may_answer.release()
     assert freed.wait(5)
     waiting.join()
-    sender.send(0, "bucket 3")  # type: ignore[arg-type]
+    sender.send("bucket 3")  # type: ignore[arg-type]
     engines.may_answer.release(NUM_BUFFERS)
     assert sender.finish(lambda: engines.calls.append("finish")) is None
     buffers = [*range(NUM_BUFFERS), 0]
@@ -92,9 +92,8 @@ def test_the_next_update_waits_at_the_engines_while_one_is_loaded() -> None:
     engines.update_weights = update  # type: ignore[method-assign]
     sender, _ = sender_of(engines, in_flight=2)
     for index in range(4):
-        buffer = sender.free_buffer()
-        assert buffer is not None
-        sender.send(buffer, f"bucket {index}")  # type: ignore[arg-type]
+        assert sender.places("any") is not None  # type: ignore[arg-type]
+        sender.send(f"bucket {index}")  # type: ignore[arg-type]
     assert sender.finish(lambda: engines.calls.append("finish")) is None
     assert (engines.calls[0], engines.calls[-1]) == ("start", "finish")
     assert sorted(engines.calls[1:-1]) == [f"bucket {index}" for index in range(4)]
@@ -107,9 +106,8 @@ def test_after_a_refusal_nothing_more_is_sent_and_the_error_is_kept() -> None:
     sender, _ = sender_of(engines)
     sent = 0
     for index in range(NUM_BUFFERS + 3):
-        buffer = sender.free_buffer()
-        if buffer is not None:
-            sender.send(buffer, f"bucket {index}")  # type: ignore[arg-type]
+        if sender.places("any") is not None:  # type: ignore[arg-type]
+            sender.send(f"bucket {index}")  # type: ignore[arg-type]
             sent += 1
     error = sender.finish(lambda: engines.calls.append("finish"))
     assert isinstance(error, EngineError)
@@ -131,8 +129,8 @@ def test_the_first_of_two_refusals_is_the_cause() -> None:
 
     engines.update_weights = update  # type: ignore[method-assign]
     sender, _ = sender_of(engines, in_flight=2)
-    sender.send(0, "bucket 0")  # type: ignore[arg-type]
-    sender.send(1, "bucket 1")  # type: ignore[arg-type]
+    sender.send("bucket 0")  # type: ignore[arg-type]
+    sender.send("bucket 1")  # type: ignore[arg-type]
     assert str(sender.finish(lambda: None)) == "does not take it"
 
 
@@ -140,7 +138,7 @@ def test_a_push_that_is_given_up_sends_nothing_more() -> None:
     engines = ScriptedEngines()
     sender, transport = sender_of(engines)
     for index in range(NUM_BUFFERS):
-        sender.send(index, f"bucket {index}")  # type: ignore[arg-type]
+        sender.send(f"bucket {index}")  # type: ignore[arg-type]
     sender.abandon(KeyboardInterrupt())
     assert transport.aborted
     engines.may_answer.release(NUM_BUFFERS)
