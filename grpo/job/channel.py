@@ -109,17 +109,15 @@ def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: flo
     """
     problems = []
     for address in addresses:
+        connection = None
         try:
             connection = socket.create_connection((address, port), timeout=CONNECT_S)
-        except OSError as error:
-            problems.append(f"{address}: {error}")
-            continue
-        try:
             _introduce(connection, secret, node)
             tune(connection, timeout_s)
         except (OSError, ValueError, KeyError) as error:
-            connection.close()
             problems.append(f"{address}: {error}")
+            if connection is not None:
+                connection.close()
             continue
         channel = Channel(connection)
         channel.max_line_bytes = MAX_LINE_BYTES

@@ -102,11 +102,11 @@ def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | 
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return lost
     ended = state()
-    return [] if ended and not _may_be_a_nodes_fault(ended) else find(ended)
+    return find(ended) if _may_be_a_nodes_fault(ended) else []
 
 
-def _may_be_a_nodes_fault(ended: State) -> bool:
-    return ended["state"] != "finished" and bool(ended.get("can_heal", True))
+def _may_be_a_nodes_fault(ended: State | None) -> bool:
+    return ended is None or (ended["state"] != "finished" and bool(ended.get("can_heal", True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
