@@ -298,8 +298,8 @@ class GRPOTrainer(ConversingTrainer):
         return scored
 
     def after_step(self, control: TrainerControl) -> None:
-        if self._local is not None and (startup := self._local.startup.first_step()):
-            self._log(startup.metrics())
+        if self._local is not None:
+            self._log(self._local.startup.first_step())
         super().after_step(control)
 
     # -- what the loop asks ---------------------------------------------------------------------------------------

@@ -81,13 +81,9 @@ class Channel:
         self.socket.close()
 
 
-def keep_alive(connection: socket.socket, timeout_s: float) -> None:
-    """Let the kernel give a peer up that is off, later than we do."""
+def tune(connection: socket.socket, timeout_s: float) -> None:
+    """What is small goes at once, and a peer that confirms nothing is given up by the kernel later than by us."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(timeout_s)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(timeout_s / 2)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * timeout_s))
 
 
@@ -113,17 +109,15 @@ def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: flo
     """
     problems = []
     for address in addresses:
+        connection = None
         try:
             connection = socket.create_connection((address, port), timeout=CONNECT_S)
-        except OSError as error:
-            problems.append(f"{address}: {error}")
-            continue
-        try:
             _introduce(connection, secret, node)
-            keep_alive(connection, timeout_s)
+            tune(connection, timeout_s)
         except (OSError, ValueError, KeyError) as error:
-            connection.close()
             problems.append(f"{address}: {error}")
+            if connection is not None:
+                connection.close()
             continue
         channel = Channel(connection)
         channel.max_line_bytes = MAX_LINE_BYTES

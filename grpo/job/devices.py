@@ -109,47 +109,30 @@ def torch_build() -> str | None:
     return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
-def usable_gpus() -> int:
-    """GPUs that torch counts; 0 as well where it counts some by NVML and the driver is too old to use them."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def why_no_gpu(*, build: str | None, device_count: int, use_cpu: bool, env: Mapping[str, str]) -> DeviceMistake | None:
-    """The mistake behind a build for GPUs that sees none, with what to write; None when there is no mistake.
-
-    Args:
-        build: `torch_build()`.
-        device_count: `usable_gpus()`.
-        use_cpu: whether the user has asked for CPUs, wherever that is written.
-    """
-    if build is None or device_count or use_cpu:
-        return None
-    lists = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", *_BESIDE) if name in env}
-    shown = " ".join(f"{name}={value!r}" for name, value in lists.items()) or "CUDA_VISIBLE_DEVICES is unset"
-    return DeviceMistake(
-        f"torch is built for {build}, but sees no GPU ({shown})",
-        "ask the scheduler for them (Slurm: --gres=gpu:8 or --gpus-per-node=8; Kubernetes: nvidia.com/gpu: 8), look at "
-        "CUDA_VISIBLE_DEVICES and at the driver (nvidia-smi), or write use_cpu: true (--use_cpu) to train on CPUs",
-    )
-
-
 def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
     """GPUs of a job on this machine: 0 with `use_cpu`, or where accelerate was told so (ACCELERATE_USE_CPU).
 
     Raises DeviceMistake where torch is built for GPUs and sees none, or where engines cannot be given what it sees.
+
+    Args:
+        use_cpu: whether the user has asked for CPUs, wherever that is written.
     """
-    if use_cpu or is_on(env.get("ACCELERATE_USE_CPU")):
+    if use_cpu or is_on(env.get("ACCELERATE_USE_CPU")) or (build := torch_build()) is None:
         return 0
-    build = torch_build()
-    if build is None:
-        return 0
-    count = usable_gpus()
-    names = device_tokens(env, count, rocm=build.startswith("ROCm"))
-    if mistake := why_no_gpu(build=build, device_count=count, use_cpu=use_cpu, env=env):
-        raise mistake
-    return len(names)
+    import torch
+
+    # It counts some by NVML where the driver is too old to use them.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device_tokens(env, count, rocm=build.startswith("ROCm"))
+    if count:
+        return count
+    lists = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", *_BESIDE) if name in env}
+    shown = " ".join(f"{name}={value!r}" for name, value in lists.items()) or "CUDA_VISIBLE_DEVICES is unset"
+    raise DeviceMistake(
+        f"torch is built for {build}, but sees no GPU ({shown})",
+        "ask the scheduler for them (Slurm: --gres=gpu:8 or --gpus-per-node=8; Kubernetes: nvidia.com/gpu: 8), look at "
+        "CUDA_VISIBLE_DEVICES and at the driver (nvidia-smi), or write use_cpu: true (--use_cpu) to train on CPUs",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ import yaml  # type: ignore[import-untyped]
 
 from grpo.job.mistakes import did_you_mean
 
-_COUNTS = ("vllm_reserved_gpus", "vllm_tensor_parallel_size")
 FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -29,12 +28,12 @@ class Wishes:
     """`ddp_backend`; None: nccl with GPUs, gloo without."""
     dtypes: tuple[str, ...]
     """Of the tensors that the ranks exchange, as torch names them; float32 is always among them."""
-    reserved_gpus: int | None = None
+    reserved_gpus: int | None
     """`vllm_reserved_gpus`."""
-    tensor_parallel_size: int | None = None
+    tensor_parallel_size: int | None
     """`vllm_tensor_parallel_size`."""
-    dataset_config: str | None = None
-    has_engines: bool = True
+    dataset_config: str | None
+    has_engines: bool
     """Whether the nodes host engines: not in TRL's own modes."""
 
 
@@ -58,7 +57,8 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, rea
         "model_name_or_path",
         "vllm_mode",
         "dataset_config",
-        *_COUNTS,
+        "vllm_reserved_gpus",
+        "vllm_tensor_parallel_size",
     )
     for name in valued:
         # Without a value it is another script's own flag.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from grpo.job.channel import MAX_LINE_BYTES, Channel, Message, is_proof, join, keep_alive, new_challenge, proof
+from grpo.job.channel import MAX_LINE_BYTES, Channel, Message, is_proof, join, new_challenge, proof, tune
 from grpo.job.failure import FailureRecord
 from grpo.job.liveness import AwakeClock, Place
 
@@ -22,50 +22,32 @@ GOODBYE_S = 3.0
 
 Table = dict[str, list[Any]]
 """Phase and number of finished exchanges by rank."""
+Answer = Callable[[Table], object]
 
 
 class Between:
-    """What a sentinel needs of the others. This one has none: a job on one node.
+    """What a sentinel needs of the others. This one has none: a job on one node."""
 
-    Args:
-        decided: gets the job's record, once.
-        answered: gets the table of all ranks, after `ask`.
-    """
+    record: FailureRecord | None = None
+    """The job's."""
 
-    def __init__(
-        self,
-        place: Place,
-        clock: AwakeClock,
-        timeout_s: float,
-        *,
-        decided: Callable[[FailureRecord], None],
-        answered: Callable[[Table], None],
-    ) -> None:
+    def __init__(self, place: Place, clock: AwakeClock, timeout_s: float) -> None:
         self.place, self._clock, self._timeout_s = place, clock, timeout_s
-        self._decided, self._answered = decided, answered
-        self._record: FailureRecord | None = None
-        self._table: Table = {}
 
     def report(self, record: FailureRecord) -> None:
         """Make it the job's, unless one is there already."""
-        self._decide(record)
+        if self.record is None:
+            self.record = record
 
     def beat(self, table: Table) -> None:
         """Once an interval: say that this node lives, and look who else does."""
-        self._table |= table
 
-    def ask(self, table: Table) -> None:
-        """For the table of all ranks, with that of this node's."""
-        self._table |= table
-        self._answered(self._table)
+    def ask(self, table: Table, answer: Answer) -> None:
+        """`answer` gets the table of all ranks, now or later; `table` is that of this node's."""
+        answer(table)
 
     def leave(self) -> None:
         """Say goodbye; blocks `GOODBYE_S` at most."""
-
-    def _decide(self, record: FailureRecord) -> None:
-        if self._record is None:
-            self._record = record
-            self._decided(record)
 
 
 class _Node:
@@ -86,31 +68,30 @@ class Hub(Between):
         clock: AwakeClock,
         timeout_s: float,
         *,
-        decided: Callable[[FailureRecord], None],
-        answered: Callable[[Table], None],
         selector: selectors.BaseSelector,
         num_nodes: int,
         ranks_per_node: int,
         secret: str,
         join_s: float,
     ) -> None:
-        super().__init__(place, clock, timeout_s, decided=decided, answered=answered)
+        super().__init__(place, clock, timeout_s)
         self._selector, self._secret, self._join_s = selector, secret, join_s
         self._expected = {node: node * ranks_per_node for node in range(1, num_nodes)}  # first ranks
         self._nodes: dict[int, _Node] = {}
         self._strangers: dict[Channel, float] = {}  # since when
+        self._table: Table = {}
         self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def report(self, record: FailureRecord) -> None:
-        if self._record is None:
-            self._decide(record)
+        if self.record is None:
+            self.record = record
             for node in self._nodes.values():
                 node.channel.send("record", record=record.as_dict())
 
     def beat(self, table: Table) -> None:
-        super().beat(table)
+        self._table |= table
         now = self._clock.now_s
         for channel in [each for each, since_s in self._strangers.items() if now - since_s > GREETING_S]:
             self._turn_away(channel)
@@ -122,6 +103,10 @@ class Hub(Between):
                 node.channel.send("beat", phase=self.place.phase)
                 if now - node.heard_s > self._timeout_s:
                     self.report(node.place.is_silent(self._timeout_s))
+
+    def ask(self, table: Table, answer: Answer) -> None:
+        self._table |= table
+        answer(self._table)
 
     def leave(self) -> None:
         for node in self._nodes.values():
@@ -171,13 +156,13 @@ class Hub(Between):
     def _welcome(self, channel: Channel, messages: list[Message], challenge: str) -> None:
         number, theirs = messages[0]["node"], messages[0]["challenge"]
         channel.max_line_bytes = MAX_LINE_BYTES
-        keep_alive(channel.socket, self._timeout_s)
+        tune(channel.socket, self._timeout_s)
         channel.send("welcome", proof=proof(self._secret, "hub", theirs, challenge, number))
         channel.send("place", **asdict(self.place))
         place = Place(node=number, rank=self._expected[number], host="unknown", pid=0)
         node = self._nodes[number] = _Node(place, channel, self._clock.now_s)
-        if self._record is not None:
-            channel.send("record", record=self._record.as_dict())
+        if self.record is not None:
+            channel.send("record", record=self.record.as_dict())
         self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._hear(node, channel.receive()))
         self._hear(node, messages[1:])
 
@@ -218,19 +203,18 @@ class HubLink(Between):
         clock: AwakeClock,
         timeout_s: float,
         *,
-        decided: Callable[[FailureRecord], None],
-        answered: Callable[[Table], None],
         selector: selectors.BaseSelector,
         addresses: list[str],
         port: int,
         secret: str,
     ) -> None:
-        super().__init__(place, clock, timeout_s, decided=decided, answered=answered)
+        super().__init__(place, clock, timeout_s)
         self._selector = selector
         self._hub = Place(node=0, rank=0, host=addresses[0], pid=0)
         self._channel = join(addresses, port, secret, place.node, timeout_s)
         self._heard_s = clock.now_s
         self._is_connected = True
+        self._waiting: list[Answer] = []
         self._channel.send("place", **asdict(place))
         selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
 
@@ -238,21 +222,20 @@ class HubLink(Between):
         if self._is_connected:
             self._channel.send("report", record=record.as_dict())
         else:
-            self._decide(record)
+            super().report(record)
 
     def beat(self, table: Table) -> None:
-        super().beat(table)
-        if not self._is_connected:
-            return
-        self._channel.send("beat", phase=self.place.phase, table=table)
-        if self._clock.now_s - self._heard_s > self._timeout_s:
-            self._lose(self._hub.is_silent(self._timeout_s))
-
-    def ask(self, table: Table) -> None:
         if self._is_connected:
+            self._channel.send("beat", phase=self.place.phase, table=table)
+            if self._clock.now_s - self._heard_s > self._timeout_s:
+                self._lose(self._hub.is_silent(self._timeout_s))
+
+    def ask(self, table: Table, answer: Answer) -> None:
+        if self._is_connected:
+            self._waiting.append(answer)
             self._channel.send("ask", table=table)
         else:
-            super().ask(table)
+            answer(table)
 
     def leave(self) -> None:
         if self._is_connected:
@@ -271,9 +254,10 @@ class HubLink(Between):
                 case {"kind": "beat", "phase": phase}:
                     self._hub.phase = phase
                 case {"kind": "record", "record": record}:
-                    self._decide(FailureRecord(**record))
+                    super().report(FailureRecord(**record))
                 case {"kind": "table", "table": table}:
-                    self._answered(table)
+                    while self._waiting:
+                        self._waiting.pop()(table)
                 case {"kind": "bye"}:
                     has_left = True
         if has_left or not self._channel.is_open:
@@ -284,7 +268,7 @@ class HubLink(Between):
         self._selector.unregister(self._channel.socket)
         if record is not None:
             self._channel.send("report", record=record.as_dict())  # should it only be held, and come back
-            self._decide(record)
+            super().report(record)
         self._channel.close()
 
 

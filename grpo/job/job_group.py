@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.job.failure import FailureRecord, JobFailed
-from grpo.job.mistakes import is_before_first_step, is_mistake
+from grpo.job.mistakes import record_of
 from grpo.job.process_groups import new_gloo_groups
 from grpo.job.texts import all_gather_texts, broadcast_text
 from grpo.job.watch import FailureWatch
@@ -31,12 +31,12 @@ class JobGroup:
         TimeoutError: ranks did not come to make the group; names them.
     """
 
-    def __init__(self, *, timeout_s: float = MEETING_TIMEOUT_S, watch: FailureWatch | None = None) -> None:
+    def __init__(self, *, watch: FailureWatch | None = None) -> None:
         self._group: Any = None
         self._watch = watch
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = range(dist.get_world_size())
-            (self._group,) = new_gloo_groups([everyone], timeout_s=timeout_s, watch=watch)
+            (self._group,) = new_gloo_groups([everyone], timeout_s=MEETING_TIMEOUT_S, watch=watch)
         self.rank = dist.get_rank() if self._group is not None else 0
 
     def largest(self, value: int) -> int:
@@ -84,6 +84,4 @@ class JobGroup:
         """Rank 0's."""
         if self._watch is not None:
             return self._watch.make_record(problem)
-        heals = not is_mistake(problem, before_first_step=is_before_first_step())
-        cause = f"{type(problem).__name__}: {problem}"
-        return FailureRecord(node=0, rank=0, host=socket.gethostname(), phase="start", cause=cause, can_heal=heals)
+        return record_of(problem, node=0, rank=0, host=socket.gethostname(), phase="start")

@@ -87,27 +87,26 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         local_world_size=local_world_size,
         node=node,
         num_nodes=num_nodes,
-        launched=True,
     )
 
 
-def head_address(env: Mapping[str, str] = os.environ) -> str:
+def head_address() -> str:
     """Where the ranks of all nodes reach the job's store, on the node of rank 0."""
-    return env.get("MASTER_ADDR") or "127.0.0.1"
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
-def agent_pid(env: Mapping[str, str] = os.environ) -> int | None:
+def agent_pid() -> int | None:
     """Of torchrun's agent, which has started this process; None when it was started by other means."""
-    return os.getppid() if env.get("TORCHELASTIC_RUN_ID") else None
+    return os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
 
 
-def parent_argv(env: Mapping[str, str] = os.environ) -> list[str]:
+def parent_argv() -> list[str]:
     """The command line of the launcher that started this process; [] when it cannot be read.
 
     `grpo launch` runs another launcher's code and says here by which line.
     """
     try:
-        told = json.loads(env.get(LINE_VARIABLE) or "{}")
+        told = json.loads(os.environ.get(LINE_VARIABLE) or "{}")
         if told.get("pid") == os.getppid():
             return list(told["argv"])
         raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()

@@ -1,7 +1,6 @@
 """How long code of others may take that may never return, with the interpreter's lock held or without."""
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ ALONE_GRACE_S = 30.0  # beyond a deadline: a process without a sentinel, whose P
 _AT_ONCE_S = 0.001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Call:
     phase: str
     cause: str
@@ -40,8 +39,7 @@ class CallLimits:
     def __init__(self, link: SentinelLink | None, fail: Callable[[str, str], None]) -> None:
         self._link, self._fail = link, fail
         self._stacks = Stacks() if link is None else link.stacks
-        self._calls: dict[int, _Call] = {}
-        self._numbers = itertools.count()
+        self._calls: set[_Call] = set()
         self._lock = threading.Lock()
         self._first: _Call | None = None
         self._armed = contextlib.ExitStack()
@@ -49,30 +47,29 @@ class CallLimits:
     @contextlib.contextmanager
     def around(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
         """Around a call that ends within `timeout_s`, or `cause` is why the job fails in `phase`."""
-        number = next(self._numbers)
+        deadline_s = time.monotonic() + timeout_s
+        call = _Call(phase=phase, cause=cause, deadline_s=deadline_s, thread=threading.get_ident())
         with self._lock:
-            deadline_s = time.monotonic() + timeout_s
-            self._calls[number] = _Call(phase=phase, cause=cause, deadline_s=deadline_s, thread=threading.get_ident())
+            self._calls.add(call)
             self._arm()
         try:
             yield
         finally:
-            self._end(number)
+            self._end(call)
 
-    def _end(self, number: int) -> None:
+    def _end(self, call: _Call) -> None:
         with self._lock:
-            self._calls.pop(number, None)
+            self._calls.discard(call)
             self._arm()
 
     def _arm(self) -> None:
         """See to the call that has to end first."""
-        number = min(self._calls, key=lambda number: self._calls[number].deadline_s, default=None)
-        first = None if number is None else self._calls[number]
+        first = min(self._calls, key=lambda call: call.deadline_s, default=None)
         if first is self._first:
             return
         self._first = first
         self._armed.close()
-        if number is None or first is None:
+        if first is None:
             if self._link is not None:
                 self._link.say_no_limit()
             return
@@ -82,8 +79,8 @@ class CallLimits:
             self._link.say_limit(left_s, first.phase, first.cause, thread=first.thread)
         else:
             self._armed.enter_context(ending_process(left_s + ALONE_GRACE_S))
-            self._armed.enter_context(on_expiry(left_s, lambda: self._expire(number, first)))
+            self._armed.enter_context(on_expiry(left_s, lambda: self._expire(first)))
 
-    def _expire(self, number: int, call: _Call) -> None:
-        self._end(number)  # Python code runs: nothing has to end this process
+    def _expire(self, call: _Call) -> None:
+        self._end(call)  # Python code runs: nothing has to end this process
         self._fail(f"{call.cause}; it was here, the innermost call first:\n{self._stacks.now(call.thread)}", call.phase)

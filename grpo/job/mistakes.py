@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from grpo.job.failure import GenerationDropped, JobFailed
+from grpo.job.failure import FailureRecord, GenerationDropped, JobFailed
 
 _past_first_step = threading.Event()
 
@@ -74,6 +74,15 @@ def is_mistake(error: BaseException, *, before_first_step: bool) -> bool:
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return not _is_of_the_machine(error)
+
+
+def record_of(cause: BaseException | str, *, node: int, rank: int, host: str, phase: str) -> FailureRecord:
+    """A rank's failure on record; one that has a record keeps it."""
+    if isinstance(cause, JobFailed):
+        return cause.record
+    text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+    mistake = isinstance(cause, BaseException) and is_mistake(cause, before_first_step=is_before_first_step())
+    return FailureRecord(node=node, rank=rank, host=host, phase=phase, cause=text, can_heal=not mistake)
 
 
 def _is_of_the_machine(error: BaseException) -> bool:

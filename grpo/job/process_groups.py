@@ -14,7 +14,6 @@ from grpo.job.watch import FailureWatch
 
 CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
 STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
-
 REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
 
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -42,18 +41,13 @@ def unbound_default_group() -> Iterator[None]:
 
 
 def new_gloo_groups(
-    memberships: Sequence[Sequence[int]],
-    *,
-    timeout_s: float,
-    watch: FailureWatch | None = None,
-    creation_timeout_s: float = CREATION_TIMEOUT_S,
+    memberships: Sequence[Sequence[int]], *, timeout_s: float, watch: FailureWatch | None = None
 ) -> list[dist.ProcessGroup | None]:
     """A group for each list of global ranks. Collective over the job: every rank calls it with the same lists.
 
     Args:
         timeout_s: of each operation on the groups.
         watch: is told when this rank is stuck where no deadline holds.
-        creation_timeout_s: until all members have met.
 
     Returns:
         The groups, in order; None for those without this rank.
@@ -73,7 +67,7 @@ def new_gloo_groups(
             if missing
             else "all ranks came, but cannot connect: look at GLOO_SOCKET_IFNAME and at the firewall between the nodes"
         )
-        return f"the process groups were not made within {creation_timeout_s:.0f} s: {why}"
+        return f"the process groups were not made within {CREATION_TIMEOUT_S:.0f} s: {why}"
 
     atexit.unregister(let_gloo_rest)  # once is enough
     atexit.register(let_gloo_rest)
@@ -84,9 +78,9 @@ def new_gloo_groups(
             around.enter_context(unbound_default_group())
             if watch is not None:
                 around.enter_context(watch.during("process groups"))
-                around.enter_context(watch.within(creation_timeout_s + STUCK_S, complaint))
+                around.enter_context(watch.within(CREATION_TIMEOUT_S + STUCK_S, complaint))
             for ranks in memberships:
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=creation_timeout_s), backend="gloo")
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=CREATION_TIMEOUT_S), backend="gloo")
                 groups.append(group if rank in ranks else None)
     except RuntimeError as error:  # gloo's, and the store's
         raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error

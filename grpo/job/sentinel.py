@@ -133,9 +133,8 @@ class Sentinel:
         self._first = self._ranks[min(self._ranks)]
         self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
         self._agent = None if settings["agent"] is None else _Watched(settings["agent"])
-        self._record: FailureRecord | None = None
-        self._failed_s = 0.0
-        self._asking: list[_Rank] = []
+        self._failed_s: float | None = None
+        """Since when the job has a record."""
         self._enders: list[threading.Thread] = []
         self.between = self._meet(settings)
         self._listener = listener
@@ -143,26 +142,32 @@ class Sentinel:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         for rank in self._ranks.values():
-            self._await_end(rank, lambda rank=rank: self._on_dead_rank(rank))
+            self._await_end(rank, partial(self._on_dead_rank, rank))
         if self._agent is not None:
-            self._await_end(self._agent, self._on_dead_agent)
+            self._await_end(self._agent, partial(self._on_dead_agent, self._agent))
 
     def _meet(self, settings: dict[str, Any]) -> Between:
-        whom: dict[str, Any] = {"decided": self._on_record, "answered": self._on_table}
+        own = (self.place, self._clock, self.timeout_s)
         if settings["num_nodes"] == 1:
-            return Between(self.place, self._clock, self.timeout_s, **whom)
-        whom |= {"selector": self._selector, "secret": settings["secret"]}
+            return Between(*own)
+        others: dict[str, Any] = {"selector": self._selector, "secret": settings["secret"]}
         if self.place.node == 0:
-            whom |= {name: settings[name] for name in ("num_nodes", "join_s")}
-            return Hub(self.place, self._clock, self.timeout_s, **whom, ranks_per_node=len(self._ranks))
-        where = {"addresses": settings["addresses"], "port": settings["port"]}
-        return HubLink(self.place, self._clock, self.timeout_s, **whom, **where)
+            others |= {name: settings[name] for name in ("num_nodes", "join_s")}
+            return Hub(*own, **others, ranks_per_node=len(self._ranks))
+        return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
-    def _await_end(self, process: _Watched, then: Any) -> None:
-        if process.descriptor is None:
+    def _await_end(self, process: _Watched, then: Callable[[], None]) -> None:
+        descriptor = process.descriptor
+        if descriptor is None:
             then()
-        else:
-            self._selector.register(process.descriptor, selectors.EVENT_READ, then)
+            return
+
+        def on_end() -> None:
+            self._selector.unregister(descriptor)
+            process.close()
+            then()
+
+        self._selector.register(descriptor, selectors.EVENT_READ, on_end)
 
     def run(self) -> None:
         """Until all ranks of this node have ended or left the watch, and nothing of theirs is left."""
@@ -175,10 +180,11 @@ class Sentinel:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self.interval_s
                 self._beat(now_s)
+            self._tell_ranks(now_s)
         for thread in self._enders:
             thread.join()
         self.between.leave()
-        if self._record is not None and self._agent is not None and self._agent.is_stopped():
+        if self.between.record is not None and self._agent is not None and self._agent.is_stopped():
             self._say(f"kills the launcher (pid {self._agent.pid}), which is stopped")
             self._agent.kill()
 
@@ -197,29 +203,25 @@ class Sentinel:
         self.between.beat(self._table())
         for rank in self._ranks.values():
             rank.send("beat", phase=self.place.phase)
-        if self._record is not None:
-            self._tell_ranks(self._record)
+        if self._failed_s is not None:
             self._end_ranks(now_s - self._failed_s)
 
     def _table(self) -> Table:
         return {str(rank.rank): [rank.phase, rank.exchanges] for rank in self._ranks.values()}
 
     def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
-        if self._record is None:
+        if self.between.record is None:
             where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
             self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
 
-    def _on_record(self, record: FailureRecord) -> None:
-        self._record, self._failed_s = record, self._clock.now_s
-        self._tell_ranks(record)
-
-    def _tell_ranks(self, record: FailureRecord) -> None:
+    def _tell_ranks(self, now_s: float) -> None:
+        """Of the job's record, as soon as there is one; again what did not go out."""
+        if (record := self.between.record) is None:
+            return
+        if self._failed_s is None:
+            self._failed_s = now_s
         for rank in self._ranks.values():
             rank.is_told = rank.is_told or rank.send("record", record=record.as_dict())
-
-    def _on_table(self, table: Table) -> None:
-        while self._asking:
-            self._asking.pop().send("table", table=table)
 
     def _end_ranks(self, since_s: float) -> None:
         """Ranks end themselves; what cannot, because it is stopped or stuck in C code, is killed."""
@@ -227,7 +229,8 @@ class Sentinel:
             is_late = since_s > STUCK_GRACE_S + EXIT_GRACE_S + MARGIN_S and not rank.has_left
             if rank.is_dead or not (is_late or (since_s > STUCK_GRACE_S + MARGIN_S and rank.is_stopped())):
                 continue
-            self._say(f"kills rank {rank.rank} (pid {rank.pid}), which does not end: the job failed on {self._record}")
+            why = f"the job failed on {self.between.record}"
+            self._say(f"kills rank {rank.rank} (pid {rank.pid}), which does not end: {why}")
             rank.kill()
 
     def _say(self, what: str) -> None:
@@ -295,11 +298,8 @@ class Sentinel:
                 rank.limit = _Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
             case {"kind": "report", "record": record}:
                 self.between.report(FailureRecord(**record))
-                if self._record is not None:
-                    rank.is_told = rank.send("record", record=self._record.as_dict())
             case {"kind": "ask"}:
-                self._asking.append(rank)
-                self.between.ask(self._table())
+                self.between.ask(self._table(), lambda table: rank.send("table", table=table))
             case {"kind": "covers", "folder": folder, "session": session}:
                 rank.covered[folder] = session
             case {"kind": "uncovers", "folder": folder}:
@@ -317,9 +317,6 @@ class Sentinel:
             for greet in list(self._nameless.values()):
                 greet()
         self._hear(rank)  # its last words
-        if rank.descriptor is not None:
-            self._selector.unregister(rank.descriptor)
-        rank.close()
         if not rank.has_left:
             self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed?")
         for folder, session in rank.covered.items():
@@ -328,15 +325,9 @@ class Sentinel:
             thread.start()
             self._enders.append(thread)
 
-    def _on_dead_agent(self) -> None:
-        assert self._agent is not None
-        if self._agent.descriptor is not None:
-            self._selector.unregister(self._agent.descriptor)
-        self._agent.close()
+    def _on_dead_agent(self, agent: _Watched) -> None:
         if not all(rank.is_dead or rank.has_left for rank in self._ranks.values()):
-            self._report(
-                self._first, f"the launcher of this node (pid {self._agent.pid}) died before its ranks: killed?"
-            )
+            self._report(self._first, f"the launcher of this node (pid {agent.pid}) died before its ranks: killed?")
 
 
 def _write(line: bytes) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from grpo.job.failure import FailureRecord
@@ -32,8 +33,7 @@ class SentinelLink:
         """Which the sentinel reads."""
         self._place, self._timeout_s = place, timeout_s
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
-        self._state: dict[str, dict[str, Any]] = {}
-        self._unsaid: set[str] = set()  # of which the sentinel does not know yet
+        self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # what the sentinel does not know yet, by kind
         self._saying = threading.Lock()
         self._table: dict[str, list[Any]] = {}
         self._answered = threading.Event()
@@ -65,7 +65,7 @@ class SentinelLink:
         Args:
             exchanges: how many ends of a phase it has come to.
         """
-        self._keep("phase", phase=phase, exchanges=exchanges)
+        self._keep("phase", lambda: {"phase": phase, "exchanges": exchanges})
 
     def say_limit(self, timeout_s: float, phase: str, overdue: str, *, thread: int) -> None:
         """Something this rank does may take so long; in place of what was said before, and told as a phase is.
@@ -75,24 +75,23 @@ class SentinelLink:
             thread: see `read_stacks`.
         """
         until_s = time.monotonic() + timeout_s
-        self._keep("limit", until_s=until_s, phase=phase, overdue=overdue, thread=thread)
+        said = {"phase": phase, "overdue": overdue, "thread": thread}
+        self._keep("limit", lambda: {"timeout_s": until_s - time.monotonic(), **said})
 
     def say_no_limit(self) -> None:
         """It is done."""
-        self._keep("limit", until_s=None, phase="", overdue="", thread=0)
+        self._keep("limit", lambda: {"timeout_s": None})
 
-    def _keep(self, kind: str, **values: Any) -> None:
+    def _keep(self, kind: str, values: Callable[[], dict[str, Any]]) -> None:
         with self._saying:
-            self._state[kind] = values
-            self._say_again(kind)
+            self._unsaid[kind] = values
+            self._say_unsaid()
 
-    def _say_again(self, kind: str) -> None:
-        """As it is now. With the lock held."""
-        values = dict(self._state[kind])
-        if kind == "limit":
-            until_s = values.pop("until_s")
-            values["timeout_s"] = None if until_s is None else until_s - time.monotonic()
-        (self._unsaid.discard if self.say(kind, **values) else self._unsaid.add)(kind)
+    def _say_unsaid(self) -> None:
+        """With the lock held."""
+        for kind, values in [*self._unsaid.items()]:
+            if self.say(kind, **values()):
+                del self._unsaid[kind]
 
     # -- what is heard --------------------------------------------------------------------------------------------
 
@@ -113,8 +112,7 @@ class SentinelLink:
                 self.is_gone = True
                 found = self._place.is_gone(silent_s, self._timeout_s)
         with self._saying:
-            for kind in [*self._unsaid]:
-                self._say_again(kind)
+            self._say_unsaid()
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
             if self._place.pid:  # it has told it

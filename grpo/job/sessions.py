@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+END_S = 10.0
 REMOVAL_S = 2.0
 
 
@@ -72,19 +73,15 @@ def _session_of(pid: int) -> int | None:
         return None
 
 
-def end_session(session_id: int, private_folder: Path, *, timeout_s: float = 10.0) -> None:
+def end_session(session_id: int, private_folder: Path) -> None:
     """SIGKILL every process of an engine's session but the caller's own, and remove what they leave behind."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + END_S
     while (others := set(session_members(session_id)) - {os.getpid()}) and time.monotonic() < deadline:
-        _kill(others)  # again: dying, or started while we looked
+        for pid in others:  # again: dying, or started while we looked
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     remove_traces(private_folder)
-
-
-def _kill(pids: set[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def name_shared_memory(private_folder: Path) -> None:

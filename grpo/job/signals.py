@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -56,7 +55,9 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         global _current
-        if _current is not None:
+        if _current is None:
+            os.register_at_fork(after_in_child=_restore_in_child)
+        else:
             _current.release()
         _current = self
         if waker is not None:
@@ -71,13 +72,6 @@ class StopSignals:
             if (before := signal.getsignal(number)) in free:
                 signal.signal(number, self._handle)
                 self._taken[number] = before
-        me = weakref.ref(self)
-
-        def in_child() -> None:
-            if (signals := me()) is not None:
-                signals._restore_in_child()
-
-        os.register_at_fork(after_in_child=in_child)
 
     def holds(self, number: int) -> bool:
         """Whether the handler of signal `number` is ours; one that was installed after ours decides for itself."""
@@ -121,7 +115,7 @@ class StopSignals:
             os.kill(os.getpid(), signal.SIGTERM)
         self.note(number)
 
-    def _restore_in_child(self) -> None:
+    def restore_in_child(self) -> None:
         """In a forked child, a data-loader worker say: SIGTERM ends it, and nothing wakes the parent's watch."""
         with contextlib.suppress(ValueError):  # forked from another thread than the main one
             if self._waker is not None:
@@ -133,6 +127,11 @@ class StopSignals:
 
 _current: StopSignals | None = None
 """Whose handlers are installed: a process has one trainer after the other."""
+
+
+def _restore_in_child() -> None:
+    if _current is not None:
+        _current.restore_in_child()
 
 
 @contextlib.contextmanager

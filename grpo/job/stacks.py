@@ -30,7 +30,7 @@ class Stacks:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def now(self, first: int | None = None) -> str:
+    def now(self, first: int) -> str:
         """As they are at this moment; see `read_stacks`."""
         self._empty()
         faulthandler.dump_traceback(file=self.fd)
@@ -52,7 +52,7 @@ def ending_process(timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def read_stacks(fd: int, first: int | None = None) -> str:
+def read_stacks(fd: int, first: int) -> str:
     """What is in the file; '' while nothing was written.
 
     Args:
@@ -61,8 +61,7 @@ def read_stacks(fd: int, first: int | None = None) -> str:
     text = os.pread(fd, 1 << 18, 0).decode(errors="replace")
     threads = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
     threads.reverse()  # faulthandler writes the main thread's last
-    if first is not None:
-        threads.sort(key=lambda stack: f"0x{first:016x} " not in stack)
+    threads.sort(key=lambda stack: f"0x{first:016x} " not in stack)
     lines = "\n".join(threads).splitlines()
     lines = [line for line in lines if not line.startswith("Timeout (")]
     return "\n".join(lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "  ..."])

@@ -186,10 +186,8 @@ def _too_many_ranks(launch: Launch, num_gpus: int, reserved_gpus: int | None, si
         f"{launch.num_nodes * fit} in the accelerate config (with torchrun: --nproc_per_node {fit})"
     )
     if launch.local_world_size > num_gpus:
-        text += (
-            "; if the node has more GPUs, make them visible to every rank (Slurm: --gpus-per-node, or --gres, instead "
-        )
-        text += "of --gpus-per-task)"
+        text += "; if the node has more GPUs, make them visible to every rank (Slurm: --gpus-per-node, or --gres, "
+        text += "instead of --gpus-per-task)"
     free = (num_gpus - launch.local_world_size) // size * size
     return text + (f", or set vllm_reserved_gpus to {free}" if reserved_gpus and free > 0 else "")
 

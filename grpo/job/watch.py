@@ -26,7 +26,7 @@ from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.interrupt import on_expiry, raise_in_main_thread
 from grpo.job.limits import CallLimits
 from grpo.job.liveness import HEARTBEAT_TIMEOUT_S
-from grpo.job.mistakes import is_before_first_step, is_mistake, may_be_an_echo
+from grpo.job.mistakes import may_be_an_echo, record_of
 from grpo.job.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.job.sentinel_link import SentinelLink
 from grpo.job.sentinel_start import link_to_sentinel
@@ -66,7 +66,7 @@ class FailureWatch:
         self._seen_since: float | None = None
         self._stopped = threading.Event()
         self._known = threading.Event()  # the record
-        self._link, self._alone = link, link is None
+        self._link = link
         self._thread: threading.Thread | None = None
         self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)))
         self._exchanges = 0
@@ -83,7 +83,7 @@ class FailureWatch:
         self._excepthook = sys.excepthook
         sys.excepthook = self._report_unhandled
         # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
-        multiprocessing.util.Finalize(None, self._leave, exitpriority=10)
+        multiprocessing.util.Finalize(None, self.leave, exitpriority=10)
         self._thread = threading.Thread(target=self._watch, args=[link], name="grpo-failure-watch", daemon=True)
         self._thread.start()
 
@@ -94,11 +94,8 @@ class FailureWatch:
         """Name what this rank is doing, for the record."""
         before = self.phase
         self.enter(phase)
-        try:
-            yield
-        finally:
-            if sys.exc_info()[0] is None:
-                self.enter(before)
+        yield
+        self.enter(before)  # not after an error: it was raised in the phase
 
     def enter(self, phase: str) -> None:
         """As `during`, until another phase is entered."""
@@ -111,15 +108,13 @@ class FailureWatch:
         with self.limits.around(phase, timeout_s, cause), self.during(phase):
             yield
 
-    @contextlib.contextmanager
-    def within(self, timeout_s: float, cause: Callable[[], str]) -> Iterator[None]:
+    def within(self, timeout_s: float, cause: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """Around what may hold the main thread in a library that has no deadline: it becomes the job's failure.
 
         Args:
             cause: what to say then; called from another thread.
         """
-        with on_expiry(timeout_s, lambda: self.fail(cause())):
-            yield
+        return on_expiry(timeout_s, lambda: self.fail(cause()))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -146,12 +141,12 @@ class FailureWatch:
     def _raise_for_job(self, error: BaseException) -> None:
         self._raising = True
         leaves = isinstance(error, SystemExit) and not error.code
-        if leaves and (self._alone or self._stopped.is_set()):
+        if leaves and (self._link is None or self._stopped.is_set()):
             self._raising = False
             return  # a script that says it is done
         if isinstance(error, JobFailed) and self.record is None:
             self.report(error.record)  # the same on every rank, or what only this one has seen
-        if self._alone or isinstance(error, JobFailed):
+        if self._link is None or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
         if may_be_an_echo(error) or self._sigterm_seen:
@@ -164,9 +159,8 @@ class FailureWatch:
 
     def check(self) -> None:
         """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
-        record = self.record
-        if record is not None:
-            raise JobFailed(record)
+        if self.record is not None:
+            raise JobFailed(self.record)
 
     def await_cause(self) -> None:
         """A lost peer shows first as a broken connection: give the watch time to say who it was, before we are blamed.
@@ -174,23 +168,12 @@ class FailureWatch:
         Returns after `BLAME_S` at the latest, with a record or without.
         """
         deadline = time.monotonic() + BLAME_S
-        while self.record is None and not self._alone and time.monotonic() < deadline:
+        while self.record is None and self._link is not None and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
         """A record about this rank; a failure that has one keeps it."""
-        if isinstance(cause, JobFailed):
-            return cause.record
-        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        mistake = isinstance(cause, BaseException) and is_mistake(cause, before_first_step=is_before_first_step())
-        return FailureRecord(
-            node=self.node,
-            rank=self.rank,
-            host=self.host,
-            phase=phase or self.phase,
-            cause=text,
-            can_heal=not mistake,
-        )
+        return record_of(cause, node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase)
 
     def fail(self, cause: BaseException | str) -> None:
         """Make a failure of this rank the job's, as `report` does."""
@@ -214,7 +197,7 @@ class FailureWatch:
         if self.record is not None:
             return
         self._take_record(record)  # nobody says more
-        if self._alone and self._guarded and threading.current_thread() is not threading.main_thread():
+        if self._link is None and self._guarded and threading.current_thread() is not threading.main_thread():
             threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
 
     def _until(self, event: threading.Event, timeout_s: float) -> None:
@@ -293,15 +276,10 @@ class FailureWatch:
             self.fail(error)
 
     def leave(self) -> None:
-        """This rank is done: its end is no failure, and neither is that of the others."""
-        if self._thread is not None:
-            self._leave()
-
-    def _leave(self) -> None:
-        """At exit: tell the sentinel that this rank has not been killed."""
-        if os.getpid() != self._pid or self._stopped.is_set():
+        """This rank is done: its end is no failure, and neither is that of the others. At exit, if not before."""
+        if self._link is None or os.getpid() != self._pid or self._stopped.is_set():
             return  # a forked child's exit is not ours
-        if self.record is None and self._link is not None:
+        if self.record is None:
             self._link.say("left")
         # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
         self._end_watch()

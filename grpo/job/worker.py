@@ -1,4 +1,4 @@
-"""A thread for calls of the user's code, which may hang: no pool's, as the interpreter waits at its end for those."""
+"""A thread for calls that may hang, the user's say: no pool's, as the interpreter waits at its end for those."""
 
 import contextlib
 import contextvars

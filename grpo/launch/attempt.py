@@ -105,15 +105,14 @@ class Attempt:
         return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
 
 
-def record_no_start(
-    output_dir: Path, env: Mapping[str, str], why: str, is_mistake: bool, *, max_crashes: int
-) -> tuple[int, str]:
-    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code, and why."""
+def record_no_start(output_dir: Path, env: Mapping[str, str], why: str, is_mistake: bool, *, max_crashes: int) -> int:
+    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code."""
     started = time.time()
     record_mistake(output_dir, {**env, "GRPO_STARTED": repr(started)}, RuntimeError(why), can_heal=not is_mistake)
     state = next_attempt.read_state(output_dir, lambda state: state.get("started") == started)
     job, attempt = _names(env, state, started)
-    return next_attempt.conclude(output_dir, state, job=job, attempt=attempt, max_crashes=max_crashes)
+    code, _ = next_attempt.conclude(output_dir, state, job=job, attempt=attempt, max_crashes=max_crashes)
+    return code
 
 
 def _names(env: Mapping[str, str], state: next_attempt.State | None, started: float) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.job.files import Wishes, flag_of, read_settings, read_wishes
+from grpo.job.files import flag_of, read_settings, read_wishes
 from grpo.job.startup import process_age_s
 from grpo.launch import line, next_attempt
 from grpo.launch.line import Rendezvous, Script
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         place = expected.find_place(args, os.environ, command="grpo launch")
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
-        asked, wishes, is_readable = _asked(args, script, file)
+        asked, is_readable = _asked(args, script, file)
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)
         return 2
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
             why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
             return _not_started(args, place, is_mistake=found == 2, why=why)
-        return _meet_and_launch(args, place, script, file, asked, wishes, requests, interrupts)
+        return _meet_and_launch(args, place, script, file, asked, requests, interrupts)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
         return next_attempt.INTERRUPTED
@@ -107,19 +107,18 @@ def _meet_and_launch(
     script: Script,
     file: Mapping[str, Any],
     asked: Asked,
-    wishes: Wishes,
     requests: list[int],
     interrupts: list[int],
 ) -> int:
-    from grpo.launch.agreement import NodeReport, Verdict, meet, report
+    from grpo.launch.agreement import NodeReport, meet, report
 
     def make_report() -> NodeReport:
-        made = report(wishes.use_cpu, _inputs(args, script))
+        made = report(asked.wishes.use_cpu, _inputs(args, script))
         if interrupts:  # an import of a library may have caught the exception: a bare `except` does
             raise KeyboardInterrupt
         return made
 
-    verdict: Verdict = meet(
+    verdict = meet(
         place,
         make_report,
         asked,
@@ -187,7 +186,7 @@ def _check_script(script: Script) -> None:
         )
 
 
-def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, Wishes, bool]:
+def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, bool]:
     """What the job asks for; and whether the script's own arguments could be read as those of train.py."""
     is_readable = True
     try:
@@ -196,18 +195,15 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
         is_readable = False
         wishes = read_wishes(script.arguments, config_file=args.config_file, reads_files=False)
     asked = Asked(
+        wishes=wishes,
         flag=args.ranks_per_node,
         scheduler=os.environ.get("PET_NPROC_PER_NODE"),
-        reserved_gpus=wishes.reserved_gpus,
-        tensor_parallel_size=wishes.tensor_parallel_size,
         file=args.config_file or "",
         num_processes=file.get("num_processes"),
         num_machines=file.get("num_machines"),
-        use_cpu=wishes.use_cpu,
-        has_engines=wishes.has_engines,
         resumed_ranks=_resumed_ranks(args),
     )
-    return asked, wishes, is_readable
+    return asked, is_readable
 
 
 def _resumed_ranks(args: argparse.Namespace) -> int | None:
@@ -329,4 +325,4 @@ def _not_started(args: argparse.Namespace, place: Place, is_mistake: bool, why: 
         return next_attempt.FAILED if is_mistake else next_attempt.START_AGAIN
     from grpo.launch.attempt import record_no_start
 
-    return record_no_start(args.output_dir, os.environ, why, is_mistake, max_crashes=args.max_crashes)[0]
+    return record_no_start(args.output_dir, os.environ, why, is_mistake, max_crashes=args.max_crashes)

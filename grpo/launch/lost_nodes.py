@@ -9,6 +9,7 @@ of the lost nodes, one a line. Needs nothing but Python and srun.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import select
@@ -36,8 +37,8 @@ def silent_node(state: State | None) -> int | None:
     return int(found[1]) if found else None
 
 
-def probe(nodes: Sequence[str], timeout_s: float = PROBE_S) -> set[str]:
-    """Those of `nodes` on which Slurm cannot run a step of this job within the time."""
+def probe(nodes: Sequence[str]) -> set[str]:
+    """Those of `nodes` on which Slurm cannot run a step of this job within `PROBE_S`."""
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--quiet"]
     probes = {
         node: subprocess.Popen(
@@ -48,7 +49,7 @@ def probe(nodes: Sequence[str], timeout_s: float = PROBE_S) -> set[str]:
         )
         for node in nodes
     }
-    lost, deadline = set(), time.monotonic() + timeout_s
+    lost, deadline = set(), time.monotonic() + PROBE_S
     for node, process in probes.items():
         try:
             if process.wait(max(0.0, deadline - time.monotonic())):
@@ -60,20 +61,13 @@ def probe(nodes: Sequence[str], timeout_s: float = PROBE_S) -> set[str]:
     return lost
 
 
-def lost_nodes(
-    state: State | None,
-    nodes: Sequence[str],
-    *,
-    used: int,
-    here: str,
-    unreachable: Callable[[Sequence[str]], set[str]] = probe,
-) -> list[str]:
+def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: str) -> list[str]:
     """The lost ones of the job's nodes, of which the attempt runs on the first `used`.
 
     Args:
         here: this node. If Slurm runs nothing here either, it is Slurm that does not answer, and no node is lost.
     """
-    lost = unreachable(nodes)
+    lost = probe(nodes)
     if here in lost:
         lost = set()
     silent = silent_node(state)
@@ -82,9 +76,7 @@ def lost_nodes(
     return [node for node in nodes if node in lost]
 
 
-def watch(
-    srun: int, state: Callable[[], State | None], find: Callable[[State | None], list[str]], *, grace_s: float = GRACE_S
-) -> list[str]:
+def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | None], list[str]]) -> list[str]:
     """The nodes that an attempt has lost; waits for the end of its srun, or ends it where it waits for a lost node.
 
     Args:
@@ -92,19 +84,16 @@ def watch(
         state: how the attempt has ended, None while it has not.
         find: `lost_nodes`; called when the attempt has failed, and when srun has ended without one that has finished.
     """
-    try:
+    pidfd: int | None = None
+    has_failed_since, has_looked = None, False
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         pidfd = os.pidfd_open(srun)
-    except ProcessLookupError:  # it has ended already
-        ended = state()
-        return [] if ended and not _may_be_a_nodes_fault(ended) else find(ended)
-    has_failed_since = None
-    has_looked = False
-    while not select.select([pidfd], [], [], POLL_S)[0]:
+    while pidfd is not None and not select.select([pidfd], [], [], POLL_S)[0]:
         ended = state()
         if has_looked or ended is None or ended["state"] != "failed" or not _may_be_a_nodes_fault(ended):
             continue
         has_failed_since = has_failed_since or time.monotonic()
-        if time.monotonic() - has_failed_since < grace_s:
+        if time.monotonic() - has_failed_since < GRACE_S:
             continue
         has_looked = True
         if lost := find(ended):
@@ -113,11 +102,11 @@ def watch(
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return lost
     ended = state()
-    return [] if ended and not _may_be_a_nodes_fault(ended) else find(ended)
+    return find(ended) if _may_be_a_nodes_fault(ended) else []
 
 
-def _may_be_a_nodes_fault(ended: State) -> bool:
-    return ended["state"] != "finished" and bool(ended.get("can_heal", True))
+def _may_be_a_nodes_fault(ended: State | None) -> bool:
+    return ended is None or (ended["state"] != "finished" and bool(ended.get("can_heal", True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,31 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from grpo.job.files import Wishes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What flags, the scheduler and the job's files say of ranks and engines; None: nothing."""
 
+    wishes: Wishes
+    """Of the script's arguments and files, and the launcher's file."""
     flag: int | None = None
     """--ranks-per-node."""
     scheduler: str | None = None
     """PET_NPROC_PER_NODE: a number, or `auto` and the like, which leave it open."""
-    reserved_gpus: int | None = None
-    """The script's vllm_reserved_gpus."""
-    tensor_parallel_size: int | None = None
-    """The script's vllm_tensor_parallel_size: GPUs of one engine."""
     file: str = ""
     """The launcher's file, for messages."""
     num_processes: int | None = None
     """The file's, of all its machines."""
     num_machines: int | None = None
     """The file's."""
-    use_cpu: bool = False
-    """Whether the file was written for CPUs."""
     resumed_ranks: int | None = None
     """Of the checkpoint that the job goes on from."""
-    has_engines: bool = True
-    """False for a script that leaves generating to TRL's own modes: no GPU is kept from the ranks."""
 
 
 class LostGPUs(ValueError):
@@ -52,8 +48,9 @@ def ranks_per_node(asked: Asked, gpus: Mapping[str, int]) -> Ranks:
         ValueError: the ranks leave no engine a GPU; says what to write.
     """
     smallest = min(gpus, key=lambda node: gpus[node])
-    engine = asked.reserved_gpus if asked.reserved_gpus is not None else asked.tensor_parallel_size or 1
-    engine = engine if asked.has_engines else 0
+    wishes = asked.wishes
+    engine = wishes.reserved_gpus if wishes.reserved_gpus is not None else wishes.tensor_parallel_size or 1
+    engine = engine if wishes.has_engines else 0  # TRL's own modes: no GPU is kept from the ranks
     _check_resumed(asked, gpus, engine)
     ranks = _first_given(asked, gpus[smallest], engine)
     if ranks.per_node < 1:
@@ -81,10 +78,11 @@ def _first_given(asked: Asked, smallest: int, engine: int) -> Ranks:
         return Ranks(per_node=asked.flag, why="--ranks-per-node")
     if asked.scheduler is not None and asked.scheduler.isdigit():
         return Ranks(per_node=int(asked.scheduler), why="PET_NPROC_PER_NODE")
-    if smallest and asked.reserved_gpus is not None:
-        why = f"{smallest} GPUs less vllm_reserved_gpus {asked.reserved_gpus}"
-        return Ranks(per_node=max(1, smallest - asked.reserved_gpus), why=why)
-    if asked.num_processes is not None and (smallest or asked.use_cpu):
+    reserved = asked.wishes.reserved_gpus
+    if smallest and reserved is not None:
+        why = f"{smallest} GPUs less vllm_reserved_gpus {reserved}"
+        return Ranks(per_node=max(1, smallest - reserved), why=why)
+    if asked.num_processes is not None and (smallest or asked.wishes.use_cpu):
         machines = asked.num_machines or 1
         if asked.num_processes % machines:
             raise ValueError(

@@ -19,7 +19,7 @@ from grpo import GRPOConfig
 from grpo.engine.environment import engine_environment
 from grpo.job import devices
 from grpo.job.agreement import check_nodes
-from grpo.job.devices import count_gpus, device_tokens, why_no_gpu
+from grpo.job.devices import DeviceMistake, count_gpus, device_tokens
 from grpo.job.files import read_wishes
 from grpo.job.launch import asks_for_cpu
 from grpo.job.topology import NodeTopology, read_topology
@@ -209,19 +209,25 @@ def looks_built_for(monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpus: int
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-def test_a_build_for_gpus_that_sees_none() -> None:
-    def mistake(build: str | None = "CUDA 12.9", count: int = 0, use_cpu: bool = False, **env: str) -> str | None:
-        found = why_no_gpu(build=build, device_count=count, use_cpu=use_cpu, env=env)
-        return None if found is None else str(found)
+def test_a_build_for_gpus_that_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistake(
+        cuda: str | None = "12.9", gpus: int = 0, *, hip: str | None = None, use_cpu: bool = False, **env: str
+    ) -> str | None:
+        looks_built_for(monkeypatch, cuda, gpus, hip=hip)
+        try:
+            assert count_gpus(env, use_cpu=use_cpu) == gpus
+        except DeviceMistake as error:
+            return str(error)
+        return None
 
-    assert mistake(build=None) is mistake(count=8) is mistake(use_cpu=True) is None
+    assert mistake(cuda=None) is mistake(gpus=8) is mistake(use_cpu=True) is None
     text = mistake()
     assert text is not None
     for part in ("built for CUDA 12.9", "CUDA_VISIBLE_DEVICES is unset", "--gres=gpu:8", "--gpus-per-node=8", "driver"):
         assert part in text
     assert "use_cpu: true" in text
     assert "sees no GPU (CUDA_VISIBLE_DEVICES='')" in str(mistake(CUDA_VISIBLE_DEVICES=""))
-    assert "built for ROCm 7.0" in str(mistake("ROCm 7.0"))
+    assert "built for ROCm 7.0" in str(mistake(cuda=None, hip="7.0"))
 
 
 def test_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:

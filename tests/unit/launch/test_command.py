@@ -29,8 +29,8 @@ def read(*words: str) -> tuple[argparse.Namespace, Script]:
 def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[model]\n")
     flags = ["--config", str(tmp_path / "mine.toml"), "--vllm_reserved_gpus", "2", "--use_cpu"]
-    asked, wishes, is_readable = command._asked(*read("mine.py", *flags), file={})
-    assert (asked.reserved_gpus, wishes.use_cpu, is_readable) == (2, True, False)
+    asked, is_readable = command._asked(*read("mine.py", *flags), file={})
+    assert (asked.wishes.reserved_gpus, asked.wishes.use_cpu, is_readable) == (2, True, False)
 
 
 def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

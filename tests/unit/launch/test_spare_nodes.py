@@ -48,9 +48,11 @@ SILENT = "the node has not been heard of for 20 s (heartbeat_timeout): it is off
         ({"state": "stopped", "why": ""}, set(), []),
     ],
 )
-def test_which_nodes_are_lost(state: State | None, unreachable: set[str], expected: list[str]) -> None:
-    found = lost_nodes.lost_nodes(state, NODES, used=2, here="a", unreachable=lambda nodes: unreachable)
-    assert found == expected
+def test_which_nodes_are_lost(
+    state: State | None, unreachable: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_nodes, "probe", lambda nodes: unreachable)
+    assert lost_nodes.lost_nodes(state, NODES, used=2, here="a") == expected
 
 
 def test_a_record_names_a_silent_node() -> None:
@@ -65,8 +67,9 @@ def test_a_probe_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(lost_nodes, "PROBE_S", 2.0)
     began = time.monotonic()
-    assert probe(NODES, timeout_s=2.0) == {"b", "c"}
+    assert probe(NODES) == {"b", "c"}
     assert time.monotonic() - began < 30
 
 
@@ -87,6 +90,7 @@ def srun() -> Iterator[subprocess.Popen]:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "GRACE_S", 0.1)
     monkeypatch.setattr(lost_nodes, "SRUN_END_S", 0.2)
 
 
@@ -119,7 +123,7 @@ def in_turn(*states: State | None, then: Callable[[], None] = lambda: None) -> C
 def test_an_srun_that_waits_for_a_lost_node_is_ended(srun: subprocess.Popen) -> None:
     failed = record("a lost connection")
     states, find = asked([["b"]])
-    assert watch(srun.pid, in_turn(None, None, None, failed), find, grace_s=0.1) == ["b"]
+    assert watch(srun.pid, in_turn(None, None, None, failed), find) == ["b"]
     assert srun.wait(10) == -9
     assert states == [failed]
 
@@ -133,7 +137,7 @@ def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
             srun.kill()
 
     states, find = asked([[], ["c"]])
-    assert watch(srun.pid, in_turn(None, record("out of memory"), then=end_later), find, grace_s=0.0) == ["c"]
+    assert watch(srun.pid, in_turn(None, record("out of memory"), then=end_later), find) == ["c"]
     assert len(states) == 2
 
 
