@@ -82,7 +82,7 @@ def choose_lora(
     Raises:
         ValueError: names what local mode does not serve, and the way out.
     """
-    given = getattr(model, "peft_config", None) if not isinstance(model, str) else None
+    given = getattr(model, "peft_config", None)
     if peft_config is None and not given:
         return None
     if peft_config is not None and given:
