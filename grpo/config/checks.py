@@ -56,7 +56,6 @@ _WORDS = {
 
 _TIMEOUTS = ("vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout", "reward_timeout")
 
-
 # What each is installed as. transformers looks at them when it builds the trainer, after the engines have begun (5.17).
 _TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 
