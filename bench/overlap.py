@@ -26,8 +26,8 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
+from examples.demo_model import build_tokenizer
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.recipes.demo import build_demo_tokenizer
 from grpo.run.progress import ProgressOnScreen
 
 WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
@@ -52,7 +52,7 @@ class StepEnds(TrainerCallback):
 
 def save_model(folder: Path, *, hidden_size: int, num_hidden_layers: int) -> int:
     """A Qwen3 of random weights with the demo's tokenizer. Returns its number of parameters."""
-    tokenizer = build_demo_tokenizer()
+    tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=512,
         hidden_size=hidden_size,

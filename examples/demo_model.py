@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "0123456789+="
+PROMPT_TOKENS = 6  # "12+34="
+ANSWER_TOKENS = 4  # three digits at most, then EOS
+
 RECIPE: dict[str, Any] = demo.RECIPE | {
     "batch_size": 128,
     "learning_rate": 3e-3,
@@ -72,6 +77,25 @@ def ensure_demo_model(
     return folder
 
 
+def build_tokenizer() -> "PreTrainedTokenizerFast":
+    """A tokenizer of one token per character, loadable with `AutoTokenizer` from where it is saved."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=RECIPE["model"]["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def _fingerprint(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
@@ -113,7 +137,7 @@ def _move_into_place(private: Path, folder: Path, recipe: dict[str, Any]) -> Non
 
 def _build(folder: Path, recipe: dict[str, Any]) -> None:
     """Warms a new model up and saves it with its tokenizer into `folder`, the recipe last."""
-    tokenizer = demo.build_demo_tokenizer()
+    tokenizer = build_tokenizer()
     model, steps, exact_match = _warm_up(tokenizer, recipe)
     _save_weights(model, folder)
     tokenizer.save_pretrained(folder)
@@ -193,9 +217,9 @@ def _encode(tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[int, int]]) 
     """[len(pairs), PROMPT_TOKENS + ANSWER_TOKENS] token ids of prompt, answer and EOS, padded on the right."""
     import torch
 
-    rows = torch.full((len(pairs), demo.PROMPT_TOKENS + demo.ANSWER_TOKENS), tokenizer.pad_token_id)
+    rows = torch.full((len(pairs), PROMPT_TOKENS + ANSWER_TOKENS), tokenizer.pad_token_id)
     for row, (a, b) in zip(rows, pairs, strict=True):
-        ids = tokenizer(f"{a}+{b}={a + b}{demo.EOS}", add_special_tokens=False)["input_ids"]
+        ids = tokenizer(f"{a}+{b}={a + b}{EOS}", add_special_tokens=False)["input_ids"]
         row[: len(ids)] = torch.tensor(ids)
     return rows
 
@@ -206,8 +230,8 @@ def _answer_logprobs(
     """[B] log-probability of each row's whole answer (EOS included), and [B] its number of tokens."""
     import torch
 
-    targets = batch[:, demo.PROMPT_TOKENS :]
-    logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=demo.ANSWER_TOKENS).logits
+    targets = batch[:, PROMPT_TOKENS:]
+    logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=ANSWER_TOKENS).logits
     mask = targets != pad_token_id
     gathered = torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (gathered * mask).sum(-1), mask.sum(-1)

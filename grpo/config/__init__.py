@@ -10,18 +10,17 @@ from typing import Any
 import torch
 import trl
 
-from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers, trl_default
+from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.recording import RecordingConfig, check_recording
 from grpo.engine.early import drop_host, start_first_host
 from grpo.job.devices import count_gpus
 from grpo.job.files import is_on
-from grpo.job.launch import Launch, asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.job.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
 from grpo.job.process_groups import leave_out_deepspeeds_op, make_world_group
 from grpo.job.quiet import quiet
 from grpo.job.topology import plan_node
 
-# TRL's defaults of the fields that say where a server is; in local mode there is none.
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9
 
 
@@ -208,27 +207,23 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
         check_trackers(self.report_to)
         if self.vllm_gpu_memory_utilization is None:
-            default = trl_default("vllm_gpu_memory_utilization")
+            default = trl.GRPOConfig.vllm_gpu_memory_utilization
             self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
         if self.vllm_importance_sampling_mode is None:
             ahead = self.local_mode and self.generation_lookahead
             self.vllm_importance_sampling_mode = (
-                "token_truncate" if ahead else trl_default("vllm_importance_sampling_mode")
+                "token_truncate" if ahead else trl.GRPOConfig.vllm_importance_sampling_mode
             )
         if self.local_mode:
             check_counts(self)
             if self.completions_per_step is not None:
                 self.gradient_accumulation_steps = accumulation_of(self, self.num_ranks)
-        if self.local_mode and not vars(self)["use_cpu"]:
-            # Before anything slow: GPUs that were meant and are not there, or that engines cannot be given.
-            num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
-            launch = read_launch(os.environ)
-            if num_gpus and launch.launched:
-                self._check_placement(launch, num_gpus)
-        if self.local_mode and not torch.accelerator.is_available():
-            # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
-            # transformers then takes each rank for the only one.
-            self.use_cpu = True
+            if not vars(self)["use_cpu"]:
+                self._check_placement()
+            if not torch.accelerator.is_available():
+                # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
+                # transformers then takes each rank for the only one.
+                self.use_cpu = True
         try:
             super().__post_init__()
         except ValueError as error:
@@ -242,8 +237,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
                 start_first_host()  # unless one waits already
             return
         drop_host()
-        defaults = {f.name: f.default for f in fields(self)}
-        changed = [name for name in own_fields(self, trl.GRPOConfig) if getattr(self, name) != defaults[name]]
+        own = own_fields(self, trl.GRPOConfig)
+        changed = [name for name in own if getattr(self, name) != getattr(type(self), name)]
         if changed:
             raise ValueError(
                 f"{', '.join(changed)} work in local mode only, but use_vllm is {self.use_vllm} and vllm_mode "
@@ -270,11 +265,16 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
         return super()._setup_devices
 
-    def _check_placement(self, launch: Launch, num_gpus: int) -> None:
-        """What this rank can tell alone, before transformers makes the process group.
+    def _check_placement(self) -> None:
+        """GPUs that were meant and are not there, or that engines cannot be given: what this rank can tell alone.
 
-        DeepSpeed opens NCCL's communicator of all ranks there (0.19): a rank without a GPU fails, and the others wait.
+        Before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), where transformers
+        makes the process group: a rank without a GPU fails there, and the others wait.
         """
+        num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
+        launch = read_launch(os.environ)
+        if not num_gpus or not launch.launched:
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
             plan_node(

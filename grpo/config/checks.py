@@ -56,7 +56,6 @@ _WORDS = {
 
 _TIMEOUTS = ("vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout", "reward_timeout")
 
-
 # What each is installed as. transformers looks at them when it builds the trainer, after the engines have begun (5.17).
 _TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 
@@ -107,7 +106,7 @@ def accumulation_of(args: Any, num_ranks: int) -> int:
             + (f", or per_device_train_batch_size to {other}" if other and asked % group == 0 else "")
         )
     steps, written = asked // micro_batch, args.gradient_accumulation_steps
-    if written not in (trl_default("gradient_accumulation_steps"), steps):
+    if written not in (trl.GRPOConfig.gradient_accumulation_steps, steps):
         raise ValueError(
             f"gradient_accumulation_steps is {written}, but completions_per_step {asked} with {num_ranks} ranks x "
             f"per_device_train_batch_size {size} makes it {steps}: remove one of the two"
@@ -116,7 +115,7 @@ def accumulation_of(args: Any, num_ranks: int) -> int:
 
 
 def check_local(args: Any) -> None:
-    changed = [name for name in _SERVER_FIELDS if getattr(args, name) != trl_default(name)]
+    changed = [name for name in _SERVER_FIELDS if getattr(args, name) != getattr(trl.GRPOConfig, name)]
     if changed:
         raise ValueError(
             f"{', '.join(changed)}: local mode has no server, every node hosts its own engines; remove them, or "
@@ -200,7 +199,3 @@ def _check_lookahead(args: Any) -> None:
                 f"accelerator_config has {name}, which deals rows out in another order than generation_lookahead "
                 "reads them: remove it, or set generation_lookahead to 0"
             )
-
-
-def trl_default(name: str) -> Any:
-    return trl.GRPOConfig.__dataclass_fields__[name].default

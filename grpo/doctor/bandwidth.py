@@ -240,7 +240,7 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
     stages.enter("number formats")
-    broken = find_broken(dist.group.WORLD, launch.rank, launch.world_size, training_device, dtypes)
+    broken = find_broken(dist.group.WORLD, training_device, dtypes)
     if size > 1:
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
         stages.enter("inside a node: making the groups")

@@ -65,20 +65,20 @@ def judge_bandwidth(
     for result in results:
         by_node.setdefault(result.node, []).append(result)
     names = name_nodes([by_node[node][0].host for node in sorted(by_node)])
-    findings = [
-        *_inside(by_node, names, num_bytes, backend),
-        *_across(results, names, num_bytes),
-        *_push(results, names, num_bytes, model_bytes),
-        *_pairs(by_node, names, pair_bytes),
-    ]
     formats = judge_formats(
         merge_broken([result.broken for result in results]),
         where=f"{len(results)} ranks, on {device}",
         backend=backend,
         job=job_dtypes,
     )
-    formats = [replace(finding, nodes=names) for finding in formats]
-    findings = [Finding.passed("backend", backend, nodes=names), *formats, *findings]
+    findings = [
+        Finding.passed("backend", backend, nodes=names),
+        *(replace(finding, nodes=names) for finding in formats),
+        *_inside(by_node, names, num_bytes, backend),
+        *_across(results, names, num_bytes),
+        *_push(results, names, num_bytes, model_bytes),
+        *_pairs(by_node, names, pair_bytes),
+    ]
     return Verdict(nodes=names, findings=merge(findings))
 
 

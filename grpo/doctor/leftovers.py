@@ -39,7 +39,7 @@ def _remove(paths: list[Path], command: str = "rm") -> str:
 # -- shared memory ------------------------------------------------------------------------------------------------
 
 
-def orphaned_segments(folder: Path = Path("/dev/shm")) -> list[Path]:
+def orphaned_segments(folder: Path) -> list[Path]:
     """Segments of the kinds that our processes make, of this user, that no process visible here has mapped or open."""
     orphans: dict[int, Path] = {}
     for pattern in _SEGMENTS:

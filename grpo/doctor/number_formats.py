@@ -35,10 +35,8 @@ class Broken:
     """The backend's words, or what arrived in place of what."""
 
 
-def find_broken(
-    group: "dist.ProcessGroup", rank: int, size: int, device: torch.device, dtypes: Sequence[str] = DTYPES
-) -> list[Broken]:
-    """What this rank saw of each operation in each format. Collective over `group`, of `size` ranks; this is `rank`.
+def find_broken(group: "dist.ProcessGroup", device: torch.device, dtypes: Sequence[str]) -> list[Broken]:
+    """What this rank saw of each operation in each format. Collective over `group`.
 
     Sums are small whole numbers to which two ranks add: exact in every format, whatever the order.
     """
@@ -46,7 +44,7 @@ def find_broken(
     for name in dtypes:
         for operation in OPERATIONS:
             try:
-                arrived, expected = _exchange(operation, group, rank, size, device, getattr(torch, name))
+                arrived, expected = _exchange(operation, group, device, getattr(torch, name))
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 why = str(error).strip().partition("\n")[0]
             else:
@@ -59,9 +57,10 @@ def find_broken(
 
 
 def _exchange(
-    operation: str, group: "dist.ProcessGroup", rank: int, size: int, device: torch.device, dtype: torch.dtype
+    operation: str, group: "dist.ProcessGroup", device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what arrived, what should), float32 on the CPU."""
+    rank, size = group.rank(), group.size()
     index = torch.arange(_PER_RANK * size)
     total = 9 + index % 5
     own = torch.where(index % size == rank, 1 + index % 5, 0) + torch.where((index + 1) % size == rank, 8, 0)
@@ -100,7 +99,7 @@ def try_gloo(dtypes: Sequence[str] = DTYPES) -> list[Broken]:
 
 def _be_thread(rank: int, dtypes: Sequence[str], store: dist.Store) -> list[Broken]:
     group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_LOCAL_S))
-    return find_broken(group, rank, 2, torch.device("cpu"), dtypes)
+    return find_broken(group, torch.device("cpu"), dtypes)
 
 
 def try_processes(
@@ -123,7 +122,7 @@ def _be_process(rank: int, dtypes: Sequence[str], store: str, backend: str, kind
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=_PROCESSES_S)
     dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
-    broken = find_broken(dist.group.WORLD, rank, 2, device, dtypes)
+    broken = find_broken(dist.group.WORLD, device, dtypes)
     dist.destroy_process_group()
     return broken
 

@@ -17,16 +17,16 @@ class PairSpeed:
     """In each direction, all ranks of a node together; 1 GB is 1e9 bytes."""
 
 
-def pair_rounds(num_nodes: int, max_rounds: int = MAX_ROUNDS) -> list[list[tuple[int, int]]]:
+def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs in which no pair comes twice (the circle method of a tournament).
 
-    With an odd number one node rests in each round. All rounds together hold every pair, unless `max_rounds` ends them.
+    With an odd number one node rests in each round. All rounds together hold every pair, unless `MAX_ROUNDS` ends them.
     """
     players: list[int | None] = list(range(num_nodes))
     if num_nodes % 2:
         players.append(None)
     rounds = []
-    for _ in range(min(len(players) - 1, max_rounds)):
+    for _ in range(min(len(players) - 1, MAX_ROUNDS)):
         half = len(players) // 2
         facing = zip(players[:half], reversed(players[half:]), strict=True)
         rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])

@@ -17,10 +17,6 @@ class Status(StrEnum):
     FAIL = "FAIL"
 
 
-def worst(statuses: Iterable[Status]) -> Status:
-    return max(statuses, key=list(Status).index, default=Status.PASS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One row of the table."""
@@ -96,7 +92,8 @@ class Verdict(Wire):
 
     @property
     def status(self) -> Status:
-        return worst(finding.status for finding in self.findings)
+        found = (finding.status for finding in self.findings)
+        return max(found, key=list(Status).index, default=Status.PASS)
 
     @property
     def exit_code(self) -> int:

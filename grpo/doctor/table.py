@@ -48,7 +48,7 @@ def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=_LOG_WIDTH)
     several = len(verdict.nodes) > 1
-    table = Table(show_lines=False, pad_edge=False)
+    table = Table(pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("")
     if several:

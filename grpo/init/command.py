@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 FILES = Path(__file__).with_name("files")
-# Recipes for the project's own script stay out: this folder's script has its settings in itself.
-LEFT_OUT = {"configs": ("train",)}
+# "train": recipes for the project's own script; this folder's script has its settings in itself.
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "train")
 SHOWN = 5
 
 
@@ -52,8 +52,7 @@ def init(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(FILES.iterdir()):
         if path.is_dir():  # in a checkout a link to the project's own
-            ignored = shutil.ignore_patterns("__pycache__", *LEFT_OUT.get(path.name, ()))
-            shutil.copytree(path, folder / path.name, ignore=ignored)
+            shutil.copytree(path, folder / path.name, ignore=LEFT_OUT)
         elif path.suffix == ".py":
             shutil.copy(path, folder)
     return [path.name + "/" * path.is_dir() for path in sorted(folder.iterdir())]

@@ -58,14 +58,12 @@ def estimate(job: PlacedJob) -> Estimates:
 
 def _training(job: PlacedJob, sharding: Sharding) -> Budget:
     args, batch = job.args, job.batch
-    frozen = {
-        # With LoRA the reference is the base, which is there.
-        "reference": (
-            "reference model (beta is not 0)",
-            job.shape.num_parameters if args.beta and job.lora is None else 0,
-        ),
-        "reward": ("reward model", job.reward_parameters),
-    }
+    frozen = []
+    if args.beta and job.lora is None:  # with LoRA the reference is the base, which is there
+        what = "reference model (beta is not 0)"
+        frozen.append(frozen_line("reference", what, job.shape.num_parameters, sharding))
+    if job.reward_parameters:
+        frozen.append(frozen_line("reward", "reward model", job.reward_parameters, sharding))
     return training_budget(
         job.shape,
         sharding,
@@ -77,7 +75,7 @@ def _training(job: PlacedJob, sharding: Sharding) -> Budget:
             checkpointing=args.gradient_checkpointing,
             flash_attention=job.flash_attention,
         ),
-        frozen=[frozen_line(key, what, count, sharding) for key, (what, count) in frozen.items() if count],
+        frozen=frozen,
         push=push_lines(
             job.push,
             sharding,

@@ -127,20 +127,21 @@ class _Seen:
 
 def _seen(node: Timeline, record: Attempt, begin: float, end: float) -> _Seen:
     spans = [span for span in node.spans if span.attempt == record.attempt]
-    waits = _inside([each for each in spans if each.phase == WAIT_GENERATE], begin, end)
+    waits = [each for each in spans if each.phase == WAIT_GENERATE]
+    waited_s = _covered_s(waits, begin, end)
     busy, beside = [], []
     for number in range(len(record.engine_devices)):
         lane = [each for each in spans if each.phase == GENERATE and each.lane == f"engine {number}"]
-        samples = _inside(lane, begin, end)
-        alone = sum(max(0.0, min(b, d) - max(a, c)) for a, b in samples for c, d in waits)
-        busy.append(_length(samples) / (end - begin))
-        beside.append(1 - alone / _length(samples) if samples else 0.0)
+        sampled_s = _covered_s(lane, begin, end)
+        beside_s = _covered_s(lane + waits, begin, end) - waited_s
+        busy.append(sampled_s / (end - begin))
+        beside.append(beside_s / sampled_s if sampled_s else 0.0)
     return _Seen(
         ranks=len(record.ranks),
         engines=tuple(len(devices) for devices in record.engine_devices),
         busy=tuple(busy),
         beside=tuple(beside),
-        waited=_length(waits) / (end - begin),
+        waited=waited_s / (end - begin),
     )
 
 
@@ -188,18 +189,11 @@ def _lookahead(output_dir: Path, attempt: int) -> int | None:
         return None
 
 
-def _inside(spans: Iterable[Span], begin: float, end: float) -> list[tuple[float, float]]:
-    """What of the spans lies between `begin` and `end`, without overlaps, in order."""
-    merged: list[tuple[float, float]] = []
-    for a, b in sorted((max(span.begin, begin), min(span.end, end)) for span in spans):
-        if b <= a:
-            continue
-        if merged and a <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
-        else:
-            merged.append((a, b))
-    return merged
-
-
-def _length(pieces: Iterable[tuple[float, float]]) -> float:
-    return sum(b - a for a, b in pieces)
+def _covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
+    """How much of the time from `begin` to `end` lies in at least one of the spans."""
+    covered_s, until = 0.0, begin
+    for span in sorted(spans, key=lambda span: span.begin):
+        ends = min(span.end, end)
+        covered_s += max(0.0, ends - max(span.begin, until))
+        until = max(until, ends)
+    return covered_s

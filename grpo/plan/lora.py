@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl import get_peft_config
 
 from grpo.config import GRPOConfig
 from grpo.plan.model_shape import meta_model
-from grpo.preflight.lora import LoraChoice, check_lora, choose_way, wrapped_without_weights
-from grpo.recipes.arguments import Arguments
+from grpo.preflight.lora import LoraChoice, choose_way, wrapped_without_weights
 
 if TYPE_CHECKING:
     from grpo.weights.adapters import Lora  # needs PEFT
@@ -57,33 +55,15 @@ class PlannedLora:
         return [(down.shape[1], up.shape[0], down.shape[0]) for down, up in matrices]
 
 
-def check_flags(arguments: Arguments, *, zero3: bool) -> None:
-    """What of `--use_peft` and what goes with it can be told without the model.
-
-    Raises:
-        ValueError: as `choose_lora`.
-    """
-    if (config := get_peft_config(arguments.model)) is not None:
-        check_lora(config, arguments.training, zero3=zero3)
-
-
-def planned_lora(
-    arguments: Arguments, config: Any, dtype: torch.dtype, *, has_gpus: bool, zero3: bool
-) -> PlannedLora | None:
-    """None without `--use_peft`.
+def planned_lora(peft_config: Any, args: GRPOConfig, config: Any, dtype: torch.dtype, *, has_gpus: bool) -> PlannedLora:
+    """What `peft_config`, which `check_lora` has passed, makes of the model that `config` describes.
 
     Args:
-        config: of the base.
         dtype: the engine's.
 
     Raises:
-        ValueError: as `choose_lora`.
+        ValueError: as `choose_way`.
     """
-    args: GRPOConfig = arguments.training
-    peft_config = get_peft_config(arguments.model)
-    if peft_config is None:
-        return None
-    check_lora(peft_config, args, zero3=zero3)
     wrapped = wrapped_without_weights(meta_model(config, trust_remote_code=args.trust_remote_code), peft_config)
     choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus)
     return PlannedLora(choice=choice, wrapped=wrapped)

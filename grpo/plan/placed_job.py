@@ -25,6 +25,10 @@ class Hardware:
     host_bytes: int | None
     """Memory of one node; None when it is not known."""
     links: Links
+    tflops: float
+    """Of one GPU: trillions of operations a second in the dtype of training."""
+    tbps: float
+    """Terabytes a second from one GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING
+from trl import get_peft_config
 
 from grpo.engine_settings import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.job.mistakes import is_mistake
@@ -15,7 +16,7 @@ from grpo.job.topology import NodeTopology
 from grpo.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.plan.estimates import Estimates, estimate
 from grpo.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
-from grpo.plan.lora import PlannedLora, check_flags, planned_lora
+from grpo.plan.lora import PlannedLora, planned_lora
 from grpo.plan.memory_budget import ASSUMED_GPU_GIB, GIB
 from grpo.plan.model_shape import ModelShape, count_parameters, shape_of
 from grpo.plan.placed_job import Hardware, PlacedJob
@@ -23,8 +24,8 @@ from grpo.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nod
 from grpo.plan.push_cost import Links
 from grpo.plan.push_memory import push_shape
 from grpo.plan.shortfalls import errors_of, warnings_of
-from grpo.plan.speed import SizeAdvice, Speed, advise
-from grpo.preflight.lora import LoraChoice
+from grpo.plan.speed import SizeAdvice, advise
+from grpo.preflight.lora import LoraChoice, check_lora
 from grpo.preflight.model import local_model, reason_of
 from grpo.recipes.arguments import Arguments
 from grpo.recipes.checks import CHECKS
@@ -111,19 +112,21 @@ def _lora(plan: Plan, arguments: Arguments, config: Any) -> PlannedLora | None:
     assert plan.launcher is not None
     try:
         zero3 = zero_of(plan.launcher, training).get("stage") == 3
+        peft_config = get_peft_config(arguments.model)
+        if peft_config is None:
+            return None
+        check_lora(peft_config, training, zero3=zero3)
         if config is None or training.refusal is not None:
-            check_flags(arguments, zero3=zero3)
             return None
         dtype = compute_dtype(_name(arguments), training)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            lora = planned_lora(arguments, config, dtype, has_gpus=not plan.launcher.use_cpu, zero3=zero3)
+            lora = planned_lora(peft_config, training, config, dtype, has_gpus=not plan.launcher.use_cpu)
     except Exception as error:  # noqa: BLE001  `refuse` raises what is no mistake
         plan.refuse(error)
         return None
-    if lora is not None:
-        plan.lora = lora.choice
-        plan.warnings += [str(warning.message) for warning in caught]
+    plan.lora = lora.choice
+    plan.warnings += [str(warning.message) for warning in caught]
     return lora
 
 
@@ -232,7 +235,7 @@ def _estimate(
         )
         return
     if not getattr(config.get_text_config(), "num_experts_per_tok", None):  # of experts only some compute
-        plan.advice = advise(job, plan.estimates.engine, Speed(tflops=args.gpu_tflops, tbps=args.gpu_tbps))
+        plan.advice = advise(job, plan.estimates.engine)
     plan.errors += errors_of(job, plan.estimates)
     plan.warnings += warnings_of(job, plan.estimates)
     if job.shape.layers_without_kv:
@@ -285,4 +288,6 @@ def _hardware(plan: Plan, args: argparse.Namespace, *, has_gpus: bool) -> Hardwa
         gpu_bytes=args.gpu_memory or ASSUMED_GPU_GIB * GIB if has_gpus else None,
         host_bytes=args.host_memory,
         links=Links(network_gbps=args.network_gbps, nvlink_gbps=args.nvlink_gbps if has_gpus else None),
+        tflops=args.gpu_tflops,
+        tbps=args.gpu_tbps,
     )

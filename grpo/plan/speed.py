@@ -16,19 +16,9 @@ from dataclasses import dataclass
 
 from grpo.plan.engine_memory import EngineMemory
 from grpo.plan.placed_job import PlacedJob
-from grpo.plan.reserve import A100_TBPS, A100_TFLOPS, best_reserved
+from grpo.plan.reserve import best_reserved
 
 TRAINING_SHARE, READING_SHARE, SAMPLING_SHARE = 0.35, 0.6, 0.5  # what of these is reached; assumed, not measured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Of one GPU, as told or assumed."""
-
-    tflops: float = A100_TFLOPS
-    """Trillions of operations a second in the dtype of training."""
-    tbps: float = A100_TBPS
-    """Terabytes a second from its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +53,7 @@ class SizeAdvice:
         return "beside" if self.overlapped else "and then"
 
 
-def advise(job: PlacedJob, engine: EngineMemory, speed: Speed) -> SizeAdvice | None:
+def advise(job: PlacedJob, engine: EngineMemory) -> SizeAdvice | None:
     """None where there is nothing to weigh: no GPUs, nodes that differ, no room for a sequence."""
     node, tensor_parallel = job.nodes[0], job.args.vllm_tensor_parallel_size
     gpus, reserved = len(node.devices), len(node.reserved_devices)
@@ -72,7 +62,7 @@ def advise(job: PlacedJob, engine: EngineMemory, speed: Speed) -> SizeAdvice | N
     overlapped = bool(job.args.generation_lookahead)
 
     def parts(count: int) -> tuple[float, float]:
-        return generate_s(job, engine, speed, engines=count // tensor_parallel), train_s(job, speed, ranks=gpus - count)
+        return generate_s(job, engine, engines=count // tensor_parallel), train_s(job, ranks=gpus - count)
 
     def step_s(count: int) -> float:
         return max(parts(count)) if overlapped else sum(parts(count))
@@ -91,7 +81,7 @@ def advise(job: PlacedJob, engine: EngineMemory, speed: Speed) -> SizeAdvice | N
     )
 
 
-def generate_s(job: PlacedJob, engine: EngineMemory, speed: Speed, *, engines: int) -> float:
+def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int) -> float:
     """One generation batch of a node, shared out over its engines, in waves of what their caches hold."""
     completions = math.ceil(job.batch.node_completions / engines)
     waves = math.ceil(completions / min(engine.sequences_at_once, engine.max_num_seqs))
@@ -100,11 +90,12 @@ def generate_s(job: PlacedJob, engine: EngineMemory, speed: Speed, *, engines: i
     mean_length = job.batch.sequence_tokens - sampled / 2
     read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_length
     operations = 2 * job.shape.num_parameters * at_once / job.args.vllm_tensor_parallel_size
-    token_s = max(read / (speed.tbps * 1e12 * READING_SHARE), operations / (speed.tflops * 1e12 * SAMPLING_SHARE))
-    return waves * sampled * token_s
+    read_s = read / (job.hardware.tbps * 1e12 * READING_SHARE)
+    compute_s = operations / (job.hardware.tflops * 1e12 * SAMPLING_SHARE)
+    return waves * sampled * max(read_s, compute_s)
 
 
-def train_s(job: PlacedJob, speed: Speed, *, ranks: int) -> float:
+def train_s(job: PlacedJob, *, ranks: int) -> float:
     """All of a node's completions of one generation batch, forward, backward and what else is computed for them."""
     args, shape, tokens = job.args, job.shape, job.batch.sequence_tokens
     attention = 2 * shape.num_layers * shape.attention_heads * shape.head_dim * tokens
@@ -112,7 +103,7 @@ def train_s(job: PlacedJob, speed: Speed, *, ranks: int) -> float:
     of_weights = passes if job.lora is None else passes - args.num_iterations
     operations = job.batch.node_completions * tokens
     operations *= of_weights * 2 * shape.num_parameters + passes * attention
-    return operations / (ranks * speed.tflops * 1e12 * TRAINING_SHARE)
+    return operations / (ranks * job.hardware.tflops * 1e12 * TRAINING_SHARE)
 
 
 def _length(seconds: float) -> str:

@@ -52,7 +52,7 @@ def check_enough_rows(dataset: Any, args: GRPOConfig) -> None:
         )
 
 
-def first_row(dataset: Any, setting: str) -> dict[str, Any]:
+def first_row(dataset: Any) -> dict[str, Any]:
     """The row that stands for all.
 
     Raises:
@@ -61,17 +61,17 @@ def first_row(dataset: Any, setting: str) -> dict[str, Any]:
     try:
         row = next(iter(dataset))
     except StopIteration:
-        raise ValueError(f"{setting} has no rows: look at its split and at what filters it") from None
+        raise ValueError("train_dataset has no rows: look at its split and at what filters it") from None
     if "prompt" not in row:  # of a data set that does not say its columns
-        raise ValueError(f"the first row of {setting} has no 'prompt', but {', '.join(map(repr, row))}")
+        raise ValueError(f"the first row of train_dataset has no 'prompt', but {', '.join(map(repr, row))}")
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not _is_conversation(prompt):
         raise ValueError(
-            f"the first prompt of {setting} is {_shown(prompt)}: a prompt is text, or a list of messages "
+            f"the first prompt of train_dataset is {_shown(prompt)}: a prompt is text, or a list of messages "
             "{'role': …, 'content': …}"
         )
     if not prompt:
-        raise ValueError(f"the first prompt of {setting} is empty")
+        raise ValueError("the first prompt of train_dataset is empty")
     return row
 
 

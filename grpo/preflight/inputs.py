@@ -67,7 +67,7 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
         check_tools(inputs["tools"] or [], tokenizer)
     if inputs["environment_factory"]:
         return None  # which gives prompts, and what rewards read, only where there are engines
-    row = first_row(inputs["train_dataset"], "train_dataset")
+    row = first_row(inputs["train_dataset"])
     if inputs["tools"]:
         check_conversational(row)
     ids = prompt_ids(row, tokenizer, args, inputs["tools"])
@@ -78,14 +78,13 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
 
 
 def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:
-    name = model if isinstance(model, str) else get_config_model_id(model.config)
-    folder = local_model(name, "the model") if isinstance(model, str) else None
-    if folder is not None:
+    name = model
+    if not isinstance(model, str):
+        name, revision = get_config_model_id(model.config), None
+    elif (folder := local_model(model, "the model")) is not None:
         check_tokenizer_files(folder, "the model")
     try:
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision if isinstance(model, str) else None, trust_remote_code=args.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     except Exception as error:
         if not is_mistake(error, before_first_step=True):
             raise

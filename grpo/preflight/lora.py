@@ -31,7 +31,6 @@ KINDS = (
     "lora_bias",
 )
 
-
 _QUANTISED = (
     "the engines' base would have to be what training sees, which nobody has checked on a GPU yet; train the adapter "
     "on a base in bfloat16, without it"
@@ -82,7 +81,7 @@ def choose_lora(
     Raises:
         ValueError: names what local mode does not serve, and the way out.
     """
-    given = getattr(model, "peft_config", None) if not isinstance(model, str) else None
+    given = getattr(model, "peft_config", None)
     if peft_config is None and not given:
         return None
     if peft_config is not None and given:
@@ -105,7 +104,7 @@ def choose_lora(
                 "is_trainable=True)"
             )
     check_lora(peft_config, args, zero3=is_deepspeed_zero3_enabled())
-    if getattr(model_config(model if isinstance(model, str) else base_of(model), args), "quantization_config", None):
+    if getattr(model_config(base_of(model), args), "quantization_config", None):
         raise ValueError(f"the base of peft_config is quantised (QLoRA): {_QUANTISED}")
     wrapped = model if given else wrapped_without_weights(_without_weights(model, args), peft_config)
     return choose_way(wrapped, peft_config, args, compute_dtype(base_of(model), args), has_gpus=has_gpus)

@@ -81,7 +81,7 @@ def check_tokenizer_files(folder: Path, setting: str) -> None:
 def reason_of(error: BaseException) -> str:
     """The first line of what a library says."""
     lines = str(error).strip().splitlines()
-    return f"{lines[0].rstrip('.')}" if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _check_folder(path: Path, setting: str) -> None:

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from grpo.job.launch import read_launch
 from grpo.preflight.model import check_model, local_model
@@ -14,8 +12,6 @@ from grpo.recipes.data import local_data
 from grpo.recipes.rewards import RewardFunc, load_reward_funcs
 from grpo.run.folder import check_writable
 
-ELSEWHERE = "or set vllm_mode to 'server' or 'colocate', where TRL takes it"
-
 
 def check_weights_trained(arguments: Arguments) -> None:
     """Refuses quantised models, before TRL asks for the libraries that they need."""
@@ -23,16 +19,16 @@ def check_weights_trained(arguments: Arguments) -> None:
     if not arguments.training.local_mode:
         return
     if not model.use_peft:
-        given = [name for name in ("lora_r", "lora_target_modules") if getattr(model, name) != _default_of(name)]
+        flags = ("lora_r", "lora_target_modules")
+        given = [name for name in flags if getattr(model, name) != getattr(ModelArguments, name)]
         if given:
             raise ValueError(f"{', '.join(given)} without use_peft: add --use_peft, or remove them")
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name):
-            raise ValueError(f"{name}: local mode cannot push quantised weights yet: remove it, {ELSEWHERE}")
-
-
-def _default_of(name: str) -> Any:
-    return next(each.default for each in fields(ModelArguments) if each.name == name)
+            raise ValueError(
+                f"{name}: local mode cannot push quantised weights yet: remove it, or set vllm_mode to 'server' or "
+                "'colocate', where TRL takes it"
+            )
 
 
 def check_task(arguments: Arguments) -> None:

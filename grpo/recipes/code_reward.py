@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from grpo.job.launch import read_launch
@@ -50,11 +49,10 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
         return 0.0
     until = time.monotonic() + PROGRAM_S
     for case in cases:
-        limits = Limits()
-        limits = replace(limits, wall_s=min(limits.wall_s, until - time.monotonic()))
-        if limits.wall_s <= 0:
+        wall_s = min(Limits().wall_s, until - time.monotonic())
+        if wall_s <= 0:
             return 0.0
-        ended = run_program(blocks[-1], case["input"].encode(), limits, isolated=isolated)
+        ended = run_program(blocks[-1], case["input"].encode(), Limits(wall_s=wall_s), isolated=isolated)
         if ended.why not in ("", "late", "output"):
             return None
         if ended.code != 0 or lines_of(ended.output.decode(errors="replace")) != lines_of(case["output"]):

@@ -20,7 +20,7 @@ _DATA_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": 
 def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
     """The data set by split: a mixture, a hub data set, or a local file or folder, its columns renamed as asked.
 
-    Raises `ValueError` when none is named or a local path does not hold one.
+    Raises `ValueError` when a local path does not hold one, or columns are not there.
     """
     from datasets import load_dataset
     from transformers import set_seed
@@ -30,9 +30,8 @@ def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
         # TRL splits a mixture with numpy's global generator: without the same seed, every rank has rows of its own.
         set_seed(arguments.training.seed)
         dataset = get_dataset(arguments.mixture)
-    elif not script.dataset_name:
-        raise ValueError("there is no data to train on: name it with --dataset_name, or list `datasets` in a YAML file")
     else:
+        assert script.dataset_name, "`check_task` has seen a name"
         path = local_data(script.dataset_name)
         streaming = script.dataset_streaming
         try:

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
 
-PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = "0123456789+="
-PROMPT_TOKENS = 6  # "12+34="
-ANSWER_TOKENS = 4  # three digits at most, then EOS
 EVAL_PAIRS = 512  # of the 8100, seen neither by the warm-up nor by GRPO's training
 
 # What decides about the demo's model and data, the model's warm-up aside.
@@ -34,25 +29,6 @@ RECIPE: dict[str, Any] = {
     },
     "seed": 0,
 }
-
-
-def build_demo_tokenizer() -> "PreTrainedTokenizerFast":
-    """A tokenizer of one token per character, loadable with `AutoTokenizer` from where it is saved."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        model_max_length=RECIPE["model"]["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def demo_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -57,8 +57,8 @@ class TaskParser(StrictParser):
         self,
         dataclass_types: Sequence[type],
         *,
-        own: Iterable[str] = (),
-        check: Callable[[argparse.Namespace], None] = lambda values: None,
+        own: Iterable[str],
+        check: Callable[[argparse.Namespace], None],
         **kwargs: Any,
     ) -> None:
         self._own = tuple(own)

@@ -59,31 +59,26 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
     status, said = os.pipe()
     try:
-        Path(folder, "program.py").write_text(source, errors="surrogatepass")
-        with tempfile.TemporaryFile() as stdin_file:
-            stdin_file.write(stdin)
-            stdin_file.seek(0)
-            own = {"folder": folder, "isolated": isolated, "status_fd": said}
-            own |= {"python": os.path.realpath(sys.executable), "prefix": os.path.realpath(sys.base_prefix)}
-            child = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | own)],
-                stdin=stdin_file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={},
-                cwd="/",
-                start_new_session=True,
-                pass_fds=[said],
-            )
-        os.close(said)
-        said = -1
-        output, is_whole = _read(child, limits)
-        with os.fdopen(status, closefd=False) as answers:
+        with open(status) as answers:
+            with open(said, "w"), tempfile.TemporaryFile() as stdin_file:
+                Path(folder, "program.py").write_text(source, errors="surrogatepass")
+                stdin_file.write(stdin)
+                stdin_file.seek(0)
+                own = {"folder": folder, "isolated": isolated, "status_fd": said}
+                own |= {"python": os.path.realpath(sys.executable), "prefix": os.path.realpath(sys.base_prefix)}
+                child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | own)],
+                    stdin=stdin_file,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                    pass_fds=[said],
+                )
+            output, is_whole = _read(child, limits)
             answer = json.loads(answers.read() or "{}")
     finally:
-        for descriptor in (status, said):
-            if descriptor >= 0:
-                os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
     if not is_whole:
         return Outcome(code=None, output=output, why="output")

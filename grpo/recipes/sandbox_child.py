@@ -76,7 +76,9 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
         try:
             if settings["isolated"]:
                 _isolated(settings, is_root, say_ready, may_go, tell)
-            _limited(settings)
+            _die_with_parent()
+            _limit(settings)
+            _start_program(settings["python"], settings["folder"])
         except BaseException as error:  # noqa: BLE001  nobody above it can say more
             _tell(tell, _error(error))
         os._exit(1)
@@ -96,12 +98,6 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
     with open(told) as lines:
         said = lines.readline()  # of two, the first is the program's own: it could not be started
     return json.loads(said) if said else {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
-
-
-def _limited(settings: dict[str, Any]) -> NoReturn:
-    _die_with_parent()
-    _limit(settings)
-    _start_program(settings["python"], settings["folder"])
 
 
 def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: int) -> NoReturn:

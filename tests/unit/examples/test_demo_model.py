@@ -8,7 +8,6 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples import demo_model
-from grpo.recipes import demo
 
 STEPS = 3
 
@@ -18,14 +17,27 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model.ensure_demo_model(tmp_path_factory.mktemp("demo") / "run" / "model", max_steps=STEPS)
 
 
+def test_tokenizer_survives_saving(tmp_path: Path):
+    demo_model.build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("12+34=46<eos>")["input_ids"]
+    assert ids == [3, 4, 12, 5, 6, 13, 6, 8, tokenizer.eos_token_id]
+    assert tokenizer.decode(ids) == "12+34=46<eos>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12+34=46"
+    assert tokenizer.batch_decode([[6, 8, 1, 0], [3, 2, 3, 1]], skip_special_tokens=True) == ["46", "101"]
+    padded = tokenizer(["1+", "12+34="], padding=True, padding_side="left")
+    assert padded["input_ids"][0] == [tokenizer.pad_token_id] * 4 + [3, 12]
+    assert padded["attention_mask"][0] == [0, 0, 0, 0, 1, 1]
+
+
 def test_rows_are_prompt_answer_eos_padding():
-    tokenizer = demo.build_demo_tokenizer()
+    tokenizer = demo_model.build_tokenizer()
     rows = demo_model._encode(tokenizer, [(12, 34), (99, 99)])
     assert rows.tolist() == [[3, 4, 12, 5, 6, 13, 6, 8, 1, 0], [11, 11, 12, 11, 11, 13, 3, 11, 10, 1]]
 
 
 def test_answer_logprobs_are_those_of_a_plain_forward():
-    tokenizer = demo.build_demo_tokenizer()
+    tokenizer = demo_model.build_tokenizer()
     rows = demo_model._encode(tokenizer, [(12, 34)])
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**demo_model.RECIPE["model"]))
@@ -115,7 +127,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
 def test_warming_up_ends_at_its_target():
     """Any exact match will do, and from the first step on the learning rate falls."""
     recipe = demo_model.RECIPE | {"max_steps": 2, "fall_at_exact_match": 0.0}
-    tokenizer = demo.build_demo_tokenizer()
+    tokenizer = demo_model.build_tokenizer()
     assert demo_model._warm_up(tokenizer, recipe | {"target_exact_match": 0.0})[1] == 1
     assert demo_model._warm_up(tokenizer, recipe | {"target_exact_match": 2.0})[1] == 2
 

@@ -13,8 +13,9 @@ import pytest
 import yaml
 from transformers import CONFIG_MAPPING
 
+from examples.demo_model import build_tokenizer
 from grpo import GRPOTrainer
-from grpo.recipes.demo import RECIPE, build_demo_tokenizer
+from grpo.recipes.demo import RECIPE
 from grpo.recipes.script import main
 from grpo.run.folder import read_run_state
 from grpo.run.telling import MAX_LINES
@@ -316,7 +317,7 @@ def test_what_is_right_gets_as_far_as_the_engines(
     def demo_model(folder: Path, *, is_local_main: bool) -> Path:
         folder.mkdir(parents=True)
         CONFIG_MAPPING["qwen3"](**RECIPE["model"]).save_pretrained(folder)
-        build_demo_tokenizer().save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
         (folder / "model.safetensors").touch()
         return folder
 

@@ -202,7 +202,7 @@ def test_local_paths_without_data(tmp_path: Path):
 
 def test_no_data_at_all():
     with pytest.raises(ValueError, match="name it with --dataset_name"):
-        load_data(parse_arguments(MODEL))
+        check_task(parse_arguments(MODEL))
 
 
 # What reaches the trainer
