@@ -3,17 +3,18 @@
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from grpo.job.failure import FailureRecord, JobFailed
 from grpo.job.launch import read_launch
 from grpo.job.mistakes import is_before_first_step, is_mistake, users_frame
+from grpo.run.durable import write_atomically
 from grpo.run.folder import record_mistake
 
 MAX_LINES = 6
@@ -25,12 +26,12 @@ RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its ow
 _IS_MISTAKE = "_grpo_is_mistake"  # on an error that is told already
 
 
+@dataclass(slots=True)
 class Teller:
     """What `telling_mistakes` knows of the job so far."""
 
-    def __init__(self, output_dir: Path | None) -> None:
-        self.output_dir = output_dir
-        """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
+    output_dir: Path | None
+    """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
 
 
 @contextlib.contextmanager
@@ -83,7 +84,7 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
         return
     if not getattr(error, _IS_MISTAKE):
-        _write_error_file(error, f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
+        _write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
         return
     own = error.__cause__ if isinstance(error, JobFailed) and _record_of(error) is None else error
     message = message_of(own or error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
@@ -94,10 +95,8 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
             print(f"[grpo] {message}", file=sys.stderr, flush=True)
         if output_dir is not None:
             record_mistake(output_dir, os.environ, error)
-        _write_error_file(error, message, callstack, is_mistake=True)
-    else:
-        _write_error_file(error, message, callstack, is_mistake=True)
-        _await_rank_zero(local_rank)
+    _write_error_file(message, callstack, is_mistake=True)
+    _await_rank_zero(local_rank)
 
 
 def _shows_tracebacks() -> bool:
@@ -117,16 +116,14 @@ def _error_file() -> Path | None:
     return Path(file) if file else None
 
 
-def _write_error_file(error: BaseException, message: str, callstack: str, *, is_mistake: bool) -> None:
+def _write_error_file(message: str, callstack: str, *, is_mistake: bool) -> None:
     """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
     file = _error_file()
     if file is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), MISTAKE_MARK: str(is_mistake).lower()}
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{socket.gethostname()}")
     with contextlib.suppress(OSError):  # it must not hide the error
-        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-        draft.replace(file)
+        write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _await_rank_zero(local_rank: int) -> None:
