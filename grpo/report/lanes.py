@@ -81,8 +81,7 @@ def lanes_of(run: Run) -> Lanes | None:
     nodes = shown_nodes(run)
     keep = (in_engines | in_ranks) & np.isin(spans.node, nodes)
     index = np.flatnonzero(keep)
-    place = {node: 2 * row for row, node in enumerate(nodes)}
-    lane = np.vectorize(place.__getitem__, otypes=[np.int64])(spans.node[index]) + in_ranks[index]
+    lane = 2 * np.searchsorted(nodes, spans.node[index]) + in_ranks[index]
     began = float(spans.begin[index].min())
     ended = float(spans.end[index].max())
     phases = tuple(phase for phase in PHASES if phase in spans.phases)

@@ -201,15 +201,10 @@ def _usages(table: pa.Table, engines: set[tuple[int, str]]) -> Usages:
     """
     device, devices = _words(table, "device")
     node = _numbers(table, "node", 0)
-    is_engine = np.isin(
-        node * len(devices) + device,
-        [
-            number * len(devices) + index
-            for number in np.unique(node)
-            for index, name in enumerate(devices)
-            if name.startswith("engine ") or (number, name) in engines
-        ],
-    )
+    is_engine = np.zeros(len(node), dtype=bool)
+    for index, name in enumerate(devices):
+        nodes = [number for number, each in engines if each == name]
+        is_engine |= (device == index) & (name.startswith("engine ") | np.isin(node, nodes))
     keep = np.isin(device, [index for index, name in enumerate(devices) if name != "node"])
     columns = {name: _numbers(table, name)[keep] for name in ("time", "busy", "memory_bytes", "memory_total_bytes")}
     return Usages(node=node[keep], is_engine=is_engine[keep], **columns)

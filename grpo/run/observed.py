@@ -29,8 +29,6 @@ from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
 from grpo.timeline.usage import UsageSampler
 
-GENERATE_S = "rollout/generate_s"
-
 
 class ObservedTrainer(ResumableTrainer):
     """A resumable trainer with a timeline; until `observe` is called, one that records nothing."""
@@ -140,7 +138,7 @@ class ObservedTrainer(ResumableTrainer):
     def note_nodes(self, by_node: Mapping[str, list[float]], mode: str) -> None:
         """Figures of each node, of a batch that has just come. The slowest node counts until the next log."""
         self.by_node = by_node
-        seconds = by_node.get(GENERATE_S, [])
+        seconds = by_node.get("rollout/generate_s", [])
         if mode == "train" and len(seconds) > 1:
             self._was_slowest = [*self._was_slowest, seconds.index(max(seconds))]
             node = statistics.mode(self._was_slowest)

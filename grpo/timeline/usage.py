@@ -16,7 +16,6 @@ from grpo.timeline.nvml import Gpus, find_gpus
 from grpo.timeline.processes import Processes
 from grpo.timeline.records import Usage
 
-INTERVAL_S = 5.0
 CLOSE_S = 2.0  # for a sample that is under way
 NODE = "node"
 
@@ -43,7 +42,7 @@ class UsageSampler:
         devices: Sequence[str],
         processes: Callable[[], Mapping[str, int]],
         put: Callable[[Usage], None],
-        interval_s: float = INTERVAL_S,
+        interval_s: float,
         own_device: str | None = None,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] = lambda line: None,

@@ -195,7 +195,8 @@ def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
 def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     path = timeline_path(tmp_path, 1)
-    timeline = Recorder(path, attempt(), max_bytes=20_000)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 20_000)
+    timeline = Recorder(path, attempt())
     for number in range(2_000):
         timeline.add(PUSH, float(number), number + 1.0, bytes=number)
         if number % 100 == 0:
