@@ -206,17 +206,13 @@ def _number(value: float) -> float | None:
 
 
 class CompletionSamples:
-    """`<output_dir>/completions/`, of bounded size.
+    """`<output_dir>/completions/`, made with the first file, of at most `MAX_BYTES`.
 
-    Args:
-        folder: made with the first file.
-        max_bytes: with more, what was laid aside goes first, and then every second file of the older half; the first
-            one and the newest stay.
+    Beyond, what was laid aside goes first, and then every second file of the older half; the first and the newest stay.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._max_bytes = max_bytes
         self._has_warned = False
         self._held_bytes: int | None = None  # None: nobody has looked
 
@@ -236,7 +232,7 @@ class CompletionSamples:
             if self._held_bytes is not None:
                 self._held_bytes += len(table)
             # Not at every log: a network's file system is slow to look through.
-            if self._held_bytes is None or self._held_bytes > self._max_bytes:
+            if self._held_bytes is None or self._held_bytes > MAX_BYTES:
                 self._thin()
         except OSError as error:
             if not self._has_warned:
@@ -267,7 +263,7 @@ class CompletionSamples:
         files = list(self._numbered(_OURS).values())
         size = sum(_size(path) for aside in asides for path in aside.iterdir()) + sum(_size(path) for path in files)
         self._held_bytes = size
-        while size > self._max_bytes:
+        while size > MAX_BYTES:
             if asides:
                 size -= sum(_size(path) for path in asides[0].iterdir())
                 shutil.rmtree(asides.pop(0), ignore_errors=True)
