@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
+from grpo.config.recording import RecordingConfig
 from grpo.timeline.phases import Phases
 from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import FORWARD, GENERATE, SCORE, Attempt, timeline_path
-from grpo.timeline.usage import INTERVAL_S, UsageSampler
+from grpo.timeline.usage import UsageSampler
 
 STEP_S, GOAL_OF_A_STEP = 1.0, 0.002
+INTERVAL_S = RecordingConfig.usage_interval_s
 SPANS = {FORWARD: 12, SCORE: 6, GENERATE: 2}  # of one step with four micro-batches, three rewards and two engines
 STEPS = {"full": 2000, "short": 100}
 SAMPLES = {"full": 200, "short": 5}

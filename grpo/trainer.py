@@ -37,7 +37,6 @@ from grpo.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.run.deepspeed_settings import import_deepspeeds_muon
 from grpo.run.folder import make_run_folder
 from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
-from grpo.run.observed import UsageOf
 from grpo.run.prompt_order import prompts_of_batch
 from grpo.run.provenance import beside_options
 from grpo.run.screen import what_runs_where
@@ -170,7 +169,7 @@ class GRPOTrainer(ConversingTrainer):
             try:
                 join_deepspeed(args.deepspeed)
                 self._init_without_a_generator(inherited)
-                self.observe(self.timeline, UsageOf(self.topology, self._local_pids, _clients_of(engines)))
+                self.observe(self.timeline, self.topology, self._local_pids, _clients_of(engines))
             except BaseException:
                 engines.close()
                 raise

@@ -20,7 +20,6 @@ MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would de
 class Advice:
     """What to change, and why."""
 
-    option: str
     setting: str
     """Option and value, as they are written in a configuration."""
     finding: str
@@ -101,7 +100,6 @@ def slow_node(figures: Figures) -> Advice | None:
     if slowest is None or not figures.node_is_slow or moves:
         return None
     return Advice(
-        option="vllm_balance_nodes",
         setting="vllm_balance_nodes: true",
         finding=f"node {slowest.node} was slowest in {percent(slowest.share)} of the steps "
         f"({slowest.ratio:.1f} times the others' time)",
@@ -116,7 +114,6 @@ def turns(figures: Figures) -> Advice | None:
         return None
     wait, idle = percent(figures.wait_share), percent(figures.idle_share)
     return Advice(
-        option="generation_lookahead",
         setting="generation_lookahead: 1",
         finding=f"engines idle {idle} and ranks wait {wait}",
         do="set generation_lookahead to 1",
@@ -141,7 +138,6 @@ def more_engines(figures: Figures) -> Advice | None:
         if figures.of_topology("ranks_per_node", 2) <= each:
             return None  # nothing would be left to train on
     return Advice(
-        option=option,
         setting=f"{option}: {value}",
         finding=finding,
         do=f"set {option} to {value}",
@@ -156,7 +152,6 @@ def fewer_engines(figures: Figures) -> Advice | None:
     if not ahead or figures.idle_share < 0.35 or engines < 2 or not figures.run.settings.topology.get("has_gpus"):
         return None
     return Advice(
-        option="vllm_reserved_gpus",
         setting=f"vllm_reserved_gpus: {(engines - 1) * each}",
         finding=f"engines idle {percent(figures.idle_share)} although they sample ahead",
         do=f"set vllm_reserved_gpus to {(engines - 1) * each}",
@@ -174,7 +169,6 @@ def slow_rewards(figures: Figures) -> Advice | None:
     seconds = np.bincount(spans.name[keep], (spans.end - spans.begin)[keep], len(spans.names))
     name = spans.names[int(np.argmax(seconds))] or "the reward function"
     return Advice(
-        option="reward_funcs",
         setting=f"reward_funcs: {name} as async def",
         finding=f"rewards take {percent(share)} of the time, most of it {name}",
         do=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
@@ -190,7 +184,6 @@ def slow_push(figures: Figures) -> Advice | None:
     finding = f"pushes take {percent(share)} of the time"
     if figures.option("vllm_sync_backend", "auto") == "shm" and figures.run.settings.topology.get("has_gpus"):
         return Advice(
-            option="vllm_sync_backend",
             setting="vllm_sync_backend: nccl",
             finding=finding,
             do="set vllm_sync_backend to nccl",
@@ -199,7 +192,6 @@ def slow_push(figures: Figures) -> Advice | None:
         )
     now = max(figures.option("steps_per_generation", 0), figures.option("gradient_accumulation_steps", 1))
     return Advice(
-        option="steps_per_generation",
         setting=f"steps_per_generation: {2 * now}",
         finding=finding,
         do=f"set steps_per_generation to {2 * now}",
@@ -215,7 +207,6 @@ def slow_saves(figures: Figures) -> Advice | None:
         return None
     rarer = every * max(2, round(share / 0.03))
     return Advice(
-        option="save_steps",
         setting=f"save_steps: {rarer}",
         finding=f"saving takes {percent(share)} of the time",
         do=f"set save_steps to {rarer}",
@@ -236,7 +227,6 @@ def no_spread(figures: Figures) -> Advice | None:
         return None
     more = 2 * figures.option("num_generations", 8)
     return Advice(
-        option="num_generations",
         setting=f"num_generations: {more}",
         finding=f"{percent(share)} of the groups had the same reward for all their completions",
         do=f"set num_generations to {more}, or leave out prompts that are always or never solved",
@@ -251,7 +241,6 @@ def cut_off(figures: Figures) -> Advice | None:
         return None
     longer = 2 * figures.option("max_completion_length", 256)
     return Advice(
-        option="max_completion_length",
         setting=f"max_completion_length: {longer}",
         finding=f"{percent(share)} of the completions ended at their longest length",
         do=f"set max_completion_length to {longer}",
@@ -265,7 +254,6 @@ def refused(figures: Figures) -> Advice | None:
     if not most:
         return None
     return Advice(
-        option="vllm_max_model_length",
         setting="vllm_max_model_length: longer than the longest prompt and its completion",
         finding=f"up to {most:g} completions of a batch were left out, because no engine takes their prompts",
         do="raise vllm_max_model_length, or leave out prompts that are too long",
@@ -279,7 +267,6 @@ def deaths(figures: Figures) -> Advice | None:
     if died < 2 or figures.option("vllm_standby", False):
         return None
     return Advice(
-        option="vllm_standby",
         setting="vllm_standby: true",
         finding=f"engines died {died} times and came back",
         do="read why in their logs (Failures), and set vllm_standby to true",
@@ -304,7 +291,6 @@ def gap(figures: Figures) -> Advice | None:
     if not apart or not limit or apart < 0.6 * limit:
         return None
     return Advice(
-        option="vllm_engine_kwargs",
         setting="vllm_engine_kwargs, model_init_kwargs: the same attention and dtype on both sides",
         finding=f"log-probabilities of engine and trainer are {apart:.2g} nats apart, {percent(apart / limit)} of the "
         "limit",
@@ -322,7 +308,6 @@ def lost_steps(figures: Figures) -> Advice | None:
     if lost < max(10, 0.05 * done) or every is None or every < 2:
         return None
     return Advice(
-        option="save_steps",
         setting=f"save_steps: {max(1, every // 4)}",
         finding=f"{lost} steps were lost between attempts",
         do=f"set save_steps to {max(1, every // 4)}",

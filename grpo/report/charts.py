@@ -88,12 +88,10 @@ def line_chart(
     columns: Columns,
     *,
     note: str = "",
-    x: str = "step",
     height: int = 110,
-    width: str = "",
 ) -> Chart:
-    """Curves over `x`, each with its band where it has one."""
-    fields = {"x0": x}
+    """Curves over the steps, each with its band where it has one."""
+    fields = {"x0": "step"}
     for number, line in enumerate(lines):
         fields[f"y{number}"] = line.column
         if line.low:
@@ -111,8 +109,7 @@ def line_chart(
         lines=tuple(lines),
         fields=fields,
         spec=_line_spec(shape, unit, height, is_flat),
-        summary="; ".join(summary_of(line.label, columns[x], columns[line.column]) for line in lines),
-        width=width,
+        summary="; ".join(summary_of(line.label, columns["step"], columns[line.column]) for line in lines),
     )
 
 
@@ -196,10 +193,14 @@ def _stacked_spec(colours: tuple[str, ...]) -> dict[str, Any]:
 
 
 def finished(layers: list[alt.Chart], height: int) -> dict[str, Any]:
-    """Layers and the reader's cursor as one specification that is as wide as its place in the page."""
+    """Layers and the reader's cursor as one specification."""
     at = alt.param(name="at", value=None)
-    chart = alt.layer(*layers, _cursor()).add_params(at).properties(width="container", height=height)
-    spec = chart.to_dict()
+    return specification(alt.layer(*layers, _cursor()).add_params(at), height)
+
+
+def specification(chart: alt.Chart | alt.LayerChart, height: int) -> dict[str, Any]:
+    """Of a chart that is as wide as its place in the page."""
+    spec = chart.properties(width="container", height=height).to_dict()
     for name in ("$schema", "config", "datasets"):  # the page's own; an address that nobody should follow
         spec.pop(name, None)
     return spec

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo.report import shares
-from grpo.report.charts import COLOURS, Line, line_chart, numbers
+from grpo.report.charts import COLOURS, Line, numbers
 from grpo.report.curves import Multiples
 from grpo.report.reading import Run
 from grpo.report.thinning import bins_of
@@ -128,8 +128,7 @@ def curves_of(compared: Sequence[Compared]) -> Multiples:
             columns[column] = numbers(values)
             lines.append(Line(label=each.run.name, colour=each.colour, column=column))
         if lines:
-            id = f"{len(found.charts)}-{title.lower().replace(' ', '-')}"
-            found.charts.append(line_chart(id, title, unit, "runs", lines, columns))
+            found.add(title, unit, "runs", lines)
     return found
 
 

@@ -9,8 +9,7 @@ from grpo.report.charts import COLOURS, LIMIT_COLOUR, Chart, Columns, Line, line
 from grpo.report.reading import Metrics, Run
 from grpo.report.thinning import Bins, bins_of
 
-BLUE, ORANGE, GREEN, RED, PURPLE = COLOURS[:5]
-LEAST_TO_MOST = "band: least to most"
+BLUE, ORANGE = COLOURS[:2]
 
 
 @dataclass(slots=True)
@@ -21,6 +20,11 @@ class Multiples:
     tables: dict[str, Columns] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     """Metrics that the run has not logged."""
+
+    def add(self, title: str, unit: str, table: str, lines: Sequence[Line], *, note: str = "") -> None:
+        """A figure of curves whose columns are in that table already."""
+        id = f"{len(self.charts)}-{title.lower().replace(' ', '-')}"
+        self.charts.append(line_chart(id, title, unit, table, lines, self.tables[table], note=note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +146,8 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
         if lines:
             note = curve.note
             if lines[0].low and not note:
-                note = "band: one standard deviation" if curve.spread else LEAST_TO_MOST
-            id = f"{len(found.charts)}-{curve.title.lower().replace(' ', '-')}"
-            found.charts.append(line_chart(id, curve.title, curve.unit, table, lines, columns, note=note))
+                note = "band: one standard deviation" if curve.spread else "band: least to most"
+            found.add(curve.title, curve.unit, table, lines, note=note)
 
 
 def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: str) -> tuple[str, str]:
@@ -175,30 +178,26 @@ def add_usages(found: Multiples, run: Run) -> None:
     edges = np.linspace(metrics.steps[0], metrics.steps[-1] + 1, min(240, len(metrics.steps)) + 1)
     row = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, len(edges) - 2)
     columns = found.tables["usage"] = {"step": numbers(np.floor(edges[:-1]).astype(np.int64))}
-    roles = (("ranks", ~usages.is_engine, BLUE), ("engines", usages.is_engine, ORANGE))
     devices = "GPUs" if run.settings.topology.get("has_gpus", True) else "processes"
-    use: list[Line] = []
-    memory: list[Line] = []
-    for role, chosen, colour in roles:
-        for name, values, lines in (("busy", usages.busy, use), ("memory", usages.memory_bytes / 2**30, memory)):
-            chosen_here = chosen & np.isfinite(values)
-            if not chosen_here.any():
+    memory, total = usages.memory_bytes / 2**30, usages.memory_total_bytes / 2**30
+    for title, unit, values, note in (
+        (f"Use of {devices}", "share", usages.busy, "band: least to most busy device"),
+        (f"Memory of {devices}", "GiB", memory, "band: least to fullest device"),
+    ):
+        lines = []
+        for role, chosen, colour in (("ranks", ~usages.is_engine, BLUE), ("engines", usages.is_engine, ORANGE)):
+            seen = chosen & np.isfinite(values)
+            if not seen.any():
                 continue
-            column = f"{role}:{name}"
-            for suffix, figures in _by_bin(row[chosen_here], values[chosen_here], len(edges) - 1).items():
+            column = f"{role}:{unit}"
+            for suffix, figures in _by_bin(row[seen], values[seen], len(edges) - 1).items():
                 columns[column + suffix] = numbers(figures)
-            line = Line(label=role, colour=colour, column=column, low=f"{column}:low", high=f"{column}:high")
-            lines.append(line)
-    total = usages.memory_total_bytes / 2**30
-    if memory and np.isfinite(total).any():
-        columns["memory:total"] = [round(float(np.nanmax(total)), 2)] * (len(edges) - 1)
-        memory.append(Line(label="there is", colour=LIMIT_COLOUR, column="memory:total", is_dashed=True))
-    note = "band: least to most busy device"
-    for title, unit, lines in ((f"Use of {devices}", "share", use), (f"Memory of {devices}", "GiB", memory)):
+            lines.append(Line(label=role, colour=colour, column=column, low=f"{column}:low", high=f"{column}:high"))
+        if lines and values is memory and np.isfinite(total).any():
+            columns["total"] = [round(float(np.nanmax(total)), 2)] * (len(edges) - 1)
+            lines.append(Line(label="there is", colour=LIMIT_COLOUR, column="total", is_dashed=True))
         if lines:
-            id = f"{len(found.charts)}-{title.lower().replace(' ', '-')}"
-            found.charts.append(line_chart(id, title, unit, "usage", lines, columns, note=note))
-        note = "band: least to fullest device"
+            found.add(title, unit, "usage", lines, note=note)
 
 
 def _by_bin(row: np.ndarray, values: np.ndarray, num_bins: int) -> dict[str, np.ndarray]:

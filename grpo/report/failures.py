@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.job.failure import FailureRecord
 from grpo.report.reading import LOGS_FOLDER, AttemptRecord, Run, attempt_of_log
 from grpo.report.symptoms import Symptom, matching
 
@@ -26,7 +25,6 @@ class Failure:
     """An attempt that failed."""
 
     attempt: AttemptRecord
-    record: FailureRecord | None
     cause: str
     tails: tuple[Tail, ...]
     symptoms: tuple[Symptom, ...]
@@ -55,7 +53,6 @@ def failures_of(run: Run) -> list[Failure]:
         found.append(
             Failure(
                 attempt=attempt,
-                record=attempt.failure,
                 cause=shortened(cause),
                 tails=tails,
                 symptoms=tuple(matching(texts)),
@@ -68,7 +65,6 @@ def failures_of(run: Run) -> list[Failure]:
         found.append(
             Failure(
                 attempt=lone,
-                record=None,
                 cause=shortened(run.why),
                 tails=tails,
                 symptoms=tuple(matching([run.why])),

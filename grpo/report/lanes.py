@@ -1,13 +1,13 @@
 """The timeline: lanes of engines and ranks of each node, all of the run as shares, and its last steps span by span."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import altair as alt
 import numpy as np
 
-from grpo.report.charts import COLOURS, Columns, numbers
+from grpo.report.charts import COLOURS, Columns, numbers, specification
 from grpo.report.reading import Run
 from grpo.report.shares import OTHER, made_last
 from grpo.report.timelines import Spans
@@ -59,14 +59,12 @@ class Lanes:
     """Nodes that are not shown."""
 
     def for_page(self) -> dict[str, Any]:
-        colours = [colour_of(phase, self.phases) for phase in self.phases]
-        ends = {"began": self.began, "ended_s": self.ended_s, "detail_from_s": round(self.detail_from_s, 2)}
-        shown = {"labels": self.labels, "phases": self.phases, "colours": colours, "overview": self.overview}
-        specs = {
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return told | {
+            "colours": [colour_of(phase, self.phases) for phase in self.phases],
             "overview_spec": lane_spec(len(self.labels), 11, True),
             "detail_spec": lane_spec(len(self.labels), 20, False),
         }
-        return {**ends, **shown, "detail": self.detail, "first_shown_s": round(self.first_shown_s, 2), **specs}
 
 
 def colour_of(phase: str, phases: tuple[str, ...]) -> str:
@@ -83,8 +81,7 @@ def lanes_of(run: Run) -> Lanes | None:
     nodes = shown_nodes(run)
     keep = (in_engines | in_ranks) & np.isin(spans.node, nodes)
     index = np.flatnonzero(keep)
-    place = {node: 2 * row for row, node in enumerate(nodes)}
-    lane = np.vectorize(place.__getitem__, otypes=[np.int64])(spans.node[index]) + in_ranks[index]
+    lane = 2 * np.searchsorted(nodes, spans.node[index]) + in_ranks[index]
     began = float(spans.begin[index].min())
     ended = float(spans.end[index].max())
     phases = tuple(phase for phase in PHASES if phase in spans.phases)
@@ -99,8 +96,8 @@ def lanes_of(run: Run) -> Lanes | None:
         phases=phases,
         overview=overview_of(spans, index, lane, phase, (len(labels), len(phases))),
         detail=detail_of(spans, index, lane, phase, began, detail_from),
-        detail_from_s=detail_from - began,
-        first_shown_s=first_shown - began,
+        detail_from_s=round(detail_from - began, 2),
+        first_shown_s=round(first_shown - began, 2),
         detail_steps=detail_steps,
         left_out=len(np.unique(spans.node)) - len(nodes),
     )
@@ -229,7 +226,4 @@ def lane_spec(num_lanes: int, lane_height: int, has_brush: bool) -> dict[str, An
     )
     if has_brush:
         params.append(alt.selection_interval(name="brush", encodings=["x"], mark=alt.BrushConfig(**BRUSH)))
-    spec = encoded.add_params(*params).properties(width="container", height=num_lanes * lane_height).to_dict()
-    for name in ("$schema", "config", "datasets"):
-        spec.pop(name, None)
-    return spec
+    return specification(encoded.add_params(*params), num_lanes * lane_height)

@@ -124,6 +124,7 @@ function numbersOf(chart) {
 // -- the timeline -----------------------------------------------------------------------------------------------------
 
 const lanes = page.lanes;
+const wholeRun = lanes && [1000 * lanes.began, 1000 * (lanes.began + lanes.ended_s)];
 let range = null, dragging = false;
 
 function laneRows(table, until = Infinity) {
@@ -148,10 +149,9 @@ async function drawLanes() {
     ...spec,
     params: spec.params.map((each) => ({ ...each, ...({ labels: { value: lanes.labels }, from: { value: from }, to: { value: to } }[each.name]) })),
   });
-  const whole = [1000 * lanes.began, 1000 * (lanes.began + lanes.ended_s)];
-  range = range ?? [1000 * (lanes.began + lanes.first_shown_s), whole[1]];
+  range = range ?? RANGES.last();
   const labelled = (id) => ({ description: document.getElementById(id).getAttribute("aria-label") });
-  const coarse = { ...labelled("overview"), ...withRange(lanes.overview_spec, ...whole), datasets: { rows: laneRows(lanes.overview) } };
+  const coarse = { ...labelled("overview"), ...withRange(lanes.overview_spec, ...wholeRun), datasets: { rows: laneRows(lanes.overview) } };
   const before = laneRows(lanes.overview, lanes.detail_from_s);
   const fine = { ...labelled("detail"), ...withRange(lanes.detail_spec, ...range), datasets: { rows: [...before, ...laneRows(lanes.detail)] } };
   views.set("overview", (await vegaEmbed("#overview", coarse, options)).view);
@@ -159,15 +159,14 @@ async function drawLanes() {
   views.get("overview").addSignalListener("brush_x", (_, [begin, end]) => {
     if (!dragging) return; // a resize moves the brush as well, and so do we
     const x = views.get("overview").scale("x");
-    showRange(begin === end ? whole : [x.invert(Math.min(begin, end)), x.invert(Math.max(begin, end))].map(Number), false);
+    showRange(begin === end ? wholeRun : [x.invert(Math.min(begin, end)), x.invert(Math.max(begin, end))].map(Number), false);
   });
   showRange(range, true);
 }
 
 function showRange([from, to], moveBrush) {
-  const whole = [1000 * lanes.began, 1000 * (lanes.began + lanes.ended_s)];
-  const length = Math.min(Math.max(to - from, 1000), whole[1] - whole[0]);
-  from = Math.min(Math.max(from, whole[0]), whole[1] - length);
+  const [first, last] = wholeRun, length = Math.min(Math.max(to - from, 1000), last - first);
+  from = Math.min(Math.max(from, first), last - length);
   range = [from, from + length];
   views.get("detail").signal("from", range[0]).signal("to", range[1]).runAsync();
   if (moveBrush) {
@@ -179,8 +178,8 @@ function showRange([from, to], moveBrush) {
 }
 
 const RANGES = {
-  last: () => [1000 * (lanes.began + lanes.first_shown_s), 1000 * (lanes.began + lanes.ended_s)],
-  all: () => [1000 * lanes.began, 1000 * (lanes.began + lanes.ended_s)],
+  last: () => [1000 * (lanes.began + lanes.first_shown_s), wholeRun[1]],
+  all: () => wholeRun,
   earlier: ([from, to]) => [from - (to - from) / 2, to - (to - from) / 2],
   later: ([from, to]) => [from + (to - from) / 2, to + (to - from) / 2],
   in: ([from, to]) => [from + (to - from) / 4, to - (to - from) / 4],
@@ -322,12 +321,12 @@ if (browser) {
 // -- begin ------------------------------------------------------------------------------------------------------------
 
 document.querySelectorAll("[data-chart]").forEach(listen);
-const opened = () => tabs.find((tab) => tab.getAttribute("aria-selected") === "true");
+const named = () => tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash);
 dark.addEventListener("change", async () => {
   for (const view of views.values()) view.finalize();
   views.clear();
   drawnTabs.clear();
-  await open(opened());
+  await open(tabs.find((tab) => tab.getAttribute("aria-selected") === "true"));
 });
-addEventListener("hashchange", () => { const tab = tabs.find((each) => `#${each.getAttribute("aria-controls")}` === location.hash); if (tab) open(tab); });
-open(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);
+addEventListener("hashchange", () => { if (named()) open(named()); });
+open(named() ?? tabs[0]);

@@ -163,17 +163,14 @@ def share(value: float | None) -> str:
 
 
 def render(template: str, data: dict[str, Any], **values: Any) -> str:
-    html = (
-        environment()
-        .get_template(template)
-        .render(
-            **values,
-            version=__version__,
-            written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            css=(FILES / "page.css").read_text(encoding="utf-8"),
-            js=(FILES / "page.js").read_text(encoding="utf-8"),
-            vega=vega(),
-            data=in_script(data),
-        )
+    page = environment().get_template(template)
+    html = page.render(
+        **values,
+        version=__version__,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        css=(FILES / "page.css").read_text(encoding="utf-8"),
+        js=(FILES / "page.js").read_text(encoding="utf-8"),
+        vega=vega(),
+        data=in_script(data),
     )
     return html.encode("utf-8", errors="replace").decode()

@@ -73,7 +73,6 @@ class Run:
     why: str
     is_requeued: bool
     """Whether the job asks to be started again."""
-    checkpoint: str
     attempts: tuple[AttemptRecord, ...]
     metrics: Metrics
     timeline: Timeline
@@ -135,7 +134,6 @@ def read_run(folder: Path, name: str = "") -> Run:
         state=said,
         why=typed(state, "why", str, ""),
         is_requeued=typed(state, "requeue", bool, False),
-        checkpoint=typed(state, "checkpoint", str, ""),
         attempts=attempts,
         metrics=metrics,
         timeline=timeline,

@@ -5,7 +5,7 @@ import numpy as np
 from grpo.report.advice import Figures, percent
 from grpo.report.charts import COLOURS, Line, heat_chart, line_chart, numbers, stacked_chart
 from grpo.report.curves import WAITS, Multiples, add_curves, steps_of
-from grpo.report.lanes import PHASES, colour_of
+from grpo.report.lanes import colour_of
 from grpo.report.reading import Run
 from grpo.report.shares import of_present_nodes, slowest_by_step
 from grpo.report.thinning import bins_of
@@ -41,7 +41,7 @@ def add_parts(found: Multiples, figures: Figures) -> None:
         columns[f"{name}:low"], columns[f"{name}:high"] = numbers(edges[:, number]), numbers(edges[:, number + 1])
         share = parts.shares.get(name, 0.0)
         label = f"{name} {percent(share) if share >= 0.005 else '<1 %'}"
-        colour = PHASES.get(name) or colour_of(name, parts.names)
+        colour = colour_of(name, parts.names)
         lines.append(Line(label=label, colour=colour, column=name, low=f"{name}:low", high=f"{name}:high"))
     note = "mean over the nodes' first ranks; with each part its share of all steps"
     found.charts.append(stacked_chart("parts", "Step time by its parts", "s", "parts", lines, columns, note=note))

@@ -2,8 +2,7 @@
 them; a file that it does not take is read line by line, and what is damaged in it is left out and counted.
 """
 
-import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from grpo.timeline.records import TIMELINE_FOLDER, Attempt, Span, Usage, from_line, to_line
+from grpo.timeline.records import Attempt, Span, Usage, from_line, timeline_files, to_line
 
 BLOCK_BYTES = 2**23
 SCHEMA = pa.schema(
@@ -25,15 +24,11 @@ SCHEMA = pa.schema(
         ("begin", pa.float64()),
         ("end", pa.float64()),
         ("step", pa.int64()),
-        ("tokens", pa.int64()),
         ("time", pa.float64()),
         ("device", pa.string()),
         ("busy", pa.float64()),
         ("memory_bytes", pa.float64()),
         ("memory_total_bytes", pa.float64()),
-        ("host", pa.string()),
-        ("clock_offset_s", pa.float64()),
-        ("rank_devices", pa.list_(pa.string())),
         ("engine_devices", pa.list_(pa.list_(pa.string()))),
     ]
 )
@@ -88,7 +83,6 @@ class Timeline:
 
     spans: Spans
     usages: Usages
-    attempts: tuple[Attempt, ...]
 
     def numbered_by(self, begins: list[float]) -> "Timeline":
         """With the attempts of spans counted by when they began, in Unix seconds: a second job in a folder begins at 0
@@ -99,27 +93,24 @@ class Timeline:
 
 def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_running: bool = False) -> Timeline:
     """All of `timeline/`; what is not there or damaged gets a line in `missing`."""
-    files = {
-        int(found[1]): path
-        for path in (folder / TIMELINE_FOLDER).glob("node*.jsonl")
-        if (found := re.fullmatch(r"node(\d+)\.jsonl", path.name))
-    }
+    files = timeline_files(folder)
     absent = [f"node{node}.jsonl" for node in range(num_nodes) if node not in files]
     if not files:
         missing.append("timeline/ holds no file: no lanes, no parts of a step, no use of devices")
     elif absent:
         missing.append(f"timeline/ lacks {', '.join(absent)}: those nodes have no lanes")
     tables = []
-    for node, path in sorted(files.items()):
+    for node, path in files.items():
         table = _read_file(path, missing, is_running=is_running)
         tables.append(table.append_column("node", pa.array(np.full(table.num_rows, node))))
     whole = pa.concat_tables(tables) if tables else SCHEMA.append(pa.field("node", pa.int64())).empty_table()
-    attempts = tuple(_attempt(row) for row in _of_kind(whole, Attempt).to_pylist())
-    return Timeline(
-        spans=_spans(_of_kind(whole, Span)),
-        usages=_usages(_of_kind(whole, Usage), attempts),
-        attempts=attempts,
-    )
+    engines = {
+        (row["node"], name)
+        for row in _of_kind(whole, Attempt).to_pylist()
+        for devices in row["engine_devices"] or []
+        for name in devices
+    }
+    return Timeline(spans=_spans(_of_kind(whole, Span)), usages=_usages(_of_kind(whole, Usage), engines))
 
 
 def _of_kind(whole: pa.Table, kind: type[Any]) -> pa.Table:
@@ -165,39 +156,10 @@ def _whole_lines(content: bytes) -> tuple[bytes, int]:
     kept, unread = [], 0
     for line in content.decode(errors="replace").splitlines():
         try:
-            record = from_line(line)
-            if not all(_fits(name, value) for name, value in asdict(record).items()):
-                raise ValueError("a field of another type")
-            kept.append(to_line(record).encode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            kept.append(to_line(from_line(line)).encode())
+        except (ValueError, RecursionError):
             unread += bool(line.strip())
     return b"".join(line + b"\n" for line in kept), unread
-
-
-def _fits(name: str, value: Any) -> bool:
-    if value is None or name not in SCHEMA.names:
-        return True
-    kind = SCHEMA.field(name).type
-    if pa.types.is_list(kind):
-        try:
-            pa.array([value], kind)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            return False
-        return True
-    wanted = str if pa.types.is_string(kind) else int if pa.types.is_integer(kind) else (int, float)
-    return isinstance(value, wanted) and not isinstance(value, bool)
-
-
-def _attempt(row: dict) -> Attempt:
-    return Attempt(
-        attempt=row["attempt"] or 0,
-        node=row["node"],
-        host=row["host"] or "?",
-        time=row["time"] or 0.0,
-        clock_offset_s=row["clock_offset_s"] or 0.0,
-        rank_devices=row["rank_devices"] or [],
-        engine_devices=row["engine_devices"] or [],
-    )
 
 
 def _numbers(table: pa.Table, name: str, fill: float = np.nan) -> np.ndarray:
@@ -231,21 +193,18 @@ def _spans(table: pa.Table) -> Spans:
     )
 
 
-def _usages(table: pa.Table, attempts: tuple[Attempt, ...]) -> Usages:
-    """Samples of devices that a rank or an engine has; those of "node" are left out."""
+def _usages(table: pa.Table, engines: set[tuple[int, str]]) -> Usages:
+    """Samples of devices that a rank or an engine has; those of "node" are left out.
+
+    Args:
+        engines: node and device of those that engines have.
+    """
     device, devices = _words(table, "device")
     node = _numbers(table, "node", 0)
-    engines = {(each.node, name) for each in attempts for gpus in each.engine_devices for name in gpus}
-    keys = node * max(len(devices), 1) + device
-    is_engine = np.isin(
-        keys,
-        [
-            number * len(devices) + index
-            for number in np.unique(node)
-            for index, name in enumerate(devices)
-            if name.startswith("engine ") or (number, name) in engines
-        ],
-    )
+    is_engine = np.zeros(len(node), dtype=bool)
+    for index, name in enumerate(devices):
+        nodes = [number for number, each in engines if each == name]
+        is_engine |= (device == index) & (name.startswith("engine ") | np.isin(node, nodes))
     keep = np.isin(device, [index for index, name in enumerate(devices) if name != "node"])
     columns = {name: _numbers(table, name)[keep] for name in ("time", "busy", "memory_bytes", "memory_total_bytes")}
     return Usages(node=node[keep], is_engine=is_engine[keep], **columns)

@@ -25,7 +25,7 @@ def deadline_for(num_bytes: int) -> float:
 class BackgroundSave:
     """One checkpoint, on this rank: what it has written goes to the disk; rank 0 then completes it for all.
 
-    A failure is kept, and raised by `check` and `wait`.
+    A failure is kept, and raised by `wait`.
 
     Args:
         folder: of the checkpoint; every rank has written its files.
@@ -40,7 +40,7 @@ class BackgroundSave:
         rank: int,
         world_size: int,
         complete: Callable[[Mapping[str, FileSum]], None],
-        deadline_s: float = DURABLE_S,
+        deadline_s: float,
     ) -> None:
         self.folder = folder
         self._rank = rank
@@ -56,22 +56,17 @@ class BackgroundSave:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def check(self) -> None:
-        """Raises what went wrong, if it is known by now."""
-        if not self.is_done or self._error is None:
-            return
-        if isinstance(self._error, TimeoutError) or not isinstance(self._error, OSError):
-            raise self._error
-        raise OSError(
-            self._error.errno,
-            f"{self.folder} did not get to the disk: {self._error}; the checkpoints before it are as they were",
-        ) from self._error
-
     def wait(self) -> None:
         """Until it is done on this rank. Raises what went wrong."""
         self._thread.join()  # has a deadline of its own
         atexit.unregister(self._thread.join)
-        self.check()
+        if isinstance(self._error, OSError) and not isinstance(self._error, TimeoutError):
+            raise OSError(
+                self._error.errno,
+                f"{self.folder} did not get to the disk: {self._error}; the checkpoints before it are as they were",
+            ) from self._error
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         try:

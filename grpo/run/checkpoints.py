@@ -4,12 +4,13 @@ No other file proves it: DeepSpeed writes `latest` before its last barrier, and 
 ranks still write (deepspeed 0.19, transformers 5.17).
 """
 
+import contextlib
 import errno
 import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,7 @@ def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
     """
     found: list[list[str]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    by_size = sorted(files, key=lambda name: (-files[name], name))
-    for name in sorted(by_size, key=lambda name: _OF_A_RANK.search(name) is None):
+    for name in sorted(files, key=lambda name: (_OF_A_RANK.search(name) is None, -files[name], name)):
         rank = writer_of(name, world_size) if _OF_A_RANK.search(name) else loads.index(min(loads))
         found[rank].append(name)
         loads[rank] += files[name]
@@ -246,12 +246,8 @@ def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The folders `checkpoint-<step>`, newest step first, complete or not."""
-    found = [
-        (int(path.name.removeprefix(NAME_PREFIX)), path)
-        for path in output_dir.glob(f"{NAME_PREFIX}*")
-        if path.name.removeprefix(NAME_PREFIX).isdigit() and path.is_dir()
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    named = [path for path in output_dir.glob(f"{NAME_PREFIX}*") if path.name.removeprefix(NAME_PREFIX).isdigit()]
+    return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -259,17 +255,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(NAME_PREFIX))
 
 
-def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint that can be resumed, and what is wrong with each newer one."""
-    passed_over = []
+def newest_complete(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint that can be resumed."""
     for folder in checkpoints(output_dir):
-        try:
+        with contextlib.suppress(ValueError):
             read_resumable(folder)
-        except ValueError as problem:
-            passed_over.append(str(problem))
-        else:
-            return folder, passed_over
-    return None, passed_over
+            return folder
+    return None
 
 
 def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> None:
@@ -296,7 +288,7 @@ def check_reshaped(folder: Path, record: CompleteRecord, sampling: Mapping[str, 
     if record.reshaped_from is None:
         return
     before = record.sampling
-    fixed: Sequence[str] = ("generation_batch_size", "num_generations", "num_iterations", "seed")
+    fixed = ("generation_batch_size", "num_generations", "num_iterations", "seed")
     wrong = [f"{name} is {sampling[name]}, not {before[name]}" for name in fixed if sampling[name] != before[name]]
     steps, accumulation = "steps_per_generation", "gradient_accumulation_steps"
     if before[steps] * sampling[accumulation] != sampling[steps] * before[accumulation]:

@@ -62,7 +62,7 @@ class RecentFacts:
     """
 
     def __init__(self, maxlen: int) -> None:
-        self._rows: deque[tuple[str, Sequence[int]]] = deque(maxlen=maxlen)
+        self._rows: deque[list[int] | None] = deque(maxlen=maxlen)
 
     def extend(self, facts: np.ndarray, mode: str) -> None:
         """Once behind each of TRL's `_generate_and_score_completions`.
@@ -73,14 +73,14 @@ class RecentFacts:
         """
         assert facts.ndim == 2, facts.shape
         assert facts.shape[1] == len(FACTS), facts.shape
-        self._rows.extend((mode, row) for row in facts.tolist())
+        self._rows.extend(row if mode == "train" else None for row in facts.tolist())
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of_mode(self, mode: str) -> list[Sequence[int] | None]:
-        """By row of `_logs`; None for a row of the other mode."""
-        return [facts if each == mode else None for each, facts in self._rows]
+    def __iter__(self) -> Iterator[list[int] | None]:
+        """By row of `_logs`; None for a row of evaluation."""
+        return iter(self._rows)
 
 
 def text_of(messages: Any) -> str:
@@ -161,9 +161,8 @@ def sampled_rows(
     *,
     num_prompts: int,
     reward_weights: Sequence[float],
-    mode: str = "train",
 ) -> list[Row]:
-    """All completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
+    """All training completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
 
     Args:
         logs: TRL's `trainer._logs` (1.16), which hold the newest `generation_batch_size` rows of all ranks, on every
@@ -176,11 +175,10 @@ def sampled_rows(
     completions, advantages = list(logs["completion"]), list(logs["advantages"])
     rewards = {name: list(values) for name, values in logs["rewards"].items()}
     assert len(prompts) == len(completions) == len(advantages) == len(facts), (len(prompts), len(facts))
-    of_row = facts.of_mode(mode)
     ids = [prompt_id(prompt) for prompt in prompts]
-    chosen = choose_prompts((each for each, known in zip(ids, of_row, strict=True) if known is not None), num_prompts)
+    chosen = choose_prompts((each for each, known in zip(ids, facts, strict=True) if known is not None), num_prompts)
     rows = []
-    for index, known in enumerate(of_row):
+    for index, known in enumerate(facts):
         if known is None or ids[index] not in chosen:
             continue
         of_functions = [rewards[name][index] for name in rewards]
@@ -208,17 +206,13 @@ def _number(value: float) -> float | None:
 
 
 class CompletionSamples:
-    """`<output_dir>/completions/`, of bounded size.
+    """`<output_dir>/completions/`, made with the first file, of at most `MAX_BYTES`.
 
-    Args:
-        folder: made with the first file.
-        max_bytes: with more, what was laid aside goes first, and then every second file of the older half; the first
-            one and the newest stay.
+    Beyond, what was laid aside goes first, and then every second file of the older half; the first and the newest stay.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._max_bytes = max_bytes
         self._has_warned = False
         self._held_bytes: int | None = None  # None: nobody has looked
 
@@ -238,7 +232,7 @@ class CompletionSamples:
             if self._held_bytes is not None:
                 self._held_bytes += len(table)
             # Not at every log: a network's file system is slow to look through.
-            if self._held_bytes is None or self._held_bytes > self._max_bytes:
+            if self._held_bytes is None or self._held_bytes > MAX_BYTES:
                 self._thin()
         except OSError as error:
             if not self._has_warned:
@@ -249,7 +243,7 @@ class CompletionSamples:
         """Lay aside in `attempt-<attempt>` what is later than `step`: this attempt goes on there."""
         for draft in self.folder.glob(".step-*"):  # of an attempt that was killed
             draft.unlink(missing_ok=True)
-        later = [path for number, path in self._files() if number > step]
+        later = [path for number, path in self._numbered(_OURS).items() if number > step]
         if not later:
             return
         aside = self.folder / f"attempt-{attempt}"
@@ -258,24 +252,18 @@ class CompletionSamples:
             path.replace(aside / path.name)
         self._held_bytes = None
 
-    def _files(self) -> list[tuple[int, Path]]:
-        """By step."""
-        found = ((_OURS.fullmatch(path.name), path) for path in self._children())
-        return sorted((int(match[1]), path) for match, path in found if match)
-
-    def _asides(self) -> list[Path]:
-        """The oldest first."""
-        found = ((_ASIDE.fullmatch(path.name), path) for path in self._children() if path.is_dir())
-        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
-
-    def _children(self) -> list[Path]:
-        return list(self.folder.iterdir()) if self.folder.is_dir() else []
+    def _numbered(self, names: re.Pattern[str]) -> dict[int, Path]:
+        """What is in the folder under such names, by their numbers and in that order."""
+        children = list(self.folder.iterdir()) if self.folder.is_dir() else []
+        found = ((names.fullmatch(path.name), path) for path in children)
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def _thin(self) -> None:
-        asides, files = self._asides(), [path for _, path in self._files()]
+        asides = [path for path in self._numbered(_ASIDE).values() if path.is_dir()]
+        files = list(self._numbered(_OURS).values())
         size = sum(_size(path) for aside in asides for path in aside.iterdir()) + sum(_size(path) for path in files)
         self._held_bytes = size
-        while size > self._max_bytes:
+        while size > MAX_BYTES:
             if asides:
                 size -= sum(_size(path) for path in asides[0].iterdir())
                 shutil.rmtree(asides.pop(0), ignore_errors=True)

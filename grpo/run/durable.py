@@ -27,23 +27,19 @@ class FileSum:
 
 def sum_of(path: Path) -> FileSum:
     """Reads the whole file. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        return _sum_of_open(file.fileno())
-
-
-def _sum_of_open(descriptor: int) -> FileSum:
     size, crc = 0, 0
-    while chunk := os.read(descriptor, CHUNK_BYTES):
-        size += len(chunk)
-        crc = zlib.crc32(chunk, crc)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
     return FileSum(size_bytes=size, crc32=crc)
 
 
 def make_durable(path: Path) -> FileSum:
     """Bring a file that this host has written to the disk. The folder that it is in needs `sync_folder` besides."""
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-        return _sum_of_open(file.fileno())
+    return sum_of(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -87,8 +87,8 @@ class RunFolder:
         self.path = path
         check_writable(path)
         make_run_folder(path)
-        self._started = float(env.get("GRPO_STARTED") or time.time())
-        self._launched = float(env.get("GRPO_LAUNCHED") or self._started)  # before the nodes met, which takes minutes
+        started = float(env.get("GRPO_STARTED") or time.time())
+        self._launched = float(env.get("GRPO_LAUNCHED") or started)  # before the nodes met, which takes minutes
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
         self._lock = self._take_lock()
@@ -104,7 +104,7 @@ class RunFolder:
             job=self.job,
             attempt=self.attempt,
             tracker_run=previous.tracker_run if previous else "",
-            started=self._started,
+            started=started,
         )
         self._own_request = path / f"stop.{self.job}.{self.attempt}"
         self._person_request = path / "stop"
@@ -166,7 +166,7 @@ class RunFolder:
             self._history.begin(
                 attempt=self.attempt,
                 job=self.job,
-                started=self._started,
+                started=self.state.started,
                 arguments=arguments,
                 topology=topology,
                 goes_on=goes_on,

@@ -21,7 +21,7 @@ class MetricsFile(TrainerCallback):
         more: what stands in a line beside the time and what is logged, at its beginning and at its end.
     """
 
-    def __init__(self, more: Callable[[], tuple[dict[str, Any], dict[str, Any]]] = lambda: ({}, {})) -> None:
+    def __init__(self, more: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self._more = more
 
     def on_log(

@@ -5,7 +5,6 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +29,6 @@ from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
 from grpo.timeline.usage import UsageSampler
 
-GENERATE_S = "rollout/generate_s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=False)
-class UsageOf:
-    """Whose usage is recorded on a node."""
-
-    topology: NodeTopology
-    rank_pids: Mapping[int, int]
-    engines: Callable[[], Sequence[Any]]
-    """The present ones: each has a `pid`. Holds none of them: a thread asks it, which must not keep a trainer alive."""
-
-    def sampled(self, timeline: Recorder, *, attempt: int, interval_s: float) -> UsageSampler:
-        devices = self.topology.devices
-        return UsageSampler(
-            attempt=attempt,
-            devices=devices,
-            processes=self._processes,
-            put=timeline.put,
-            interval_s=interval_s,
-            own_device=devices[0] if devices else None,
-            clock=lambda: timeline.at(time.monotonic()),
-            say=say,
-        )
-
-    def _processes(self) -> dict[str, int]:
-        ranks = {f"rank {rank}": pid for rank, pid in self.rank_pids.items()}
-        return ranks | {f"engine {index}": engine.pid for index, engine in enumerate(self.engines())}
-
 
 class ObservedTrainer(ResumableTrainer):
     """A resumable trainer with a timeline; until `observe` is called, one that records nothing."""
@@ -70,20 +40,48 @@ class ObservedTrainer(ResumableTrainer):
     _was_slowest: Sequence[int] = ()
     """The slowest node of each batch since the last log."""
     _has_new_completions = False
+    _num_prompts = 0
+    """Of a log: those of which every completion is kept."""
     _samples: CompletionSamples | None = None
-    _usage: UsageSampler | None = None
+    _stop_recording: Callable[[], object] | None = None
+    """Where there is a timeline; a second call does nothing."""
     _refresh: RefreshReport | None = None
 
-    def observe(self, timeline: Recorder, usage: UsageOf) -> None:
-        """Record from now on, as `args` (a `GRPOConfig`) says; on a rank that keeps no timeline that costs nothing."""
+    def observe(
+        self,
+        timeline: Recorder,
+        topology: NodeTopology,
+        rank_pids: Mapping[int, int],
+        engines: Callable[[], Sequence[Any]],
+    ) -> None:
+        """Record from now on, as `args` (a `GRPOConfig`) says; on a rank that keeps no timeline that costs nothing.
+
+        Args:
+            rank_pids: of this node's ranks.
+            engines: the present ones: each has a `pid`. Holds none of them: a thread asks it, which must not keep a
+                trainer alive.
+        """
         args: Any = self.args
         self.timeline = timeline
         self._phases = Phases(timeline, on_gpu=args.device.type == "cuda")
         if timeline.is_on:
             self.add_callback(_Measures(self))
-            sampler = usage.sampled(timeline, attempt=self.attempt, interval_s=args.usage_interval_s)
-            self._usage = sampler
-            weakref.finalize(self, _close, sampler, timeline)  # of a trainer that nobody closes
+
+            def processes() -> dict[str, int]:
+                ranks = {f"rank {rank}": pid for rank, pid in rank_pids.items()}
+                return ranks | {f"engine {index}": engine.pid for index, engine in enumerate(engines())}
+
+            usage = UsageSampler(
+                attempt=self.attempt,
+                devices=topology.devices,
+                processes=processes,
+                put=timeline.put,
+                interval_s=args.usage_interval_s,
+                own_device=topology.devices[0] if topology.devices else None,
+                clock=lambda: timeline.at(time.monotonic()),
+                say=say,
+            )
+            self._stop_recording = weakref.finalize(self, _close, usage, timeline)  # of a trainer that nobody closes
         if args.profile_steps and args.process_index in profiled_ranks(args.profile_ranks, args.world_size):
             self.add_callback(
                 ProfileSteps(profiled_steps(args.profile_steps), args.process_index, self._metrics["train"])
@@ -91,6 +89,7 @@ class ObservedTrainer(ResumableTrainer):
         if self.is_world_process_zero() and args.report_every_s:
             self._refresh = RefreshReport(args.report_every_s)
             self.add_callback(self._refresh)
+        self._num_prompts = args.log_completions_prompts
         self._facts = RecentFacts(args.generation_batch_size)
         self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
 
@@ -139,7 +138,7 @@ class ObservedTrainer(ResumableTrainer):
     def note_nodes(self, by_node: Mapping[str, list[float]], mode: str) -> None:
         """Figures of each node, of a batch that has just come. The slowest node counts until the next log."""
         self.by_node = by_node
-        seconds = by_node.get(GENERATE_S, [])
+        seconds = by_node.get("rollout/generate_s", [])
         if mode == "train" and len(seconds) > 1:
             self._was_slowest = [*self._was_slowest, seconds.index(max(seconds))]
             node = statistics.mode(self._was_slowest)
@@ -168,10 +167,6 @@ class ObservedTrainer(ResumableTrainer):
         assert self._samples is not None
         self._samples.write(self.state.global_step, self.attempt, time.time(), rows)
 
-    @property
-    def _num_prompts(self) -> int:
-        return getattr(self.args, "log_completions_prompts", 0)
-
     def _clear_away(self, run: RunFolder, first_step: int) -> None:
         super()._clear_away(run, first_step)
         if self._samples is not None:
@@ -187,9 +182,8 @@ class ObservedTrainer(ResumableTrainer):
                 self._refresh.finish(Path(self.args.output_dir), has_time=stop is None)
 
     def close(self) -> None:
-        if self._usage is not None:
-            self._usage.close()
-        self.timeline.close()
+        if self._stop_recording is not None:
+            self._stop_recording()
         super().close()
 
 

@@ -6,9 +6,9 @@ few records of DeepSpeed's. Whoever can write a checkpoint's folder can still ch
 
 import contextlib
 import enum
-import importlib
 import pickle
 import pickletools
+import pkgutil
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-_OF_DEEPSPEED = {  # 0.19
-    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
-    "deepspeed.utils.tensor_fragment": ("fragment_address",),
-}
-
+_OF_DEEPSPEED = (  # 0.19
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
 
 # Python before 3.11.4 pickles a member of an enumeration as `getattr(ZeroStageEnum, "weights")`.
 _GETATTR = "builtins.getattr"
@@ -44,7 +44,7 @@ def allowed() -> Iterator[None]:
     """What a checkpoint may hold can be loaded with `weights_only=True`."""
     from transformers.trainer_pt_utils import safe_globals  # numpy's, for random states
 
-    classes = [getattr(importlib.import_module(name), each) for name, these in _OF_DEEPSPEED.items() for each in these]
+    classes = map(pkgutil.resolve_name, _OF_DEEPSPEED)
     with safe_globals(), torch.serialization.safe_globals([*classes, (_member, _GETATTR)]):
         yield
 
@@ -91,9 +91,7 @@ def check_pickle(path: Path) -> None:
         return
     with safe_globals():
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    known = {
-        f"{name}.{each}" for name, these in _OF_DEEPSPEED.items() for each in these
-    }  # by name: nothing is imported
+    known = {*_OF_DEEPSPEED}  # by name: nothing is imported
     if _GETATTR in found and _gets_members_alone(path):
         known.add(_GETATTR)
     if foreign := set(found) - known:

@@ -4,7 +4,8 @@ Over NCCL and gloo alike: what counts as communication is told by names, as torc
 `gloo:...` and `c10d::...` operators).
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+import math
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from grpo.run.screen import say
 
 PROFILE_FOLDER = "profile"
 _COMMUNICATION = ("nccl", "gloo:", "c10d::")
-
-Interval = tuple[float, float]
 
 
 class ProfileSteps(TrainerCallback):
@@ -81,18 +80,18 @@ def shares(events: Iterable[Any]) -> dict[str, float]:
     counted = on_gpu or events
     if not counted:
         return {}
-    communication = merged(_interval(event) for event in counted if _is_communication(event.name))
-    computation = merged(_interval(event) for event in counted if not _is_communication(event.name))
-    if not on_gpu:  # an operator that waits for a collective is none that computes
-        computation = without(computation, communication)
-    begin = min(event.time_range.start for event in events)
-    whole = max(event.time_range.end for event in events) - begin
-    computing = _length(computation)
-    communicating = _length(without(communication, computation))
+    whole = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+    either = covered(counted)
+    if on_gpu:
+        computing = covered(event for event in counted if not _is_communication(event.name))
+        communicating = max(0.0, either - computing)
+    else:  # an operator that waits for a collective is none that computes
+        communicating = covered(event for event in counted if _is_communication(event.name))
+        computing = max(0.0, either - communicating)
     return {
         "profile/computation_share": computing / whole,
         "profile/communication_share": communicating / whole,
-        "profile/nothing_share": max(0.0, 1 - (computing + communicating) / whole),
+        "profile/nothing_share": max(0.0, 1 - either / whole),
     }
 
 
@@ -100,37 +99,10 @@ def _is_communication(name: str) -> bool:
     return name.lower().startswith(_COMMUNICATION)
 
 
-def _interval(event: Any) -> Interval:
-    return event.time_range.start, event.time_range.end
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times without overlaps, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of `intervals` is in none of `others`; both merged."""
-    left, at = [], 0
-    for begin, end in intervals:
-        while at < len(others) and others[at][1] <= begin:
-            at += 1
-        number = at
-        while number < len(others) and others[number][0] < end:
-            if others[number][0] > begin:
-                left.append((begin, others[number][0]))
-            begin = max(begin, others[number][1])
-            number += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def covered(events: Iterable[Any]) -> float:
+    """How much of the time lies in at least one of them."""
+    length, until = 0.0, -math.inf
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        length += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return length

@@ -20,6 +20,7 @@ from grpo.job.launch import read_launch
 from grpo.run.screen import say, speak_above
 
 PACE_STEPS = 20  # a step's time is the mean over so many: several generation batches, with a save or not
+_GONE = (OSError, ValueError)  # of a terminal that is no more: training goes on without it
 
 
 class ProgressOnScreen(TrainerCallback):
@@ -155,12 +156,11 @@ def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> lis
     shown = []
     if (reward := figure("reward")) is not None:
         shown.append(f"reward {reward:.3f}")
-    of_rollouts = {name: figure(f"rollout/{name}") for name in ("tokens_per_s", "wait_share", "slowest_node")}
-    if (rate := of_rollouts["tokens_per_s"]) is not None:
+    rate, share, slowest = (figure(f"rollout/{name}") for name in ("tokens_per_s", "wait_share", "slowest_node"))
+    if rate is not None:
         shown.append(f"{rate:.0f} tokens/s" + (" a node" if num_nodes > 1 else ""))
-    if (share := of_rollouts["wait_share"]) is not None:
+    if share is not None:
         shown.append(f"waiting {100 * share:.0f} %")
-    slowest = of_rollouts["slowest_node"]
     if num_nodes > 1 and slowest is not None and float(slowest).is_integer():  # a mean over nodes says nothing
         generate = "rollout/generate_s"
         mean_s, most_s = figure(generate), figure(f"{generate}_max")
@@ -214,14 +214,14 @@ class _Bar:
         self._time_figures: list[str] = []
 
     def show(self) -> None:
-        with _unheard():
+        with contextlib.suppress(*_GONE):
             self._progress.start()
             self._progress.refresh()
             speak_above(self._console)
 
     def hide(self) -> None:
         speak_above(None)
-        with _unheard():
+        with contextlib.suppress(*_GONE):
             self._progress.stop()
 
     def advance(self, step: int, time_figures: list[str]) -> None:
@@ -247,12 +247,5 @@ class _Bar:
     def _draw(self, **changes: Any) -> None:
         self._progress.update(self._steps, figures="  ".join([*self._figures, *self._time_figures]), **changes)
         if self._progress.live.is_started:
-            with _unheard():
+            with contextlib.suppress(*_GONE):
                 self._progress.refresh()
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Training goes on where the terminal has gone."""
-    with contextlib.suppress(OSError, ValueError):
-        yield

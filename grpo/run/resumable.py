@@ -25,7 +25,7 @@ from grpo.job.watch import FailureWatch
 from grpo.run.checkpoints import CompleteRecord, check_reshaped, newest_complete
 from grpo.run.completions import plain_tool_calls
 from grpo.run.deepspeed_settings import check_deepspeed
-from grpo.run.folder import METRICS_FILE, STATE_FILE, RunFolder, note_failure, note_run, record_mistake
+from grpo.run.folder import STATE_FILE, RunFolder, note_failure, note_run, record_mistake
 from grpo.run.progress import ProgressOnScreen
 from grpo.run.prompt_order import GenerationSampler
 from grpo.run.provenance import arguments_of, where_it_runs
@@ -296,7 +296,7 @@ class ResumableTrainer(SavingTrainer):
         self._finish_saving()
         step = self.state.global_step
         if self._run is not None:
-            newest, _ = newest_complete(self._run.path)
+            newest = newest_complete(self._run.path)
             self._run.update(
                 state="finished" if stop is None else "stopped",
                 why="" if stop is None else stop.why,
@@ -306,9 +306,8 @@ class ResumableTrainer(SavingTrainer):
             )
             self._run.answer_requests()
             if stop is None:
-                folder = self._run.path
-                history, first = self.state.log_history, self.first_step
-                self._say(*what_came_of_it(history, folder, metrics_file=METRICS_FILE, first_step=first))
+                history = self.state.log_history
+                self._say(*what_came_of_it(history, self._run.path, first_step=self.first_step))
             else:
                 self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
         self._signals.request = None

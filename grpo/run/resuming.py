@@ -6,8 +6,9 @@ taken; a checkpoint that was asked for by name is never replaced by another.
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from grpo.job.job_group import JobGroup
@@ -16,7 +17,6 @@ from grpo.run.checkpoints import (
     Damaged,
     check_world_size,
     checkpoints,
-    read_complete,
     read_resumable,
     shares,
     verify,
@@ -40,7 +40,7 @@ class CompleteCheckpoint:
     record: CompleteRecord
 
 
-def named_checkpoint(wish: str) -> Path:
+def named_checkpoint(wish: str) -> CompleteCheckpoint:
     """The checkpoint that was asked for by name.
 
     Raises:
@@ -52,11 +52,12 @@ def named_checkpoint(wish: str) -> Path:
             f"resume_from_checkpoint is {wish!r}, but that is no folder: name a checkpoint, or 'auto' for the newest "
             "complete one in output_dir"
         )
-    read_resumable(folder)
-    return folder
+    return CompleteCheckpoint(folder=folder, record=read_resumable(folder))
 
 
-def newest_checkpoint(output_dir: Path, *, has_to_be: bool, told: Sequence[str] = ()) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(
+    output_dir: Path, *, has_to_be: bool, told: Sequence[str]
+) -> tuple[CompleteCheckpoint | None, list[str]]:
     """The newest complete checkpoint, and notes for the user. What is newer and damaged is laid aside.
 
     Args:
@@ -69,13 +70,13 @@ def newest_checkpoint(output_dir: Path, *, has_to_be: bool, told: Sequence[str] 
     notes = []
     for folder in checkpoints(output_dir):
         try:
-            read_resumable(folder)
+            record = read_resumable(folder)
         except Damaged as problem:
             notes.append(lay_aside(folder, str(problem)))
         except ValueError as problem:
             notes.append(f"passed over: {problem}")
         else:
-            return folder, notes
+            return CompleteCheckpoint(folder=folder, record=record), notes
     if damaged := damaged_in(output_dir):
         names = ", ".join(str(folder) for folder in damaged)
         none_left = (
@@ -117,25 +118,20 @@ def choose(
 
     is_named = wish is not True and wish != "auto"
 
-    def look() -> tuple[str, CompleteRecord | None, list[str]]:
-        folder, found = (
+    def look() -> tuple[CompleteCheckpoint | None, list[str]]:
+        checkpoint, found = (
             (named_checkpoint(str(wish)), [])
             if is_named
             else newest_checkpoint(output_dir, has_to_be=wish is True, told=notes)
         )
-        if folder is None:
-            return "", None, found
-        record = read_complete(folder)
-        check_world_size(folder, record, world_size)
-        return str(folder), record, found
+        if checkpoint is not None:
+            check_world_size(checkpoint.folder, checkpoint.record, world_size)
+        return checkpoint, found
 
     while True:
-        name, record, found = job.by_rank_zero(look, tuple[str, CompleteRecord | None, list[str]])
+        checkpoint, found = job.by_rank_zero(look, tuple[CompleteCheckpoint | None, list[str]])
         notes += found
-        if record is None:
-            return None, notes
-        checkpoint = CompleteCheckpoint(folder=Path(name), record=record)
-        if checkpoint == known:
+        if checkpoint is None or checkpoint == known:
             return checkpoint, notes
         names = shares(checkpoint.record.files, world_size)[job.rank]
         problems = [text for text in _problems_of(job, checkpoint, names) if text]
@@ -146,11 +142,7 @@ def choose(
         problem = "; ".join(problems)
         if is_named:
             raise ValueError(f"{problem}. This checkpoint was asked for by name: name another one, or 'auto'")
-        notes.append(job.by_rank_zero(_laying_aside(checkpoint.folder, problem), str))
-
-
-def _laying_aside(folder: Path, problem: str) -> Callable[[], str]:
-    return lambda: lay_aside(folder, problem)
+        notes.append(job.by_rank_zero(partial(lay_aside, checkpoint.folder, problem), str))
 
 
 def _problems_of(job: JobGroup, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
@@ -163,23 +155,22 @@ def _problems_of(job: JobGroup, checkpoint: CompleteCheckpoint, names: list[str]
         begun = time.monotonic()
         while left and time.monotonic() - begun < MEET_S:
             name = left.pop()
-            mine = mine or _problem_of(checkpoint, [name])
+            mine = mine or _problem_of(checkpoint, name)
     return job.texts(mine)
 
 
-def _problem_of(checkpoint: CompleteCheckpoint, names: list[str]) -> str:
-    """What is wrong with some files; empty if nothing is."""
-    folder = checkpoint.folder
+def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:
+    """What is wrong with a file; empty if nothing is."""
     try:
-        verify(folder, checkpoint.record, names)
+        verify(checkpoint.folder, checkpoint.record, [name])
     except Damaged as problem:
         return str(problem)
-    for name in names:
-        if _LOADED.search(name):
-            try:
-                check_pickle(folder / name)
-            except ValueError as problem:
-                return f"{_REFUSED}{problem}"
-            except (OSError, RuntimeError, EOFError) as problem:
-                return f"{folder / name} cannot be loaded: {problem}"
+    if not _LOADED.search(name):
+        return ""
+    try:
+        check_pickle(checkpoint.folder / name)
+    except ValueError as problem:
+        return f"{_REFUSED}{problem}"
+    except (OSError, RuntimeError, EOFError) as problem:
+        return f"{checkpoint.folder / name} cannot be loaded: {problem}"
     return ""

@@ -16,7 +16,6 @@ from grpo.run.checkpoints import (
     PARTIAL_FILE,
     checkpoints,
     read_complete,
-    read_resumable,
     step_of,
 )
 from grpo.run.durable import sync_folder
@@ -47,17 +46,14 @@ def to_rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> list[P
     complete, resumable, partial = [], [], []
     for folder in checkpoints(output_dir):
         try:
-            read_complete(folder)
+            record = read_complete(folder)
         except ValueError:
             if is_partial(folder):
                 partial.append(folder)
             continue
         complete.append(folder)
-        try:
-            read_resumable(folder)
-        except ValueError:
-            continue
-        resumable.append(folder)
+        if record.resumable:
+            resumable.append(folder)
     if not complete:
         return []
     protected = keep | set(resumable[:LEAST_KEPT])

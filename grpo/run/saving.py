@@ -177,7 +177,7 @@ class SavingTrainer(TRLTrainer):
         """Look whether there is room, and say that the checkpoint is not complete. On rank 0."""
         run_dir = folder.parent
         run_dir.mkdir(parents=True, exist_ok=True)
-        newest, _ = newest_complete(run_dir)
+        newest = newest_complete(run_dir)
         size = sum(read_complete(newest).files.values()) if newest else self._bytes_of_state
         if folder.exists():
             size -= size_of(folder)  # is written over
@@ -225,8 +225,7 @@ class SavingTrainer(TRLTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+        assert checkpoint is not None, "transformers has looked (5.17)"
         path = Path(checkpoint) / f"rollout_state_{self.args.process_index}.pt"
         state = torch.load(path, map_location="cpu", weights_only=True)
         # `grpo reshape` counts generation batches: other ranks need another number of micro-batches for each.
@@ -283,7 +282,7 @@ def telling_of_a_full_disk(folder: Path, rank: int, world_size: int) -> Iterator
             if writer_of(name, world_size) == rank:
                 with contextlib.suppress(OSError):
                     os.unlink(folder / name)
-        newest, _ = newest_complete(folder.parent)
+        newest = newest_complete(folder.parent)
         raise OSError(
             errno.ENOSPC,
             f"no space left in {folder.parent} while rank {rank} wrote {folder.name}: {full.free / 1e9:.2f} GB of "

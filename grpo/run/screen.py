@@ -12,6 +12,7 @@ from rich.console import Console
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from grpo.job.topology import NodeTopology
+from grpo.run.folder import METRICS_FILE
 
 _bar_console: Console | None = None
 
@@ -62,9 +63,7 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
     ]
 
 
-def what_came_of_it(
-    log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, metrics_file: str, first_step: int = 0
-) -> list[str]:
+def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, first_step: int) -> list[str]:
     """Steps, seconds, the reward at both ends; and where everything is.
 
     Args:
@@ -80,7 +79,7 @@ def what_came_of_it(
         lines.append(f"done: {done} in {totals['train_runtime']:.0f} s{reward}")
     logs = output_dir / "logs"
     engines = f", the engines' logs in {logs}" if logs.exists() else ""
-    lines.append(f"every step's metrics are in {output_dir / metrics_file}{engines}")
+    lines.append(f"every step's metrics are in {output_dir / METRICS_FILE}{engines}")
     return lines
 
 

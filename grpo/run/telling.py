@@ -3,17 +3,18 @@
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from grpo.job.failure import FailureRecord, JobFailed
+from grpo.job.failure import JobFailed
 from grpo.job.launch import read_launch
 from grpo.job.mistakes import is_before_first_step, is_mistake, users_frame
+from grpo.run.durable import write_atomically
 from grpo.run.folder import record_mistake
 
 MAX_LINES = 6
@@ -25,12 +26,12 @@ RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its ow
 _IS_MISTAKE = "_grpo_is_mistake"  # on an error that is told already
 
 
+@dataclass(slots=True)
 class Teller:
     """What `telling_mistakes` knows of the job so far."""
 
-    def __init__(self, output_dir: Path | None) -> None:
-        self.output_dir = output_dir
-        """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
+    output_dir: Path | None
+    """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
 
 
 @contextlib.contextmanager
@@ -55,23 +56,17 @@ def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]
 
 def message_of(error: BaseException) -> str:
     """A mistake in at most `MAX_LINES` lines: value and fix, and where in the user's own code it was raised."""
-    record = _record_of(error)
-    if record is not None:
-        place = f" (rank {record.rank} on {record.host})" if record.rank else ""
-        return _cut(record.cause.removeprefix("ValueError: ") + place, MAX_LINES)
+    if isinstance(error, JobFailed):
+        own, record = error.__cause__, error.record
+        if own is None or f"{type(own).__name__}: {own}" != record.cause:
+            place = f" (rank {record.rank} on {record.host})" if record.rank else ""
+            return _cut(record.cause.removeprefix("ValueError: ") + place, MAX_LINES)
+        return message_of(own)  # which says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
     text = str(error) if type(error) is ValueError and str(error) else f"{type(error).__name__}: {error}"
     where = users_frame(error)
     return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
-
-
-def _record_of(error: BaseException) -> FailureRecord | None:
-    """The record that `error` carries, unless its cause says the same of this rank."""
-    if not isinstance(error, JobFailed):
-        return None
-    own = error.__cause__
-    return None if own is not None and f"{type(own).__name__}: {own}" == error.record.cause else error.record
 
 
 def _cut(text: str, lines: int) -> str:
@@ -83,30 +78,27 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
         return
     if not getattr(error, _IS_MISTAKE):
-        _write_error_file(error, f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
+        _write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
         return
-    own = error.__cause__ if isinstance(error, JobFailed) and _record_of(error) is None else error
-    message = message_of(own or error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
+    message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
     callstack = traceback.format_exc() if _shows_tracebacks() else message
-    rank, local_rank = _place(os.environ)
+    rank, local_rank = _place()
     if rank == 0:
         if not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
             print(f"[grpo] {message}", file=sys.stderr, flush=True)
         if output_dir is not None:
             record_mistake(output_dir, os.environ, error)
-        _write_error_file(error, message, callstack, is_mistake=True)
-    else:
-        _write_error_file(error, message, callstack, is_mistake=True)
-        _await_rank_zero(local_rank)
+    _write_error_file(message, callstack, is_mistake=True)
+    _await_rank_zero(local_rank)
 
 
 def _shows_tracebacks() -> bool:
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
-def _place(env: Mapping[str, str]) -> tuple[int, int]:
+def _place() -> tuple[int, int]:
     try:
-        launch = read_launch(env)
+        launch = read_launch(os.environ)
     except ValueError:  # which may be the mistake
         return 0, 0
     return launch.rank, launch.local_rank
@@ -117,16 +109,14 @@ def _error_file() -> Path | None:
     return Path(file) if file else None
 
 
-def _write_error_file(error: BaseException, message: str, callstack: str, *, is_mistake: bool) -> None:
+def _write_error_file(message: str, callstack: str, *, is_mistake: bool) -> None:
     """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
     file = _error_file()
     if file is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), MISTAKE_MARK: str(is_mistake).lower()}
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{socket.gethostname()}")
     with contextlib.suppress(OSError):  # it must not hide the error
-        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-        draft.replace(file)
+        write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _await_rank_zero(local_rank: int) -> None:

@@ -1,5 +1,6 @@
 """What a node's GPUs do, as the driver's library tells it (NVML). Opens no CUDA context."""
 
+import importlib
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -101,14 +102,10 @@ class Gpus:
             self._say(what)
 
 
-def find_gpus(names: Sequence[str], load: Callable[[], types.ModuleType], say: Callable[[str], None]) -> Gpus | None:
-    """`Gpus`; None where there is no NVML, which `say` hears.
-
-    Args:
-        load: imports `pynvml`.
-    """
+def find_gpus(names: Sequence[str], say: Callable[[str], None]) -> Gpus | None:
+    """`Gpus`; None where there is no NVML, which `say` hears."""
     try:
-        nvml: Any = load()
+        nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
         say(f"no figures of GPUs: {error}; pip install nvidia-ml-py")
         return None

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,11 @@ class Phases:
 
     Args:
         on_gpu: whether this rank trains on one.
-        make_event: makes an event that can be timed.
     """
 
-    def __init__(
-        self,
-        timeline: Recorder,
-        *,
-        on_gpu: bool,
-        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
-    ) -> None:
+    def __init__(self, timeline: Recorder, *, on_gpu: bool) -> None:
         self._timeline = timeline
         self._on_gpu = on_gpu and timeline.is_on
-        self._make_event = make_event
         self._pending: deque[_Measured] = deque(maxlen=_MAX_PENDING)
         self._queued = 0
         self._anchor: _Anchor | None = None
@@ -76,7 +68,7 @@ class Phases:
             with self._timeline.span(phase):
                 yield
             return
-        begin, end, step = self._make_event(), self._make_event(), self._timeline.step
+        begin, end, step = _timed_event(), _timed_event(), self._timeline.step
         begin.record()
         try:
             yield
@@ -97,7 +89,7 @@ class Phases:
             self._timeline.add(measured.phase, begin, end, step=measured.step, on_gpu=True)
         if time.monotonic() - self._anchored_at > ANCHOR_EVERY_S:
             self._anchored_at = time.monotonic()
-            event = self._make_event()
+            event = _timed_event()
             event.record()
             threading.Thread(target=self._await, args=[event, self._queued], name="grpo-anchor", daemon=True).start()
 
@@ -106,3 +98,7 @@ class Phases:
             while not event.query():
                 time.sleep(_POLL_S)
             self._anchor = _Anchor(event=event, order=order, seen_s=time.monotonic())
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

@@ -26,15 +26,15 @@ class Recorder:
     On ranks that keep no timeline, and before there is one, it has no path, and drops what it is told.
 
     Args:
-        path: is appended to, and made if need be.
+        path: is appended to, and made if need be; beyond `MAX_BYTES` every second step and sample of usage of its older
+            half goes.
         attempt: the first line of this attempt; its clock offset is taken out of every time.
-        max_bytes: of the file; beyond, every second step and sample of usage of the older half goes.
     """
 
-    def __init__(self, path: Path | None = None, attempt: Attempt | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path | None = None, attempt: Attempt | None = None) -> None:
         self.step = 0
         """Optimizer steps that are done; whoever trains keeps it true."""
-        self._path, self._attempt, self._max_bytes = path, attempt, max_bytes
+        self._attempt = attempt
         offset_s = 0.0 if attempt is None else attempt.clock_offset_s
         self._zero = time.time() - time.monotonic() - offset_s
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
         if path is not None and attempt is not None:
             self._lines.put(attempt)
-            self._thread = threading.Thread(target=self._write, name="grpo-timeline", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=[path], name="grpo-timeline", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # of a script that closes no trainer
 
@@ -116,10 +116,9 @@ class Recorder:
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write(self, path: Path) -> None:
         try:
-            assert self._path is not None
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             is_open = True
             while is_open:
                 lines = [self._lines.get()]  # sleeps while there is nothing
@@ -128,20 +127,20 @@ class Recorder:
                 while not self._lines.empty():
                     lines.append(self._lines.get())
                 is_open = None not in lines
-                self._append("".join(f"{to_line(line)}\n" for line in lines if line is not None))
+                _append(path, "".join(f"{to_line(line)}\n" for line in lines if line is not None))
         except Exception as error:  # noqa: BLE001  thread boundary: told, and the job goes on without
-            print(f"[grpo] {self._path} is not written any more: {error}", file=sys.stderr, flush=True)
+            print(f"[grpo] {path} is not written any more: {error}", file=sys.stderr, flush=True)
             self._thread = None
 
-    def _append(self, text: str) -> None:
-        assert self._path is not None
-        # In one piece, behind whatever a killed writer has cut off: who reads meanwhile sees whole lines.
-        with self._path.open("ab") as file:
-            cut_off = file.tell() and _last_byte(self._path) != b"\n"
-            file.write(b"\n" * bool(cut_off) + text.encode())
-            size = file.tell()
-        if size > self._max_bytes:
-            thin_out(self._path)
+
+def _append(path: Path, text: str) -> None:
+    # In one piece, behind whatever a killed writer has cut off: who reads meanwhile sees whole lines.
+    with path.open("ab") as file:
+        cut_off = file.tell() and _last_byte(path) != b"\n"
+        file.write(b"\n" * bool(cut_off) + text.encode())
+        size = file.tell()
+    if size > MAX_BYTES:
+        thin_out(path)
 
 
 def _last_byte(path: Path) -> bytes:

@@ -5,10 +5,12 @@ older half is thinned out, and an `Attempt` line is never lost.
 """
 
 import json
-from collections.abc import Iterator
+import re
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
+
+from grpo.job.wire import from_json
 
 TIMELINE_FOLDER = "timeline"
 
@@ -32,8 +34,22 @@ def timeline_path(output_dir: Path, node: int) -> Path:
     return output_dir / TIMELINE_FOLDER / f"node{node}.jsonl"
 
 
+def timeline_files(output_dir: Path) -> dict[int, Path]:
+    """What `timeline_path` has named, of every node that has left one, in their order."""
+    paths = (output_dir / TIMELINE_FOLDER).glob("node*.jsonl")
+    numbered = ((re.fullmatch(r"node(\d+)\.jsonl", path.name), path) for path in paths)
+    return dict(sorted((int(found[1]), path) for found, path in numbered if found))
+
+
+class _Record:
+    """A line: one whose fields are of other types than they are here is none."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "allow_inf_nan": False}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(_Record):
     """A node begins an attempt."""
 
     kind: ClassVar[str] = "attempt"
@@ -52,7 +68,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(_Record):
     """Something that took time."""
 
     kind: ClassVar[str] = "span"
@@ -76,7 +92,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(_Record):
     """What a node's devices were doing, as a sampling thread saw it."""
 
     kind: ClassVar[str] = "usage"
@@ -95,8 +111,7 @@ class Usage:
     power_w: float | None = None
 
 
-Line = Union[Attempt, Span, Usage]  # noqa: UP007  a name that isinstance takes and mypy reads
-_KINDS: dict[str, type[Any]] = {each.kind: each for each in (Attempt, Span, Usage)}
+Line = Attempt | Span | Usage
 
 
 def to_line(record: Line) -> str:
@@ -107,10 +122,13 @@ def to_line(record: Line) -> str:
 
 
 def from_line(line: str) -> Line:
-    """Raises ValueError, KeyError, TypeError: not a line of a timeline. Fields of later versions are left out."""
+    """Raises ValueError, RecursionError: not a line of a timeline. Fields of later versions are left out."""
     content = json.loads(line)
-    kind = _KINDS[content.pop("kind")]
-    return kind(**{each.name: content[each.name] for each in fields(kind) if each.name in content})
+    named = content.get("kind") if isinstance(content, dict) else None
+    for kind in (Attempt, Span, Usage):
+        if kind.kind == named:
+            return from_json(line, kind)
+    raise ValueError(f"no line of a timeline: its kind is {named}")
 
 
 @dataclass(slots=True)
@@ -127,34 +145,22 @@ class Timeline:
 
 def read_timelines(output_dir: Path) -> list[Timeline]:
     """Of all nodes that have left one, in their order; files that cannot be opened count as one unreadable line."""
-    paths = (output_dir / TIMELINE_FOLDER).glob("node*.jsonl")
-    numbers = [(int(path.stem[4:]), path) for path in paths if path.stem[4:].isdigit()]
-    return [_read(node, path) for node, path in sorted(numbers)]
+    return [_read(node, path) for node, path in timeline_files(output_dir).items()]
 
 
 def _read(node: int, path: Path) -> Timeline:
     found = Timeline(node)
-    for record in _records(path):
-        match record:
-            case Attempt():
-                found.attempts.append(record)
-            case Span():
-                found.spans.append(record)
-            case Usage():
-                found.usages.append(record)
-            case None:
-                found.unreadable += 1
-    return found
-
-
-def _records(path: Path) -> Iterator[Line | None]:
+    records: dict[type, list] = {Attempt: found.attempts, Span: found.spans, Usage: found.usages}
     try:
         text = path.read_text(errors="replace")
     except OSError:
-        yield None
-        return
+        found.unreadable = 1
+        return found
     for line in text.splitlines():
         try:
-            yield from_line(line)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield None
+            record = from_line(line)
+        except (ValueError, RecursionError):
+            found.unreadable += 1
+        else:
+            records[type(record)].append(record)
+    return found

@@ -4,12 +4,11 @@ It cannot disturb training: it opens no CUDA context, waits for nobody, and says
 sample of 8 GPUs and the node costs 0.2 ms of Python (`python -m tests.nvml_stand_in`; NVML's own time comes on top).
 """
 
-import importlib
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import psutil
 
@@ -17,7 +16,6 @@ from grpo.timeline.nvml import Gpus, find_gpus
 from grpo.timeline.processes import Processes
 from grpo.timeline.records import Usage
 
-INTERVAL_S = 5.0
 CLOSE_S = 2.0  # for a sample that is under way
 NODE = "node"
 
@@ -35,7 +33,6 @@ class UsageSampler:
         own_device: the one of `devices` on which this process trains, of which torch's allocator is asked too.
         clock: Unix seconds on node 0's clock.
         say: hears of what fails, once.
-        load_nvml: imports `pynvml`.
     """
 
     def __init__(
@@ -45,11 +42,10 @@ class UsageSampler:
         devices: Sequence[str],
         processes: Callable[[], Mapping[str, int]],
         put: Callable[[Usage], None],
-        interval_s: float = INTERVAL_S,
+        interval_s: float,
         own_device: str | None = None,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] = lambda line: None,
-        load_nvml: Callable[[], types.ModuleType] = lambda: importlib.import_module("pynvml"),
     ) -> None:
         self._attempt = attempt
         self._devices = tuple(devices)
@@ -59,7 +55,6 @@ class UsageSampler:
         self._own_device = own_device
         self._clock = clock
         self._say = say
-        self._load_nvml = load_nvml
         self._gpus: Gpus | None = None
         self._trees = Processes()
         self._is_first = True
@@ -70,13 +65,11 @@ class UsageSampler:
             self._thread = threading.Thread(target=self._run, name="grpo-usage", daemon=True)
             self._thread.start()
 
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """End the thread; False where it hangs (in the driver, say), and is left behind. Safe to call twice."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the thread; one that hangs (in the driver, say) is left behind. Safe to call twice."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
 
     def _run(self) -> None:
         while True:
@@ -95,7 +88,7 @@ class UsageSampler:
         now = self._clock()
         yield self._node(now)
         if self._devices and self._is_first:
-            self._gpus = find_gpus(self._devices, self._load_nvml, self._say)
+            self._gpus = find_gpus(self._devices, self._say)
         self._is_first = False
         figures = self._gpus.read() if self._gpus else {}
         for name, gpu in figures.items():
@@ -105,17 +98,14 @@ class UsageSampler:
                 attempt=self._attempt,
                 time=now,
                 device=name,
-                busy=gpu.busy,
-                memory_bytes=gpu.memory_bytes,
-                memory_total_bytes=gpu.memory_total_bytes,
-                power_w=gpu.power_w,
+                **asdict(gpu),
                 allocated_bytes=allocated,
                 reserved_bytes=reserved,
             )
         if figures:
             return
         for name, tree in self._trees.read(self._processes()).items():
-            yield Usage(attempt=self._attempt, time=now, device=name, busy=tree.busy, memory_bytes=tree.memory_bytes)
+            yield Usage(attempt=self._attempt, time=now, device=name, **asdict(tree))
 
     def _node(self, now: float) -> Usage:
         memory = psutil.virtual_memory()

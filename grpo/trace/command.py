@@ -2,11 +2,11 @@
 
 import argparse
 import gzip
+import io
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Protocol
 
 from grpo.timeline.records import TIMELINE_FOLDER, Timeline, read_timelines
 from grpo.trace.events import Trace, trace_of
@@ -101,11 +101,7 @@ def write_trace(trace: Trace, out: Path) -> int:
     return out.stat().st_size
 
 
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-
-
-def _write_events(trace: Trace, file: _Sink) -> None:
+def _write_events(trace: Trace, file: io.BufferedIOBase) -> None:
     """One event a line: a trace of a long run is looked at with other tools, too."""
     said = {"displayTimeUnit": "ms", "otherData": {"began_unix_s": trace.began}}
     head = json.dumps(said)[:-1] + ', "traceEvents": [\n'

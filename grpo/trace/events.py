@@ -5,8 +5,7 @@ inside each other or apart, else the later one is dropped; each argument of a co
 Processes are nodes, threads are lanes. Times are whole microseconds since the run began.
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ THREADS_PER_NODE = 1000  # numbers that no two nodes share: Perfetto knows a thr
 GIB = 2**30
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """What goes into the file, and what could not."""
 
@@ -28,58 +27,26 @@ class Trace:
     began: float = 0.0
     """Unix seconds at which the events' times begin."""
     unreadable: int = 0
-    """Lines and records that are none."""
+    """Lines that are none."""
     num_spans: int = 0
     num_nodes: int = 0
 
 
-def trace_of(timelines: Iterable[Timeline]) -> Trace:
+def trace_of(timelines: Sequence[Timeline]) -> Trace:
     """The events of all nodes. Without any record that can be read `num_nodes` is 0."""
-    trace, usable = Trace(), []
-    for timeline in timelines:
-        kept = _usable(timeline)
-        before = len(timeline.attempts) + len(timeline.spans) + len(timeline.usages)
-        trace.unreadable += timeline.unreadable + before - len(kept.attempts) - len(kept.spans) - len(kept.usages)
-        if kept.attempts or kept.spans or kept.usages:
-            usable.append(kept)
-            trace.num_spans += len(kept.spans)
+    unreadable = sum(each.unreadable for each in timelines)
+    usable = [each for each in timelines if each.attempts or each.spans or each.usages]
     if not usable:
-        return trace
-    trace.num_nodes = len(usable)
-    trace.began = min(time for each in usable for time in _times(each))
-    events = [event for timeline in usable for event in _node_events(timeline, trace.began)]
-    trace.events = sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
-    return trace
-
-
-def _usable(timeline: Timeline) -> Timeline:
-    """Without records whose fields are not what they should be, as a damaged line may have them."""
-    return Timeline(
-        timeline.node,
-        attempts=[each for each in timeline.attempts if _is_attempt(each)],
-        spans=[each for each in timeline.spans if _is_span(each)],
-        usages=[each for each in timeline.usages if _is_number(each.time) and _is_number(each.attempt)],
+        return Trace(unreadable=unreadable)
+    began = min(time for each in usable for time in _times(each))
+    events = [event for timeline in usable for event in _node_events(timeline, began)]
+    return Trace(
+        events=sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0))),
+        began=began,
+        unreadable=unreadable,
+        num_spans=sum(len(each.spans) for each in usable),
+        num_nodes=len(usable),
     )
-
-
-def _is_attempt(record: Attempt) -> bool:
-    lists = (record.ranks, record.rank_devices, record.engine_devices)
-    return (
-        all(map(_is_number, (record.time, record.attempt, record.clock_offset_s)))
-        and all(isinstance(each, list) for each in lists)
-        and all(isinstance(each, list) for each in record.engine_devices)
-    )
-
-
-def _is_span(record: Span) -> bool:
-    counts = (record.tokens, record.requests, record.policy_version, record.bytes)
-    return all(map(_is_number, (record.begin, record.end, record.step, record.attempt))) and all(
-        each is None or _is_number(each) for each in counts
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _times(timeline: Timeline) -> Iterator[float]:
@@ -123,7 +90,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
 def _lane_events(spans: list[Span], pid: int, began: float) -> Iterator[Event]:
     by_lane: dict[str, list[Event]] = {}
     for span in spans:
-        by_lane.setdefault(str(span.lane), []).append(_complete(span, began))
+        by_lane.setdefault(span.lane, []).append(_complete(span, began))
     tid = pid * THREADS_PER_NODE
     for lane in sorted(by_lane, key=_lane_order):
         for number, events in enumerate(_threads(by_lane[lane])):
@@ -150,8 +117,8 @@ def _complete(span: Span, began: float) -> Event:
         args["measured"] = "on the GPU"
     return {
         "ph": "X",
-        "name": f"{span.phase}: {span.name}" if span.name else str(span.phase),
-        "cat": str(span.phase),
+        "name": f"{span.phase}: {span.name}" if span.name else span.phase,
+        "cat": span.phase,
         "ts": begin,
         "dur": max(0, end - begin),  # two clocks may be a little apart
         "args": args,
@@ -196,7 +163,7 @@ def _work_counters(spans: list[Span], pid: int, began: float) -> Iterator[Event]
         changes: dict[str, dict[int, float]] = {}
         for span, value in values:
             if value is not None:
-                at = changes.setdefault(str(span.lane), {})
+                at = changes.setdefault(span.lane, {})
                 begin, end = _microseconds(span.begin, began), _microseconds(span.end, began)
                 at[begin] = at.get(begin, 0) + value
                 at[max(begin, end)] = at.get(max(begin, end), 0) - value
@@ -211,7 +178,7 @@ def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int, bega
     gpus = {name for each in attempts for names in (each.rank_devices, *each.engine_devices) for name in names}
     by_device: dict[tuple[str, int], list[Usage]] = {}
     for usage in usages:
-        series = f"GPU {usage.device}" if usage.device in gpus else str(usage.device)
+        series = f"GPU {usage.device}" if usage.device in gpus else usage.device
         by_device.setdefault((series, usage.attempt), []).append(usage)
     for (series, _), samples in by_device.items():
         samples.sort(key=lambda each: each.time)
@@ -224,9 +191,9 @@ def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int, bega
                 ("memory: torch has reserved GiB", usage.reserved_bytes, GIB),
                 ("power W", usage.power_w, 1),
             ):
-                if value is not None and _is_number(value):
+                if value is not None:
                     yield _counter(name, pid, ts, series, round(value / unit, 3))
-            if usage.busy is not None and _is_number(usage.busy):
+            if usage.busy is not None:
                 # A share of the time before, while a counter holds from its time on; so the attempt's last one is 0.
                 yield _counter("busy %", pid, _microseconds(since, began), series, round(100 * usage.busy, 1))
                 since = usage.time

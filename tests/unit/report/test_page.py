@@ -163,8 +163,9 @@ def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
     (folder / "logs" / "engine-node1-0.attempt-0.log").write_text("\n".join(lines))
     (folder / "logs" / "engine-node0-0.attempt-0.log").write_text("another node's")
     (failure,) = failures_of(read_run(folder))
-    assert failure.record is not None
-    assert (failure.record.node, failure.record.phase, failure.went_on) == (1, "push", True)
+    record = failure.attempt.failure
+    assert record is not None
+    assert (record.node, record.phase, failure.went_on) == (1, "push", True)
     assert [tail.name for tail in failure.tails] == ["logs/engine-node1-0.attempt-0.log"]
     assert failure.tails[0].lines.splitlines()[-1] == "line 4999"
     assert len(failure.tails[0].lines.splitlines()) == 40

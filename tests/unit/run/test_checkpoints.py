@@ -80,7 +80,10 @@ def test_every_file_is_missed(name: str, tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     (folder / name).unlink()
-    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-3", [f"{folder} lacks {name}"])
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
+    with pytest.raises(Damaged) as told:
+        read_complete(folder)
+    assert str(told.value) == f"{folder} lacks {name}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -88,9 +91,10 @@ def test_every_truncation_is_seen(name: str, tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     (folder / name).write_bytes(b"012345678")
-    newest, (problem,) = newest_complete(tmp_path)
-    assert newest == tmp_path / "checkpoint-3"
-    assert problem == f"{folder / name} has 9 bytes, not the 10 that were written"
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
+    with pytest.raises(Damaged) as told:
+        read_complete(folder)
+    assert str(told.value) == f"{folder / name} has 9 bytes, not the 10 that were written"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -185,10 +189,10 @@ def test_without_a_record_it_is_not_complete(spoil: Callable[[Path], None], word
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     spoil(folder)
-    newest, (problem,) = newest_complete(tmp_path)
-    assert newest == tmp_path / "checkpoint-3"
-    assert words in problem
-    assert str(folder) in problem
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
+    with pytest.raises(ValueError, match=words) as told:
+        read_complete(folder)
+    assert str(folder) in str(told.value)
 
 
 def test_one_process_declares_what_it_has_written(tmp_path: Path) -> None:
@@ -247,5 +251,5 @@ def test_what_is_there_beside_them_is_no_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, 3)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-9-ranks").mkdir()
-    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-3", [])
+    assert checkpoints.checkpoints(tmp_path) == [newest_complete(tmp_path)] == [tmp_path / "checkpoint-3"]
     assert names(tmp_path) == {"checkpoint-3", "checkpoint-best", "checkpoint-9-ranks"}

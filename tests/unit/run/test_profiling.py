@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from transformers import TrainerControl, TrainerState
 
-from grpo.run.profiling import ProfileSteps, merged, shares, without
+from grpo.run.profiling import ProfileSteps, covered, shares
 
 
 def event(name: str, begin: float, end: float, device: Any = DeviceType.CPU) -> SimpleNamespace:
@@ -19,11 +19,9 @@ def event(name: str, begin: float, end: float, device: Any = DeviceType.CPU) -> 
     return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation=False)
 
 
-def test_intervals() -> None:
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert without([(0, 10)], [(1, 2), (4, 6), (9, 12)]) == [(0, 1), (2, 4), (6, 9)]
-    assert without([(0, 1), (2, 3)], []) == [(0, 1), (2, 3)]
-    assert without([(0, 4), (5, 9)], [(3, 6)]) == [(0, 3), (6, 9)]
+def test_times_that_overlap_count_once() -> None:
+    assert covered(event("x", *times) for times in [(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == 5
+    assert covered([]) == 0
 
 
 def test_kernels_count_where_there_is_a_gpu() -> None:

@@ -91,7 +91,7 @@ def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list
     def logging(*args: Any, **kwargs: Any) -> None:
         log(*args, **kwargs)
         weights = trainer.reward_weights.tolist()
-        rows.extend(sampled_rows(trainer._logs, facts, num_prompts=1, reward_weights=weights, mode="train"))
+        rows.extend(sampled_rows(trainer._logs, facts, num_prompts=1, reward_weights=weights))
 
     trainer._generate_and_score_completions, trainer.log = scoring, logging  # type: ignore[method-assign]
     trainer.train()

@@ -75,13 +75,13 @@ def test_what_a_crash_in_a_save_leaves_goes_at_the_next_start(tmp_path: Path) ->
     make(tmp_path, 9)
     (tmp_path / "checkpoint-9" / ".partial").touch()  # the end came between its last two acts
     assert delete_partial(tmp_path) == []
-    assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-9"
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-9"
 
 
 def test_one_that_is_written_over_is_not_complete(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     begin_partial(folder)
-    assert newest_complete(tmp_path)[0] is None
+    assert newest_complete(tmp_path) is None
     assert not list(folder.glob("files-*.json"))  # else the old ranks' word would count for the new files
     assert delete_partial(tmp_path) == [folder]
 
@@ -97,7 +97,7 @@ def test_another_branch_is_set_aside(tmp_path: Path) -> None:
     for step in (10, 11):
         make(tmp_path, step)
     rotate(tmp_path, limit=1, keep={tmp_path / "checkpoint-11"})
-    assert newest_complete(tmp_path) == (tmp_path / "checkpoint-11", [])
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-11"
     assert set_aside(tmp_path, after_step=11, attempt=1) == []
 
 

@@ -46,7 +46,7 @@ def test_a_disk_that_fills_up_is_named_and_gets_room_again(error: Exception, ran
     assert not is_mistake(told.value, before_first_step=True)
     assert (nine / PARTITION).exists() is (rank == 0)  # each rank removes its own: the record needs some bytes
     assert (nine / "model.safetensors").exists() is (rank == 1)
-    assert newest_complete(tmp_path)[0] == six
+    assert newest_complete(tmp_path) == six
 
 
 def test_another_ranks_full_disk_is_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,19 +49,19 @@ def test_what_came_of_it(tmp_path: Path) -> None:
     logs = [{"step": 10, "reward": 0.25}, {"step": 20, "reward": 0.5}, totals]
     (tmp_path / "logs").mkdir()
     where = f"every step's metrics are in {tmp_path}/metrics.jsonl, the engines' logs in {tmp_path}/logs"
-    assert what_came_of_it(logs, tmp_path, metrics_file="metrics.jsonl") == [
+    assert what_came_of_it(logs, tmp_path, first_step=0) == [
         "done: 20 steps in 61 s, reward 0.250 at first, 0.500 at last",
         where,
     ]
-    assert what_came_of_it([totals], tmp_path, metrics_file="metrics.jsonl") == ["done: 20 steps in 61 s", where]
-    assert what_came_of_it([], tmp_path, metrics_file="metrics.jsonl") == [where]
+    assert what_came_of_it([totals], tmp_path, first_step=0) == ["done: 20 steps in 61 s", where]
+    assert what_came_of_it([], tmp_path, first_step=0) == [where]
     unrewarded = [{"step": 5, "reward": None}, *logs[:2], {"step": 20, "reward": None}, totals]  # as TRL logs it
-    assert what_came_of_it(unrewarded, tmp_path, metrics_file="metrics.jsonl", first_step=15) == [
+    assert what_came_of_it(unrewarded, tmp_path, first_step=15) == [
         "done: 20 steps, the last 5 of them in 61 s, reward 0.250 at first, 0.500 at last",
         where,
     ]
     (tmp_path / "logs").rmdir()
-    assert what_came_of_it([], tmp_path, metrics_file="m.jsonl") == [f"every step's metrics are in {tmp_path}/m.jsonl"]
+    assert what_came_of_it([], tmp_path, first_step=0) == [where.partition(",")[0]]
 
 
 SPEAKS = """

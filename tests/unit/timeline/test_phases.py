@@ -3,6 +3,9 @@
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 from grpo.timeline.phases import Phases
 from grpo.timeline.recorder import Recorder
 from grpo.timeline.records import BACKWARD, FORWARD, Attempt, Span, read_timelines, timeline_path
@@ -49,9 +52,10 @@ def recorder(folder: Path) -> Recorder:
     return Recorder(timeline_path(folder, 0), Attempt(attempt=0, node=0, host="h", time=0.0, ranks=[0]))
 
 
-def test_spans_stand_where_the_gpu_was(tmp_path: Path) -> None:
+def test_spans_stand_where_the_gpu_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, timeline = Gpu(), recorder(tmp_path)
-    phases = Phases(timeline, on_gpu=True, make_event=lambda: Event(gpu))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu))
+    phases = Phases(timeline, on_gpu=True)
     with phases.measured(FORWARD):
         pass
     phases.settle()  # queues the anchor
@@ -81,9 +85,10 @@ def test_spans_stand_where_the_gpu_was(tmp_path: Path) -> None:
     assert abs(backward.end - (anchored + 4.25)) < 1e-3
 
 
-def test_on_cpus_the_calls_are_measured(tmp_path: Path) -> None:
+def test_on_cpus_the_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", pytest.fail)
     timeline = recorder(tmp_path)
-    phases = Phases(timeline, on_gpu=False, make_event=lambda: 1 / 0)
+    phases = Phases(timeline, on_gpu=False)
     with phases.measured(FORWARD):
         time.sleep(0.001)
     phases.settle()
@@ -91,8 +96,9 @@ def test_on_cpus_the_calls_are_measured(tmp_path: Path) -> None:
     assert [(span.phase, span.on_gpu) for span in spans(tmp_path)] == [(FORWARD, False)]
 
 
-def test_a_rank_without_a_timeline_makes_no_events() -> None:
-    phases = Phases(Recorder(), on_gpu=True, make_event=lambda: 1 / 0)
+def test_a_rank_without_a_timeline_makes_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", pytest.fail)
+    phases = Phases(Recorder(), on_gpu=True)
     with phases.measured(FORWARD):
         pass
     phases.settle()

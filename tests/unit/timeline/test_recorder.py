@@ -17,6 +17,7 @@ from grpo.timeline.records import (
     PUSH,
     SCORE,
     Attempt,
+    Line,
     Span,
     Usage,
     from_line,
@@ -29,7 +30,8 @@ PATIENCE_S = 60.0
 
 
 def attempt(number: int = 0, **more: object) -> Attempt:
-    return Attempt(attempt=number, node=1, host="h1", time=5.0, ranks=[4, 5], **more)  # type: ignore[arg-type]
+    fields = {"attempt": number, "node": 1, "host": "h1", "time": 5.0, "ranks": [4, 5]} | more
+    return Attempt(**fields)  # type: ignore[arg-type]
 
 
 def test_lines_come_back_as_they_were() -> None:
@@ -105,6 +107,23 @@ def test_lines_that_are_none(tmp_path: Path) -> None:
     assert read_timelines(tmp_path / "nothing") == []
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        attempt(ranks=7),
+        attempt(engine_devices=["x"]),
+        Span(attempt=0, lane="rank 0", phase="b", begin=None, end=1, step=0),  # type: ignore[arg-type]
+        Span(attempt=0, lane="rank 0", phase="c", begin=0, end=float("nan"), step=0),
+        Span(attempt=0, lane="rank 0", phase="d", begin=0, end=1, step=0, tokens="many"),  # type: ignore[arg-type]
+        Span(attempt=0, lane="rank 0", phase="e", begin=0, end=1, step=True),
+        Usage(attempt=0, time=float("inf"), device="0"),
+    ],
+)
+def test_a_line_with_fields_of_other_kinds_is_none(record: Line) -> None:
+    with pytest.raises(ValueError, match=r"no (Attempt|Span|Usage) of this version"):
+        from_line(to_line(record))
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -176,7 +195,8 @@ def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
 def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     path = timeline_path(tmp_path, 1)
-    timeline = Recorder(path, attempt(), max_bytes=20_000)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 20_000)
+    timeline = Recorder(path, attempt())
     for number in range(2_000):
         timeline.add(PUSH, float(number), number + 1.0, bytes=number)
         if number % 100 == 0:

@@ -29,14 +29,21 @@ def node(**changes: Any) -> StandIn:
     )
 
 
+@pytest.fixture(autouse=True)
+def own_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test puts there, the next one finds the real one."""
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+
+
 def sampler(
     devices: tuple[str, ...],
-    nvml: Callable[[], types.ModuleType],
+    nvml: types.ModuleType | None,
     say: Callable[[str], None] = pytest.fail,
     processes: Callable[[], Mapping[str, int]] = dict,
     own_device: str | None = None,
 ) -> UsageSampler:
-    """Without a thread: a test takes the samples."""
+    """Without a thread: a test takes the samples. With that module for `pynvml`; None: there is none."""
+    sys.modules["pynvml"] = nvml  # type: ignore[assignment]
     return UsageSampler(
         attempt=3,
         devices=devices,
@@ -46,7 +53,6 @@ def sampler(
         own_device=own_device,
         clock=lambda: 7.5,
         say=say,
-        load_nvml=nvml,
     )
 
 
@@ -65,7 +71,7 @@ def by_device(sampler: UsageSampler) -> dict[str, Usage]:
 )
 def test_a_gpus_name_leads_to_that_gpu(devices: tuple[str, ...], index: int) -> None:
     nvml = node()
-    told = by_device(sampler(devices, lambda: nvml))
+    told = by_device(sampler(devices, nvml))
     assert list(told) == ["node", *devices]
     assert told[devices[0]] == Usage(
         attempt=3,
@@ -86,7 +92,7 @@ def test_a_slice_of_a_gpu_has_no_utilisation() -> None:
         "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED,
     }
     nvml = node(slices=(MadeUpGpu(uuid="MIG-1-2-3", used=5, failing=unsupported),))
-    told = by_device(sampler(("MIG-1-2-3",), lambda: nvml))["MIG-1-2-3"]
+    told = by_device(sampler(("MIG-1-2-3",), nvml))["MIG-1-2-3"]
     assert (told.busy, told.memory_bytes, told.power_w) == (None, 5, None)
 
 
@@ -94,7 +100,7 @@ def test_what_is_wrong_with_a_gpu_is_said_once_and_leaves_the_others() -> None:
     said: list[str] = []
     nvml = node()
     lost = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")
-    both = sampler(("0", "1", "9", "GPU-nowhere"), lambda: nvml, said.append)
+    both = sampler(("0", "1", "9", "GPU-nowhere"), nvml, said.append)
     assert list(by_device(both)) == ["node", "0", "1"]
     assert said == [
         "NVML does not find GPU 9 (Invalid Argument): there are no figures of it",
@@ -112,35 +118,31 @@ def test_gpus_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = node()
     nvml.gpus[1].name = "NVIDIA A100"
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    by_device(sampler(("0", "2"), lambda: nvml, said.append))  # these are equal
-    by_device(sampler((GPUS[0], GPUS[1]), lambda: nvml, said.append))
+    by_device(sampler(("0", "2"), nvml, said.append))  # these are equal
+    by_device(sampler((GPUS[0], GPUS[1]), nvml, said.append))
     assert said == []
-    by_device(sampler(("0", "1"), lambda: nvml, said.append))
+    by_device(sampler(("0", "1"), nvml, said.append))
     assert [line.split(": ")[0] for line in said] == [
         "GPUs differ (NVIDIA A100, NVIDIA H100 80GB HBM3), so that CUDA and NVML may number them differently, and "
         "figures may be another GPU's"
     ]
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    by_device(sampler(("0", "1"), lambda: nvml, pytest.fail))
-
-
-def missing() -> types.ModuleType:
-    raise ModuleNotFoundError("No module named 'pynvml'")
+    by_device(sampler(("0", "1"), nvml, pytest.fail))
 
 
 @pytest.mark.parametrize(
-    ("load", "said"),
+    ("nvml", "said"),
     [
-        (missing, "no figures of GPUs: No module named 'pynvml'; pip install nvidia-ml-py"),
+        (None, "no figures of GPUs: import of pynvml halted; None in sys.modules; pip install nvidia-ml-py"),
         (
-            lambda: StandIn(init_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+            StandIn(init_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
             "no figures of GPUs: NVML does not work here (Driver Not Loaded)",
         ),
     ],
 )
-def test_without_nvml_processes_are_looked_at(load: Callable[[], types.ModuleType], said: str) -> None:
+def test_without_nvml_processes_are_looked_at(nvml: types.ModuleType | None, said: str) -> None:
     told: list[str] = []
-    usage = sampler(("0",), load, told.append, processes=lambda: {"rank 0": os.getpid()})
+    usage = sampler(("0",), nvml, told.append, processes=lambda: {"rank 0": os.getpid()})
     for _ in range(2):
         assert list(by_device(usage)) == ["node", "rank 0"]
     assert told == [said]
@@ -153,7 +155,7 @@ def test_the_real_library_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", load)
     told: list[str] = []
-    assert list(by_device(sampler(("0",), lambda: pynvml, told.append))) == ["node"]
+    assert list(by_device(sampler(("0",), pynvml, told.append))) == ["node"]
     assert told == ["no figures of GPUs: NVML does not work here (NVML Shared Library Not Found)"]
 
 
@@ -168,7 +170,7 @@ def test_torch_is_asked_for_its_own_gpu_once_it_has_one(monkeypatch: pytest.Monk
         pytest.fail("CUDA was opened")
 
     nvml = node()
-    own = sampler(("3", "1"), lambda: nvml, own_device="1")
+    own = sampler(("3", "1"), nvml, own_device="1")
     monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
     told = by_device(own)["1"]
@@ -259,8 +261,8 @@ def test_the_thread_gives_records_until_it_is_closed() -> None:
     assert all(record.busy is not None for record in seen[2:])
     assert seen[0].memory_total_bytes is not None
     assert seen[0].memory_total_bytes > (seen[0].memory_bytes or 0) > (seen[1].memory_bytes or 0) > 0
-    assert usage.close(60)
-    assert usage.close()
+    usage.close(60)
+    usage.close()
     assert usage._thread is not None
     assert not usage._thread.is_alive()
 
@@ -281,7 +283,7 @@ def test_a_failure_is_said_once_and_sampling_goes_on() -> None:
     fails = False
     for _ in range(3):
         records.get(timeout=60)
-    assert usage.close(60)
+    usage.close(60)
     assert said == ["WARNING: no figures of what devices use: OSError: [Errno 28] No space left on device"]
 
 
@@ -294,14 +296,16 @@ def test_a_thread_that_hangs_does_not_hold_the_end() -> None:
 
     usage = UsageSampler(attempt=0, devices=(), processes=dict, put=put, interval_s=0.01)
     assert hangs.wait(60)
-    assert not usage.close(0.01)
+    usage.close(0.01)
     assert usage._thread is not None
+    assert usage._thread.is_alive()
     assert usage._thread.daemon
     goes_on.set()
-    assert usage.close(60)
+    usage.close(60)
+    assert not usage._thread.is_alive()
 
 
 def test_no_interval_no_thread() -> None:
     usage = UsageSampler(attempt=0, devices=(), processes=dict, put=lambda record: None, interval_s=0)
     assert usage._thread is None
-    assert usage.close()
+    usage.close()

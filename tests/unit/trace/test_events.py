@@ -201,21 +201,7 @@ def test_usage_is_drawn_over_the_time_that_it_was_measured_in() -> None:
     assert counters(events, "power W", "GPU 0") == [(10 * s, 310.5)]
 
 
-def test_records_with_fields_of_other_kinds_are_counted_and_left_out() -> None:
-    nan = float("nan")
-    timeline = Timeline(
-        0,
-        attempts=[Attempt(attempt=0, node=0, host="a", time=0, ranks=7, engine_devices=["x"])],  # type: ignore[arg-type]
-        spans=[
-            span("rank 0", "a", 0, 1),
-            span("rank 0", "b", None, 1),  # type: ignore[arg-type]
-            span("rank 0", "c", 0, nan),
-            span("rank 0", "d", 0, 1, tokens="many"),
-        ],
-        usages=[Usage(attempt=0, time=nan, device="0"), Usage(attempt=0, time=0, device="0", busy=nan)],
-        unreadable=2,
-    )
-    trace = trace_of([timeline])
-    check_format(trace.events)
-    assert (trace.unreadable, trace.num_spans) == (2 + 5, 1)
+def test_what_cannot_be_read_is_counted() -> None:
+    trace = trace_of([Timeline(0, spans=[span("rank 0", "a", 0, 1)], unreadable=2), Timeline(1, unreadable=3)])
+    assert (trace.unreadable, trace.num_spans, trace.num_nodes) == (5, 1, 1)
     assert trace_of([Timeline(0, unreadable=3)]).num_nodes == 0
