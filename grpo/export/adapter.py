@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo.export.room import check_room
+from grpo.export.room import check_room, let_others_read
 from grpo.run.durable import appearing_whole
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -35,6 +35,7 @@ def copy_adapter(checkpoint: Path, out: Path, *, trust_remote_code: bool) -> tup
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy(checkpoint / name, partial / name)
         _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
+        let_others_read(partial)
     return num_bytes, dtypes
 
 
@@ -88,6 +89,7 @@ def merge_adapter(
     with appearing_whole(out) as partial:
         merged.save_pretrained(partial, max_shard_size=max_shard_size)
         _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
+        let_others_read(partial)
     weights = merged.state_dict().values()
     return sum(tensor.nbytes for tensor in weights), {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
 

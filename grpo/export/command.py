@@ -5,7 +5,6 @@ DeepSpeed's own converter puts partitions together, and the model class's own `s
 
 import argparse
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from grpo.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, copy_adapter, has_adapter, merge_adapter
-from grpo.export.room import check_room
+from grpo.export.room import check_room, let_others_read
 from grpo.export.stored_weights import StoredWeights, open_weights
 from grpo.job.signals import exiting_on_sigterm
 from grpo.run.checkpoints import CompleteRecord, checkpoints, read_complete, verify
@@ -167,11 +166,10 @@ def export(
         )
         if (checkpoint / "tokenizer_config.json").exists():
             AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(partial)
-        files = list(partial.glob("*.safetensors"))
-        for file in files:
-            shutil.copymode(partial / "config.json", file)  # safetensors lets only their owner read them (0.8)
+        let_others_read(partial)
+        num_files = len(list(partial.glob("*.safetensors")))
     return Exported(
-        num_files=len(files),
+        num_files=num_files,
         num_bytes=num_bytes,
         dtypes=tuple(sorted(dtypes)),
         origin=stored.origin,

@@ -199,11 +199,18 @@ def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) ->
         flag=args.ranks_per_node,
         scheduler=os.environ.get("PET_NPROC_PER_NODE"),
         file=args.config_file or "",
-        num_processes=file.get("num_processes"),
-        num_machines=file.get("num_machines"),
+        num_processes=_count(file, "num_processes", args.config_file),
+        num_machines=_count(file, "num_machines", args.config_file),
         resumed_ranks=_resumed_ranks(args),
     )
     return asked, is_readable
+
+
+def _count(file: Mapping[str, Any], name: str, path: str) -> int | None:
+    value = file.get(name)
+    if value is None or type(value) is int:
+        return value
+    raise ValueError(f"{path} has {name}: {value!r}: write a whole number, without quotes")
 
 
 def _resumed_ranks(args: argparse.Namespace) -> int | None:

@@ -103,7 +103,7 @@ def _elastic(env: Mapping[str, str]) -> Told | None:
         count = _whole(env, "PET_NNODES", low)
     elif env.get("WORLD_SIZE"):
         # Newer operators count processes here, which PET_NPROC_PER_NODE then divides.
-        count = _whole(env, "WORLD_SIZE", env["WORLD_SIZE"]) // (int(per_node) if per_node.isdigit() else 1)
+        count = _whole(env, "WORLD_SIZE", env["WORLD_SIZE"]) // max(1, int(per_node) if per_node.isdigit() else 1)
     else:
         raise ValueError(f"{name}={rank} says which node this is, but not how many there are: set PET_NNODES too")
     port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")

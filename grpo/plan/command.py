@@ -85,8 +85,9 @@ def _advise(args: argparse.Namespace) -> int:
     """Prints what a run says of its placement; 1 when it says nothing."""
     from grpo.plan.from_run import advice_of
 
-    others = ("config_file", "num_processes", "num_machines", "config", "gpus_per_node", "train_flags")
+    others = ("config_file", "num_processes", "num_machines", "config", "gpus_per_node")
     given = [f"--{name}" for name in others if getattr(args, name)]
+    given += ["what follows ` -- `"] if args.train_flags else []
     try:
         if given:
             raise ValueError(f"--from-run reads the placement from the run: remove {', '.join(given)}")

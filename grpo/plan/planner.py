@@ -4,10 +4,11 @@ import argparse
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl import get_peft_config
 
 from grpo.engine_settings import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
@@ -32,6 +33,9 @@ from grpo.recipes.checks import CHECKS
 from grpo.recipes.demo import RECIPE
 from grpo.run.folder import check_writable
 from grpo.run.telling import message_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +122,7 @@ def _lora(plan: Plan, arguments: Arguments, config: Any) -> PlannedLora | None:
         check_lora(peft_config, training, zero3=zero3)
         if config is None or training.refusal is not None:
             return None
-        dtype = compute_dtype(_name(arguments), training)
+        dtype = compute_dtype(_model(arguments, config), training)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             lora = planned_lora(peft_config, training, config, dtype, has_gpus=not plan.launcher.use_cpu)
@@ -132,6 +136,14 @@ def _lora(plan: Plan, arguments: Arguments, config: Any) -> PlannedLora | None:
 
 def _name(arguments: Arguments) -> str:
     return arguments.model.model_name_or_path or "the demo's model"
+
+
+def _model(arguments: Arguments, config: Any) -> "str | PreTrainedModel":
+    """Whose dtype is asked for: by its name, or the demo's, which has none yet."""
+    if arguments.model.model_name_or_path is not None:
+        return arguments.model.model_name_or_path
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _model_config(plan: Plan, arguments: Arguments) -> Any:
@@ -255,7 +267,8 @@ def _placed_job(
     name, reward_name = _name(arguments), arguments.script.reward_model_name_or_path
     reward = _read_config(plan, "reward_model_name_or_path", reward_name, arguments) if reward_name else None
     remote_code = training.trust_remote_code
-    dtype = compute_dtype(name, training)
+    model = _model(arguments, config)
+    dtype = compute_dtype(model, training)
     engine_kwargs = training.engine_kwargs
     return PlacedJob(
         args=training,
@@ -273,7 +286,7 @@ def _placed_job(
             trust_remote_code=remote_code,
         ),
         dtype=dtype,
-        loaded_dtype=loaded_dtype(name, training),
+        loaded_dtype=loaded_dtype(model, training),
         lora=None if lora is None else lora.choice,
         adapter_elements=0 if lora is None else lora.engine_elements,
         flash_attention="flash" in (arguments.model.attn_implementation or ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo.job.signals import exiting_on_sigterm
-from grpo.reshape.rank_files import generation_batches, random_name, random_states, rollout_state
+from grpo.reshape.rank_files import generation_batches, random_name, random_states, reference_parts, rollout_state
 from grpo.reshape.zero import partition_file, reshape_zero
 from grpo.run.checkpoints import CompleteRecord, files_in, read_resumable, record_name, verify, write_complete
 from grpo.run.durable import appearing_whole
@@ -93,9 +93,9 @@ def reshape(checkpoint: Path, out: Path, *, ranks: int) -> BatchSettings:
         if tag is not None:
             reshape_zero(checkpoint / tag, partial / tag, before=record.world_size, ranks=ranks)
             shapes = partitioned_shapes(checkpoint / tag)
+        parts = reference_parts(checkpoint, record.world_size)
         for rank in range(ranks):
-            before = record.world_size
-            state = rollout_state(checkpoint, batches=batches, before=before, rank=rank, ranks=ranks, shapes=shapes)
+            state = rollout_state(parts, batches=batches, rank=rank, ranks=ranks, shapes=shapes)
             torch.save(state, partial / f"rollout_state_{rank}.pt")
             torch.save(random_states(checkpoint, record, rank), partial / random_name(rank, ranks))
         write_complete(

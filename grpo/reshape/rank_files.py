@@ -40,20 +40,31 @@ def generation_batches(checkpoint: Path, record: CompleteRecord) -> int:
     return batches
 
 
+def reference_parts(checkpoint: Path, ranks: int) -> list[dict[str, torch.Tensor]] | None:
+    """What each of its ranks has saved of the reference model; None: there is none."""
+    parts = [load_mapped(checkpoint / f"rollout_state_{rank}.pt")["reference"] for rank in range(ranks)]
+    return None if parts[0] is None else parts
+
+
 def rollout_state(
-    checkpoint: Path, *, batches: int, before: int, rank: int, ranks: int, shapes: dict[str, torch.Size] | None
+    parts: list[dict[str, torch.Tensor]] | None,
+    *,
+    batches: int,
+    rank: int,
+    ranks: int,
+    shapes: dict[str, torch.Size] | None,
 ) -> dict[str, Any]:
     """`rollout_state_<rank>.pt` of a rank of `ranks`.
 
     Args:
+        parts: as `reference_parts` gives them.
         shapes: of parameters that ZeRO-3 has cut into parts; None where the ranks hold them whole.
     """
-    parts = [load_mapped(checkpoint / f"rollout_state_{old}.pt")["reference"] for old in range(before)]
-    reference = parts[0]
-    if reference is not None and shapes is not None:
+    reference = parts[0] if parts else None
+    if parts and shapes is not None:
         reference = {
             name: reparted([part[name] for part in parts], shapes[name.removeprefix(_WRAPPED)], rank, ranks)
-            for name in reference
+            for name in parts[0]
         }
     return {"generation_batches": batches, "batch": None, "reference": reference}
 

@@ -246,7 +246,7 @@ def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The folders `checkpoint-<step>`, newest step first, complete or not."""
-    named = [path for path in output_dir.glob(f"{NAME_PREFIX}*") if path.name.removeprefix(NAME_PREFIX).isdigit()]
+    named = [path for path in output_dir.glob(f"{NAME_PREFIX}*") if path.name.removeprefix(NAME_PREFIX).isdecimal()]
     return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
 
 

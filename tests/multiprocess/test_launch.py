@@ -188,6 +188,7 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
         (["--config_file", "none.yaml", TOLD_JOB], "none.yaml cannot be read"),
         (["--config_file", "tab.yaml", TOLD_JOB], "--config_file tab.yaml cannot be read: line 2, column 1: "),
         (["--config_file", "list.yaml", TOLD_JOB], "list.yaml holds no settings"),
+        (["--config_file", "quoted.yaml", TOLD_JOB], "quoted.yaml has num_processes: '2': write a whole number"),
         (["--config_file", "zero3.json", TOLD_JOB], "zero3.json has no distributed_type"),
         (["--launcher", "torchrun", "--config_file", "cpu.yaml", TOLD_JOB], "cpu.yaml is a file of accelerate's"),
         (["--nodes", "a,b", TOLD_JOB], "none of a, b is this machine"),
@@ -198,6 +199,7 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
 def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "tab.yaml").write_text("distributed_type: DEEPSPEED\n\tnum_processes: 2\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "quoted.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: '2'\n")
     (tmp_path / "zero3.json").write_text((ROOT / "configs" / "zero3.json").read_text())
     (tmp_path / "cpu.yaml").write_text((ROOT / "configs" / "cpu.yaml").read_text())
     done = subprocess.run(

@@ -32,6 +32,7 @@ PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1
             23456,
             id="PyTorchJob-that-counts-processes",
         ),
+        pytest.param({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "0"}, 3, 1, "job-master-0", 23456, id="told-elsewhere"),
         pytest.param({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "auto"}, 3, 1, "job-master-0", 23456, id="as-many-as-fit"),
     ],
 )

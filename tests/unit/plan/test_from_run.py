@@ -90,6 +90,7 @@ def test_what_says_nothing_is_exit_code_1(tmp_path: Path, capsys: pytest.Capture
 
     assert "there is no timeline in it" in said(str(tmp_path))
     assert "--from-run reads the placement from the run: remove --num_processes" in said("x", "--num_processes", "7")
+    assert "from the run: remove what follows ` -- `" in said("x", "--", "--beta", "1")
     assert "no attempt has 3 finished steps" in said(str(made(tmp_path, steps=2)))
 
 

@@ -100,6 +100,7 @@ def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) ->
         to_line(Usage(attempt=0, time=2.0, device="1", busy=0.5)),
     ]
     wrong = ["{", '{"kind":"span"}', span("push", 2.0, 3.0).replace("2.0", '"x"'), '{"kind":"?"}', "\x00\xff"]
+    wrong.append(span("push", 2.0, 3.0).replace('"attempt":0', f'"attempt":{10**30}'))
     write_lines(timeline_path(tmp_path, 0), good[0], wrong[0], good[1], *wrong[1:], good[2])
     with timeline_path(tmp_path, 0).open("a") as file:
         file.write('{"kind":"span","att')
@@ -108,7 +109,7 @@ def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) ->
     assert missing == [
         "timeline/ lacks node1.jsonl: those nodes have no lanes",
         "timeline/node0.jsonl: the last line is cut off",
-        "timeline/node0.jsonl: 5 lines cannot be read (damaged)",
+        "timeline/node0.jsonl: 6 lines cannot be read (damaged)",
     ]
     assert [timeline.spans.phases[code] for code in timeline.spans.phase] == ["forward"]
     assert timeline.usages.is_engine.tolist() == [True]
