@@ -149,7 +149,7 @@ class _Line:
                         self._cancel(message.number)
         except (EOFError, OSError, ValueError):  # the rank is gone: its sentinel says so
             self._forget()
-            self._outbox.put(None)
+            self.close()
 
     def _ask(self, ask: Ask) -> None:
         request = Request(

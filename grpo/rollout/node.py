@@ -22,8 +22,8 @@ class Pending:
 
     rows_by_rank: Sequence[int]
     """Of the node's ranks."""
-    shares: Shares | None
-    """What is sampled where, with `vllm_balance_nodes`."""
+    shares: Shares
+    """What is sampled where."""
     batch: Batch
     """What the engines were given."""
     policy_version: int
@@ -126,11 +126,13 @@ class LocalMainSampler(NodeSampler):
     def submit(self, rows: PackedRows, base_seed: int) -> Pending:
         parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
         requests = collapse(concat_rows(parts), base_seed, self._groups.topology.node)
-        shares = None if self._balance is None else self._balance.share_out(requests)
+        shares = Shares(asked=requests, moves=[], sampled=requests)
+        if self._balance is not None:
+            shares = self._balance.share_out(requests)
         return Pending(
             rows_by_rank=[part.num_rows for part in parts],
             shares=shares,
-            batch=self._pool.submit(requests if shares is None else shares.sampled),
+            batch=self._pool.submit(shares.sampled),
             policy_version=self._pool.policy_version,
         )
 
@@ -144,7 +146,7 @@ class LocalMainSampler(NodeSampler):
                 break
             self._revive()
         assert completions is not None, "all nodes are done, but this one"
-        if self._balance is not None and pending.shares is not None:
+        if self._balance is not None:
             self._balance.note([report.tokens_per_s for report in reports])
             completions = self._balance.bring_back(pending.shares, completions)
         parts = split_completions(completions, pending.rows_by_rank)
