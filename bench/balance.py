@@ -91,6 +91,7 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
         options.device,
         max_completion_length=options.tokens,
         vllm_max_model_length=PROMPT_TOKENS + options.tokens,
+        vllm_sync_backend="shm",
         vllm_gpu_memory_utilization=0.4,
         vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": options.window},
         generation_kwargs={"ignore_eos": True},

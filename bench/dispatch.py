@@ -173,6 +173,7 @@ def measure_engines(options: Any, folder: Path) -> Report:
         options.device,
         max_completion_length=long,
         vllm_max_model_length=PROMPT_TOKENS + long,
+        vllm_sync_backend="shm",
         vllm_gpu_memory_utilization=0.4,
         vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": window},
     )

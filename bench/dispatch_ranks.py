@@ -50,7 +50,15 @@ class ReadyPool:
         now = time.monotonic()
         answers = dict(zip(ids, self._answers, strict=True))
         everything = dict.fromkeys(ids, 0)
-        return Batch(requests, ids, now - 1.0, answers, policy_versions=everything, engines=everything, finished_at=now)
+        return Batch(
+            ids=ids,
+            name="the answers",
+            submitted_at=now - 1.0,
+            finished_at=now,
+            answers=answers,
+            engines=everything,
+            policy_versions=everything,
+        )
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None]) -> Completions:
         return batch.completions()

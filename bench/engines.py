@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from grpo import GRPOConfig
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
-from grpo.engine.messages import EngineSpec
-from grpo.engine_settings import EngineModel, engine_args, sampling_settings
+from grpo.engine_settings import EngineModel, engine_spec
 from grpo.job.devices import visible_devices
 from grpo.job.topology import NodeTopology
 
@@ -86,10 +85,7 @@ def topology_of(device: str, num_engines: int) -> NodeTopology:
 def started(args: GRPOConfig, model: Path, num_engines: int) -> Iterator[tuple[list[EngineClient], list[int]]]:
     """Engines with made-up weights, on CPU each on a core of its own; and how many sequences each runs at once."""
     topology = topology_of("cpu" if args.use_cpu else "cuda", num_engines)
-    spec = EngineSpec(
-        engine_args=engine_args(args, engine_model(model), topology, "shm"),
-        sampling=sampling_settings(args),
-    )
+    spec = engine_spec(args, engine_model(model), topology)
     cores = sorted(os.sched_getaffinity(0))
     clients: list[EngineClient] = []
     try:

@@ -171,7 +171,7 @@ def measure(options: Any, folder: Path) -> Report:
     def base(draw: int) -> int:
         return seed_base(seed=args.seed, step=STEP, mode="train", draw=draw, user_seed=None)
 
-    same_args = engine_args(args, engine_model(model), topology, "shm")
+    same_args = engine_args(args, engine_model(model), topology)
     del same_args["load_format"], same_args["weight_transfer_config"]
     requests = collapse(pack_rows(prompts), base(1), 0)  # the second batch of a step
     bare = BareVLLM(

@@ -3,6 +3,7 @@
 The import is lazy: the engine's child process imports `grpo.engine` and must load neither TRL nor DeepSpeed.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,23 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "scores_each"]
 __version__ = "0.1.0"
+_MODULES = {"GRPOConfig": "grpo.config", "GRPOTrainer": "grpo.trainer", "scores_each": "grpo.rewards.declared"}
 
 
 def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'grpo' has no attribute {name!r}")
     from grpo.job.importing import importing
 
-    if name == "GRPOConfig":
-        with importing():
-            from grpo.config import GRPOConfig
-
-        return GRPOConfig
-    if name == "GRPOTrainer":
-        with importing():
-            from grpo.trainer import GRPOTrainer
-
-        return GRPOTrainer
-    if name == "scores_each":
-        from grpo.rewards.declared import scores_each
-
-        return scores_each
-    raise AttributeError(f"module 'grpo' has no attribute {name!r}")
+    with importing():
+        return getattr(importlib.import_module(_MODULES[name]), name)

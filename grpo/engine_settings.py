@@ -148,10 +148,7 @@ def engine_spec(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: "AdapterSlot | None" = None
 ) -> EngineSpec:
     """How to build each of the node's engines."""
-    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
-    return EngineSpec(
-        engine_args=engine_args(args, model, topology, backend, adapters), sampling=sampling_settings(args)
-    )
+    return EngineSpec(engine_args=engine_args(args, model, topology, adapters), sampling=sampling_settings(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +171,10 @@ class AdapterSlot:
 
 
 def engine_args(
-    args: GRPOConfig, model: EngineModel, topology: NodeTopology, backend: str, adapters: AdapterSlot | None = None
+    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> dict[str, Any]:
     """Arguments of vLLM's `AsyncEngineArgs` for this job."""
+    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
     settings: dict[str, Any] = {
         "model": model.path,
         "tokenizer": model.tokenizer,

@@ -106,6 +106,10 @@ class LocalVLLM:
             on_respawn=self._hear_of_respawn,
         ).wait()
 
+    @property
+    def _conversations(self) -> RankConversations | None:
+        return None if self._serving is None else self._serving.conversations
+
     # -- push -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -191,12 +195,13 @@ class LocalVLLM:
         self._check_open()
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
-        if self._serving.conversations is not None:
-            turns = self._first_turns(self._serving.conversations, prompts, profiler or contextlib.nullcontext())
+        profiler = profiler or contextlib.nullcontext()
+        if self._conversations is not None:
+            turns = self._first_turns(self._conversations, prompts, profiler)
             return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
         self._watch.check()
         batches = self._serving.batches
-        with profiler or contextlib.nullcontext(), self._watch.during("generate"):
+        with profiler, self._watch.during("generate"):
             with self._timeline.span(WAIT_GENERATE):
                 self.last_batch = batches.take(pack_rows(prompts))
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
@@ -221,9 +226,10 @@ class LocalVLLM:
             return [self._nothing() if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
         if conversations.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
-        with profiler, self._in_rollout(conversations, [len(prompt) for prompt in prompts]):
+        with profiler, self._in_rollout():
             talks, tool_counts, self.last_batch = conversations.talk(prompts)
         self.last_talks = talks, tool_counts
+        self._last_prompt_tokens = [len(prompt) for prompt in prompts]
         for talk in talks:
             if talk.refusal is not None:
                 talk.add(*self._nothing())
@@ -238,10 +244,10 @@ class LocalVLLM:
             TimeoutError: it has not ended within `rollout_timeout`.
         """
         self._check_open()
-        if self._serving is None or self._serving.conversations is None:
+        if self._conversations is None:
             raise RuntimeError("roll_out before sync_weights: the engines have no weights yet")
-        with self._in_rollout(self._serving.conversations, []):
-            output, self.last_batch = self._serving.conversations.roll_out(func, num_rows)
+        with self._in_rollout():
+            output, self.last_batch = self._conversations.roll_out(func, num_rows)
         self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
         return self._without_empty(output)
 
@@ -265,22 +271,16 @@ class LocalVLLM:
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
         """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
-        sampler = (
-            None
-            if self._serving is None or self._serving.conversations is None
-            else self._serving.conversations.sampler
-        )
-        if sampler is None:
+        if self._conversations is None or (sampler := self._conversations.sampler) is None:
             raise RuntimeError("sample is for rollout functions, while one runs")
         return await sampler.sample(token_ids, row=row, turn=turn, **sampling)
 
     @contextlib.contextmanager
-    def _in_rollout(self, conversations: RankConversations, prompt_tokens: list[int]) -> Iterator[None]:
+    def _in_rollout(self) -> Iterator[None]:
         self._watch.check()
         with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
-        self._last_prompt_tokens = prompt_tokens
         self._look_at_refusals(self.last_batch.reports)
 
     def _look_at_refusals(self, reports: Sequence[GenerationReport]) -> None:
@@ -346,8 +346,8 @@ class LocalVLLM:
             metrics = generation_metrics(self.last_batch.reports, self.last_batch.lag)
         if self._serving is not None:
             metrics |= self._serving.delivery.metrics()
-        if self._serving is not None and self._serving.conversations is not None:
-            metrics |= self._serving.conversations.metrics
+        if self._conversations is not None:
+            metrics |= self._conversations.metrics
         if self._serving is not None and self.last_push is not None and self._told.get(mode) is not self.last_push:
             self._told[mode] = self.last_push
             metrics |= self.last_push.metrics()
@@ -371,8 +371,8 @@ class LocalVLLM:
         self._is_closed = True
         if self._serving is not None:
             self._serving.delivery.close()
-        if self._serving is not None and self._serving.conversations is not None:
-            self._serving.conversations.close()
+        if self._conversations is not None:
+            self._conversations.close()
         try:
             self.engines.close()
         finally:

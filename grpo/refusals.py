@@ -18,15 +18,14 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     Raises:
         ValueError: names the argument and the way out.
     """
-    elsewhere = "remove it, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
+    args: GRPOConfig = arguments["args"]
     for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments[name] and arguments["args"].generation_lookahead:
+        if arguments[name] and args.generation_lookahead:
             raise ValueError(
-                f"generation_lookahead is {arguments['args'].generation_lookahead} with {name}: environments are reset "
-                "and tools have their effects when a batch is asked for, not a batch before; set generation_lookahead "
-                "to 0"
+                f"generation_lookahead is {args.generation_lookahead} with {name}: environments are reset and tools "
+                "have their effects when a batch is asked for, not a batch before; set generation_lookahead to 0"
             )
-        if arguments[name] and arguments["args"].vllm_balance_nodes:
+        if arguments[name] and args.vllm_balance_nodes:
             raise ValueError(
                 f"vllm_balance_nodes moves prompts between nodes, but with {name} a conversation stays with its rank, "
                 "whose tools it calls: set vllm_balance_nodes to False"
@@ -37,21 +36,23 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             f"rollout_func and {name}: a rollout function holds its conversations itself, and TRL would hold them once "
             f"more: call the tools inside of the function, and leave {name} out"
         )
-    model = arguments["model"]
     is_quantised = arguments["quantization_config"] is not None and arguments["peft_config"] is None
-    if is_quantised or getattr(model, "is_quantized", False):
-        raise ValueError(f"quantization_config: local mode cannot push quantised weights yet; {elsewhere}")
+    if is_quantised or getattr(arguments["model"], "is_quantized", False):
+        raise ValueError(
+            "quantization_config: local mode cannot push quantised weights yet; remove it, or set vllm_mode to "
+            "'server' or 'colocate', where TRL takes it"
+        )
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(
             "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
             "accelerate launch --config_file configs/1node.yaml"
         )
-    if arguments["args"].generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
+    if args.generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
         raise ValueError(
             "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
             "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
-    check_init_kwargs(arguments["args"])
+    check_init_kwargs(args)
     check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
 
 

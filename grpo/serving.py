@@ -157,27 +157,25 @@ class ServingStart:
         clients = self.engines.clients
         load_transport(self._backend())
         ready = self.engines.wait_ready()
+        max_model_len = min(each.max_model_len for each in ready)
         pool = EnginePool(
             clients,
             max_num_seqs=[each.max_num_seqs for each in ready],
             max_tokens=self.args.max_completion_length,
-            max_model_len=min(each.max_model_len for each in ready),
+            max_model_len=max_model_len,
             node=self.engines.topology.node,
             timeline=self.timeline,
         )
         broker = None
         if self.rollouts is not None:
             broker = TurnBroker(pool, self.watch, num_others=self.engines.topology.local_world_size - 1)
-        return (
-            pool,
-            broker,
-            _EngineFacts(
-                turns_address=None if broker is None else broker.address,
-                startup_s=max(each.startup_s for each in ready),
-                max_model_len=min(each.max_model_len for each in ready),
-                wire_format=ask_engines(clients, source.question, self.args.vllm_sync_timeout),
-            ),
+        facts = _EngineFacts(
+            startup_s=max(each.startup_s for each in ready),
+            max_model_len=max_model_len,
+            wire_format=ask_engines(clients, source.question, self.args.vllm_sync_timeout),
+            turns_address=None if broker is None else broker.address,
         )
+        return pool, broker, facts
 
     def _backend(self) -> str:
         return choose_backend(self.args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices))

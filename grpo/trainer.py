@@ -32,7 +32,7 @@ from grpo.job.topology import NodeTopology, read_topology
 from grpo.job.watch import FailureWatch, watch_for
 from grpo.local_vllm import LocalVLLM
 from grpo.preflight.inputs import check_inputs, try_first_row
-from grpo.preflight.lora import LoraChoice, choose_lora, with_revision
+from grpo.preflight.lora import choose_lora, with_revision
 from grpo.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.run.deepspeed_settings import import_deepspeeds_muon
 from grpo.run.folder import make_run_folder
@@ -173,7 +173,10 @@ class GRPOTrainer(ConversingTrainer):
             except BaseException:
                 engines.close()
                 raise
-            lora = None if choice is None else self._lora(choice)
+            lora = None
+            if choice is not None:
+                self._say(str(choice))
+                lora = Lora(self.model, merges=choice.way == "merge")
             self._local = self.vllm_generation = LocalVLLM(
                 args,
                 engines,
@@ -195,10 +198,6 @@ class GRPOTrainer(ConversingTrainer):
                 timeline=self.timeline,
             )
             ddp_memory_warning(self)
-
-    def _lora(self, choice: LoraChoice) -> Lora:
-        self._say(str(choice))
-        return Lora(self.model, merges=choice.way == "merge")
 
     def _try_first_row(self, inherited: dict[str, Any]) -> None:
         self._reward_loop = try_first_row(inherited)
@@ -287,13 +286,14 @@ class GRPOTrainer(ConversingTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample and score."""
         scored = super()._generate_and_score_completions(inputs)
-        if self._local is not None and (refused := self._local.refused_rows) is not None:
+        if self._local is None:
+            return scored
+        if (refused := self._local.refused_rows) is not None:
             scored["completion_mask"][refused] = 0
-        if self._local is not None and "importance_sampling_ratio" in scored:
+        if "importance_sampling_ratio" in scored:
             self._log(clipped_share(scored, self.args, self.accelerator))
-        if self._local is not None:
-            self._log(completion_lengths(scored, self.accelerator))
-            self.note_completions(self._local.facts(self._end_tokens), self._mode)
+        self._log(completion_lengths(scored, self.accelerator))
+        self.note_completions(self._local.facts(self._end_tokens), self._mode)
         return scored
 
     def after_step(self, control: TrainerControl) -> None:

@@ -55,7 +55,7 @@ class Conversations:
         limits: Limits,
         *,
         revive: Callable[[], None],
-        pending: Callable[[], str] = lambda: "",
+        pending: Callable[[], str],
     ) -> None:
         self._channel = channel
         self._groups, self._watch, self._limits = groups, watch, limits

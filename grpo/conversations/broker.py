@@ -149,7 +149,7 @@ class _Line:
                         self._cancel(message.number)
         except (EOFError, OSError, ValueError):  # the rank is gone: its sentinel says so
             self._forget()
-            self._outbox.put(None)
+            self.close()
 
     def _ask(self, ask: Ask) -> None:
         request = Request(
@@ -170,15 +170,14 @@ class _Line:
     def _cancel(self, number: int) -> None:
         with self._lock:
             batch = self._open.pop(number, None)
-        if batch is not None and not batch.is_finished:
+        if batch is not None:
             self._pool.drop(batch)
 
     def _forget(self) -> None:
         with self._lock:
             left, self._open = self._open, {}
         for batch in left.values():
-            if not batch.is_finished:
-                self._pool.drop(batch)
+            self._pool.drop(batch)
         self._homes.clear()
 
     def _write(self) -> None:
@@ -196,14 +195,14 @@ class _Line:
 
 def _answer_of(ask: Ask, batch: Batch) -> Answer:
     completion = batch.ids.start
-    sampled, engine = batch.answers[completion], batch.engines[completion]
+    sampled = batch.answers[completion]
     return Answer(
         number=ask.number,
         token_ids=sampled.token_ids,
         logprobs=sampled.engine_logprobs,
-        engine=engine,
+        engine=batch.engines[completion],
         policy_version=batch.policy_versions[completion],
         num_cached_tokens=sampled.num_cached_tokens,
         finish_reason=sampled.finish_reason,
-        refusal=batch.refusals.get(completion),
+        refusal=sampled.error,
     )

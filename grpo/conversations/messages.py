@@ -1,39 +1,23 @@
-"""What a rank and its node's broker say to each other: JSON and arrays in one message, nothing is unpickled."""
+"""What a rank and its node's broker say to each other, as JSON: nothing is unpickled."""
 
 import contextlib
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import numpy as np
+from pydantic import Field
 
-from grpo.job.wire import Wire
+from grpo.job.wire import Wire, from_json
+from grpo.rollout.packing import Logprobs, TokenIds
 
 MAX_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head(Wire):
-    kind: str
-    number: int = 0
-    row: int = 0
-    name: str = ""
-    seed: int = 0
-    overrides: dict[str, Any] = field(default_factory=dict)
-    engine: int = 0
-    policy_version: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: str | None = None
-    refusal: str | None = None
-    deliveries: int = 0
-    trouble: str | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ask:
+class Ask(Wire):
     """One turn that is to be sampled."""
 
     number: int
@@ -42,7 +26,7 @@ class Ask:
     """Of the rank's rows: turns of a row go to the same engine where they can."""
     name: str
     """For messages."""
-    token_ids: np.ndarray
+    token_ids: TokenIds
     """[L] int32, everything that was said before."""
     seed: int
     overrides: Mapping[str, Any]
@@ -50,13 +34,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
+class Answer(Wire):
     """A turn that was sampled, or refused."""
 
     number: int
-    token_ids: np.ndarray
+    token_ids: TokenIds
     """[T] int32."""
-    logprobs: np.ndarray
+    logprobs: Logprobs
     """[T] float32, natural log, of the distribution that was sampled from."""
     engine: int
     """`grpo.rollout.packing.engine_id`."""
@@ -70,19 +54,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Wire):
     """A new batch of conversations: whatever was asked before is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Wire):
     """Nobody waits for this turn any more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(Wire):
     """The node has no engine now; what was asked waits until it has one."""
 
     deliveries: int
@@ -91,85 +75,8 @@ class Stalled:
     """Why it should get no engine again."""
 
 
-Message = Ask | Answer | Begin | Cancel | Stalled
-
-
-def encode(message: Message) -> bytes:
-    match message:
-        case Ask():
-            head = _Head(
-                kind="ask",
-                number=message.number,
-                row=message.row,
-                name=message.name,
-                seed=message.seed,
-                overrides=dict(message.overrides),
-            )
-            return _joined(head, message.token_ids.astype(np.int32).tobytes())
-        case Answer():
-            head = _Head(
-                kind="answer",
-                number=message.number,
-                engine=message.engine,
-                policy_version=message.policy_version,
-                num_cached_tokens=message.num_cached_tokens,
-                finish_reason=message.finish_reason,
-                refusal=message.refusal,
-            )
-            tokens = message.token_ids.astype(np.int32).tobytes()
-            return _joined(head, tokens + message.logprobs.astype(np.float32).tobytes())
-        case Begin():
-            return _joined(_Head(kind="begin"), b"")
-        case Cancel():
-            return _joined(_Head(kind="cancel", number=message.number), b"")
-        case Stalled():
-            return _joined(_Head(kind="stalled", deliveries=message.deliveries, trouble=message.trouble), b"")
-
-
-def _joined(head: _Head, arrays: bytes) -> bytes:
-    text = head.dumps().encode()
-    return _LENGTH.pack(len(text)) + text + arrays
-
-
-def decode(message: bytes) -> Message:
-    """What `encode` was given.
-
-    Raises:
-        ValueError: it is no such message.
-    """
-    if len(message) < _LENGTH.size:
-        raise ValueError(f"a message of {len(message)} bytes")
-    begin = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    head = _Head.loads(message[_LENGTH.size : begin])
-    match head.kind:
-        case "ask":
-            return Ask(
-                number=head.number,
-                row=head.row,
-                name=head.name,
-                token_ids=np.frombuffer(message, np.int32, offset=begin),
-                seed=head.seed,
-                overrides=head.overrides,
-            )
-        case "answer":
-            size = (len(message) - begin) // 8
-            return Answer(
-                number=head.number,
-                token_ids=np.frombuffer(message, np.int32, size, begin),
-                logprobs=np.frombuffer(message, np.float32, size, begin + 4 * size),
-                engine=head.engine,
-                policy_version=head.policy_version,
-                num_cached_tokens=head.num_cached_tokens,
-                finish_reason=head.finish_reason,
-                refusal=head.refusal,
-            )
-        case "begin":
-            return Begin()
-        case "cancel":
-            return Cancel(head.number)
-        case "stalled":
-            return Stalled(head.deliveries, head.trouble)
-    raise ValueError(f"a message of the kind {head.kind!r}")
+# Told apart by their fields, of which none has a default; the long ones first.
+Message = Annotated[Ask | Answer | Begin | Cancel | Stalled, Field(union_mode="left_to_right")]
 
 
 class Pipe:
@@ -180,7 +87,7 @@ class Pipe:
 
     def send(self, message: Message) -> None:
         """Raises OSError when the other side is gone."""
-        text = encode(message)
+        text = message.dumps().encode()
         self._socket.sendall(_LENGTH.pack(len(text)) + text)
 
     def receive(self) -> Message:
@@ -188,7 +95,7 @@ class Pipe:
         (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if size > MAX_BYTES:
             raise ValueError(f"a message of {size} bytes")
-        return decode(self._exactly(size))
+        return from_json(self._exactly(size), Message)
 
     def _exactly(self, size: int) -> bytes:
         received = bytearray()

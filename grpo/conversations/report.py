@@ -1,9 +1,8 @@
 """What conversations cost: records of ranks, and their metrics."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from grpo.conversations.sampler import Sampler
 from grpo.job.failure import FailureRecord
 from grpo.job.wire import Wire
 from grpo.rollout.report import GenerationReport
@@ -24,16 +23,12 @@ class ConversationReport(Wire):
     """Conversations whose prompts no engine took."""
     refusal: FailureRecord | None
     """Why, for the first of them."""
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
-    idle_s: float | None = None
+    idle_s: float = 0.0
     """Of the local main, as in `GenerationReport`; likewise the others."""
     period_s: float | None = None
     num_reissued: int = 0
-
-
-def counts_of(sampler: Sampler, tools: Mapping[str, int]) -> dict[str, int]:
-    return {**sampler.counts, **{f"tool_{name}": count for name, count in tools.items()}}
 
 
 def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
@@ -46,7 +41,7 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
             GenerationReport(
                 generate_s=max(report.last_answer for report in mine) - min(report.first_ask for report in mine),
                 wait_s=max(report.wait_s for report in mine),
-                idle_s=sum(report.idle_s or 0.0 for report in mine),
+                idle_s=sum(report.idle_s for report in mine),
                 period_s=next((report.period_s for report in mine if report.period_s is not None), None),
                 num_tokens=sum(report.counts.get("tokens", 0) for report in mine),
                 num_completions=sum(report.num_conversations for report in mine),

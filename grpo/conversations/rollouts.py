@@ -16,7 +16,7 @@ class Rollouts:
     """Has a conversation for each of the rank's prompts, all at once.
 
     Args:
-        max_completion_tokens, max_turn_tokens, max_tool_turns: see `TalkLimits`.
+        limits: of each conversation.
         tools: runs what the model calls.
         is_function: whether the user's own function holds the conversations.
         prepare: called first in the thread of that function, and in the event loop's.
@@ -28,23 +28,20 @@ class Rollouts:
     def __init__(
         self,
         *,
-        max_completion_tokens: int,
-        max_turn_tokens: int | None = None,
-        max_tool_turns: int,
+        limits: TalkLimits,
         tools: ToolRunner,
-        is_function: bool = False,
-        prepare: Callable[[], None] = lambda: None,
-        template: Template | None = None,
-        toolbox_of: Callable[[int], Toolbox | None] = lambda row: None,
-        on_end: Callable[[int, Talk], None] | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
+        is_function: bool,
+        prepare: Callable[[], None],
+        template: Template,
+        toolbox_of: Callable[[int], Toolbox | None],
+        on_end: Callable[[int, Talk], None] | None,
+        loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         self.tools = tools
         self.is_function, self.prepare = is_function, prepare
         self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._max_completion_tokens, self._max_tool_turns = max_completion_tokens, max_tool_turns
-        self._max_turn_tokens = max_completion_tokens if max_turn_tokens is None else max_turn_tokens
-        self._template, self._toolbox_of, self._on_end, self._loop = template, toolbox_of, on_end, loop
+        self._limits, self._template, self._toolbox_of = limits, template, toolbox_of
+        self._on_end, self._loop = on_end, loop
 
     def start(self, prompts: Sequence[list[int]], sampler: Sampler, *, max_model_len: int) -> "Future[list[Talk]]":
         """Begin; the future ends with a conversation for each prompt, or with what one has raised.
@@ -54,19 +51,14 @@ class Rollouts:
             max_model_len: tokens that an engine holds.
         """
         self.tools.begin()
-        limits = TalkLimits(
-            max_completion_tokens=self._max_completion_tokens,
-            max_turn_tokens=self._max_turn_tokens,
-            max_model_len=max_model_len,
-            max_tool_turns=self._max_tool_turns,
-        )
 
         async def hold(row: int, prompt: list[int]) -> Talk:
             talk = await hold_talk(
                 row,
                 prompt,
                 sampler,
-                limits=limits,
+                limits=self._limits,
+                max_model_len=max_model_len,
                 template=self._template,
                 tools=self.tools,
                 toolbox=self._toolbox_of(row),

@@ -13,7 +13,7 @@ import numpy as np
 from grpo.conversations.batch import Conversations, Limits
 from grpo.conversations.broker import TurnBroker
 from grpo.conversations.channel import TurnChannel
-from grpo.conversations.report import ConversationReport, conversation_metrics, counts_of, of_nodes
+from grpo.conversations.report import ConversationReport, conversation_metrics, of_nodes
 from grpo.conversations.rollouts import Rollouts
 from grpo.conversations.sampler import Sampler
 from grpo.conversations.talk import Talk
@@ -78,7 +78,8 @@ class RankConversations:
             self._channel, groups, watch, limits, revive=revive, pending=rollouts.pending
         )
         self._rollouts, self._max_model_len = rollouts, max_model_len
-        weakref.finalize(self, _let_go, rollouts, self._channel).atexit = False  # of a trainer that nobody closes
+        self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
+        self._let_go.atexit = False
         self._period = Period()
         self.metrics: dict[str, float] = {}
         """Of the last batch, over the job."""
@@ -103,8 +104,9 @@ class RankConversations:
         Raises:
             ValueError: it gives something else, or not `num_rows` of each.
         """
+        without_exit = exits_as_errors("rollout_func ended by ")(func)
         return self._hold(
-            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(partial(_without_exit, func)),
+            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(without_exit),
             lambda output, sampler: _rows_of(output, num_rows, sampler.refused),
             num_rows,
         )
@@ -158,13 +160,13 @@ class RankConversations:
 
     def close(self) -> None:
         """End threads and connections. Safe to call twice."""
-        self._rollouts.close()
-        self._channel.close()
+        self._let_go()
         if self._broker is not None:
             self._broker.close()
 
     def _report(self, sampler: Sampler, rows: Sequence[Row], begun: float) -> ConversationReport:
         refusals = [row.refusal for row in rows if row.refusal is not None]
+        tools = {f"tool_{name}": count for name, count in self._rollouts.tools.counts.items()}
         report = ConversationReport(
             node=self._node,
             first_ask=sampler.first_ask,
@@ -173,7 +175,7 @@ class RankConversations:
             num_conversations=len(rows),
             num_refused=len(refusals),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,
-            counts=counts_of(sampler, self._rollouts.tools.counts),
+            counts={**sampler.counts, **tools},
         )
         if self._pool is None:
             return report
@@ -189,11 +191,6 @@ def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
     """Ends the threads of both, and those of the broker that serve this channel."""
     rollouts.close()
     channel.close()
-
-
-def _without_exit(func: Callable[[], Result]) -> Result:
-    with exits_as_errors("rollout_func ended by "):
-        return func()
 
 
 def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:

@@ -24,8 +24,6 @@ class TalkLimits:
     """Of all that follows the prompt, what tools say included."""
     max_turn_tokens: int
     """Of one turn."""
-    max_model_len: int
-    """Tokens that an engine holds."""
     max_tool_turns: int
 
 
@@ -64,59 +62,48 @@ async def hold_talk(
     sampler: Sampler,
     *,
     limits: TalkLimits,
-    template: Template | None = None,
-    tools: ToolRunner | None = None,
-    toolbox: Toolbox | None = None,
+    max_model_len: int,
+    template: Template,
+    tools: ToolRunner,
+    toolbox: Toolbox | None,
 ) -> Talk:
     """Sample, run the tools that were called, and go on, until no tool is called or a limit is reached.
 
     Args:
         prompt: [L].
-        template: None: messages are of no use, and the first turn is the last.
+        max_model_len: tokens that an engine holds.
+        toolbox: None: there are no tools, and the first turn is the last.
     """
     talk = Talk()
     turn = await sampler.sample(prompt, row=row, turn=0)
     talk.refusal = turn.refusal
     talk.add(turn.token_ids, turn.logprobs)
     talk.first_turn = len(turn.token_ids)
-    if template is not None and talk.refusal is None:
-        talk.messages.append(template.parse(turn.token_ids, prefix=prompt, row=row))
-        if tools is not None and toolbox is not None:
-            await _go_on(row, prompt, sampler, talk, limits, template, tools, toolbox)
-    return talk
-
-
-async def _go_on(
-    row: int,
-    prompt: list[int],
-    sampler: Sampler,
-    talk: Talk,
-    limits: TalkLimits,
-    template: Template,
-    tools: ToolRunner,
-    toolbox: Toolbox,
-) -> None:
+    if talk.refusal is not None:
+        return talk
+    talk.messages.append(template.parse(turn.token_ids, prefix=prompt, row=row))
     for number in range(1, limits.max_tool_turns + 1):
         calls = talk.messages[-1].get("tool_calls")
-        if not calls:
-            return
+        if toolbox is None or not calls:
+            break
         answers = await tools.run(calls, toolbox, row)
         suffix = template.tool_suffix(answers)
         said = [*prompt, *talk.token_ids, *suffix]
         left = limits.max_completion_tokens - (len(said) - len(prompt))
-        if left < 0 or len(said) >= limits.max_model_len:
-            return  # as if the tools had not been called: the model has no room to go on
+        if left < 0 or len(said) >= max_model_len:
+            break  # as if the tools had not been called: the model has no room to go on
         token_ids: list[int] = []
         logprobs: list[float] = []
         if left:
             turn = await sampler.sample(said, row=row, turn=number, max_tokens=min(left, limits.max_turn_tokens))
             if turn.refusal is not None:
-                return
+                break
             token_ids, logprobs = turn.token_ids, turn.logprobs
         talk.messages += answers
         talk.add_foreign(suffix)
         talk.add(token_ids, logprobs)
         if not token_ids:
-            return
+            break
         if message := template.parse(token_ids, prefix=said, row=row):
             talk.messages.append(message)
+    return talk

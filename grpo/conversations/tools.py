@@ -11,7 +11,6 @@ from grpo.job.worker import Worker, surviving
 
 Message = dict[str, Any]
 HANGS = "an earlier call has not returned"  # an environment may be in any state
-_ABANDONED = "has not returned within {} s (tool_timeout)"
 
 
 class TooManyAbandoned(RuntimeError):
@@ -55,8 +54,7 @@ class ToolRunner:
         self._max_abandoned, self._say = max_abandoned, say
         self._num_abandoned = self._number = 0
         self._first_abandoned = ""
-        self._max_threads = max_threads
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places = asyncio.Semaphore(max_threads)
         self._prepare = prepare
         self._idle: list[Worker] = []
         self._told: set[str] = set()
@@ -101,10 +99,7 @@ class ToolRunner:
     # -- one call -------------------------------------------------------------------------------------------------
 
     async def _in_thread(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = (loop, asyncio.Semaphore(self._max_threads))
-        async with self._places[1]:
+        async with self._places:
             worker = self._idle.pop() if self._idle else Worker("grpo-tool", self._prepare)
             with self._noted(name, row):
                 done = asyncio.wrap_future(worker.run(lambda: tool(**arguments)))
@@ -157,7 +152,8 @@ class ToolRunner:
         self._num_abandoned += 1
         self.counts["abandoned"] += 1
         self.hanging_rows.add(row)
-        told = f"tool {name}, called in row {row}, {_ABANDONED.format(f'{self.timeout_s:g}')}"
+        hangs = f"has not returned within {self.timeout_s:g} s (tool_timeout)"
+        told = f"tool {name}, called in row {row}, {hangs}"
         self._first_abandoned = self._first_abandoned or told
         if self._num_abandoned > self._max_abandoned:
             raise TooManyAbandoned(
@@ -165,7 +161,7 @@ class ToolRunner:
                 f"{self._first_abandoned}"
             )
         self._say(f"WARNING: {told}; the model is told so, and its thread is left alone")
-        return self._failed(f"tool {name} {_ABANDONED.format(f'{self.timeout_s:g}')}")
+        return self._failed(f"tool {name} {hangs}")
 
     def _content(self, result: Any) -> Any:
         if isinstance(result, list) and all(isinstance(each, dict) and "type" in each for each in result):

@@ -4,23 +4,15 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from trl.chat_template_utils import parse_response
 
 from grpo.conversations.rollouts import Rollouts, as_trl_takes_them
-from grpo.conversations.talk import Talk
+from grpo.conversations.talk import Talk, TalkLimits
 from grpo.conversations.tools import Message, Toolbox, ToolRunner
-from grpo.job.watch import FailureWatch
 from grpo.rewards.trainer import ScoringTrainer, use_device
-
-
-class _Engines(Protocol):
-    """What `LocalVLLM` does here."""
-
-    last_talks: tuple[list[Talk], dict[str, int]]
-
-    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]: ...
+from grpo.run.screen import say
 
 
 class _TrainersTemplate:
@@ -47,12 +39,9 @@ class _TrainersTemplate:
 class ConversingTrainer(ScoringTrainer):
     """A trainer whose ranks may ask their engines as often as they like."""
 
-    _local: Any
-    """An `_Engines` of the node, in local mode."""
     rollout_func: Any
     _rollouts: Rollouts | None = None
     _resetting = ExitStack()
-    _watch: FailureWatch
 
     def _take_rollouts(self) -> Rollouts | None:
         """What makes several turns of a prompt, and of a rollout function one that the other ranks know of, or brings
@@ -80,19 +69,21 @@ class ConversingTrainer(ScoringTrainer):
 
         prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
-            max_completion_tokens=self.max_completion_length,
-            max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens"),
-            max_tool_turns=self.max_tool_calling_iterations,
+            limits=TalkLimits(
+                max_completion_tokens=self.max_completion_length,
+                max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens") or self.max_completion_length,
+                max_tool_turns=self.max_tool_calling_iterations,
+            ),
             tools=ToolRunner(
                 timeout_s=args.tool_timeout,
                 max_threads=args.max_tool_threads,
                 max_abandoned=args.max_abandoned_tools,
-                say=lambda line: print(f"[grpo] rank {rank}: {line}", flush=True),
+                say=lambda line: say(f"rank {rank}: {line}"),
                 prepare=prepare,
             ),
             is_function=is_function,
             prepare=prepare,
-            template=None if is_function else _TrainersTemplate(self),
+            template=_TrainersTemplate(self),
             toolbox_of=toolbox_of,
             on_end=on_end if is_early else None,
             loop=getattr(self, "async_loop", None),
@@ -105,8 +96,7 @@ class ConversingTrainer(ScoringTrainer):
         def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
             own = me()
             assert own is not None, "TRL calls it in a generation"
-            engines: _Engines = own._local
-            output = engines.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
+            output = own._local.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
             own._note_sampling()
             return output
 
@@ -145,6 +135,5 @@ class ConversingTrainer(ScoringTrainer):
         """TRL's, of conversations that `_generate_single_turn` has had."""
         if self._local is None:
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
-        engines: _Engines = self._local
-        talks, counts = engines.last_talks
+        talks, counts = self._local.last_talks
         return as_trl_takes_them(talks, completions, counts)

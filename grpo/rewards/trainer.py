@@ -1,6 +1,5 @@
 """Between TRL's trainer and ours: rewards that begin when their completions are there."""
 
-import asyncio
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from grpo.job.watch import FailureWatch
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
 from grpo.run.observed import ObservedTrainer
+from grpo.run.screen import say
 
 
 def use_device(device: torch.device) -> None:
@@ -26,6 +26,7 @@ class ScoringTrainer(ObservedTrainer):
     """A trainer whose reward functions run while it computes log-probabilities, or still samples."""
 
     _local: Any
+    """`LocalVLLM`, in local mode."""
     _watch: FailureWatch
     reward_funcs: list[Any]
     _scoring: Scoring | None = None
@@ -37,20 +38,16 @@ class ScoringTrainer(ObservedTrainer):
     def _score_beside(self) -> None:
         """In local mode, after TRL's own `__init__`."""
         me = weakref.proxy(self)
-
-        def loop() -> asyncio.AbstractEventLoop:
-            return me.async_loop
-
         rank = self.accelerator.process_index
         self._scoring = Scoring(
             self.reward_funcs,
             self._watch,
             timeout_s=self.args.reward_timeout,
             beside=self.args.overlap_rewards,
-            loop=loop,
+            loop=lambda: me.async_loop,
             timeline=self.timeline,
             prepare=partial(use_device, self.accelerator.device),
-            say=lambda line: print(f"[grpo] rank {rank}: {line}", flush=True),
+            say=lambda line: say(f"rank {rank}: {line}"),
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:

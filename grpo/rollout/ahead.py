@@ -42,7 +42,8 @@ class GenerationBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Submitted:
-    pending: Pending
+    rows: PackedRows
+    pending: Pending | None
     at: Progress
     collected: tuple[Completions, list[GenerationReport]] | None = None
 
@@ -75,7 +76,7 @@ class GenerationBatches:
         now = self._progress()
         if now.mode == "train" and self._ahead is not None:
             submitted, self._ahead = self._ahead, None
-            if not _are_equal(submitted.pending.rows, rows):
+            if not _are_equal(submitted.rows, rows):
                 raise RuntimeError(_OTHER_PROMPTS)
         else:
             submitted = self._submit(rows)
@@ -123,7 +124,7 @@ class GenerationBatches:
 
     def _submit(self, rows: PackedRows) -> _Submitted:
         now, base = self.next_base_seed()
-        return _Submitted(pending=self._sampler.submit(rows, base), at=now)
+        return _Submitted(rows=rows, pending=self._sampler.submit(rows, base), at=now)
 
 
 def _are_equal(one: PackedRows, other: PackedRows) -> bool:

@@ -7,10 +7,7 @@ and its completions come back to the node that asked.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from grpo.job.node_groups import NodeGroups
-from grpo.job.wire import Wire
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
@@ -27,22 +24,6 @@ class Move:
     """The node that samples."""
     requests: tuple[int, ...]
     """Numbers of the source's requests, ascending."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Travelling(Wire):
-    """A `Request` on its way."""
-
-    token_ids: list[int]
-    n: int
-    seed: int
-
-    @classmethod
-    def of(cls, request: Request) -> "_Travelling":
-        return cls(token_ids=request.token_ids.tolist(), n=request.n, seed=request.seed)
-
-    def arrived(self) -> Request:
-        return Request(token_ids=np.array(self.token_ids, np.int32), n=self.n, seed=self.seed)
 
 
 def plan_moves(completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float]) -> list[Move]:
@@ -120,13 +101,13 @@ class NodeBalance:
             return Shares(asked=requests, moves=[], sampled=requests)
         mine = [move for move in moves if move.source == self._node]
         travelling = self._groups.all_gather_between_nodes(
-            {move.target: [_Travelling.of(requests[number]) for number in move.requests] for move in mine},
-            dict[int, list[_Travelling]],
+            {move.target: [requests[number] for number in move.requests] for move in mine},
+            dict[int, list[Request]],
         )
         gone = {number for move in mine for number in move.requests}
         sampled = [request for number, request in enumerate(requests) if number not in gone]
         for from_node in travelling:
-            sampled += [request.arrived() for request in from_node.get(self._node, [])]
+            sampled += from_node.get(self._node, [])
         return Shares(asked=requests, moves=moves, sampled=sampled)
 
     def bring_back(self, shares: Shares, completions: Completions) -> Completions:

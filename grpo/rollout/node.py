@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from grpo.engine.client import EngineError
 from grpo.job.failure import FailureRecord, JobFailed, StepFailed
@@ -12,33 +11,19 @@ from grpo.job.watch import FailureWatch
 from grpo.job.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
 from grpo.rollout.batch import Batch
-from grpo.rollout.packing import (
-    Completions,
-    PackedRows,
-    collapse,
-    concat_rows,
-    split_completions,
-)
+from grpo.rollout.packing import Completions, PackedRows, collapse, concat_rows, split_completions
 from grpo.rollout.pool import DeadlyRequests, EnginePool
 from grpo.rollout.report import GenerationReport, Period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pending:
-    """A generation batch on its way, as one rank sees it."""
-
-    rows: PackedRows
-    """The prompts of this rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PendingOnNode(Pending):
     """A generation batch on its way, as a local main sees it."""
 
     rows_by_rank: Sequence[int]
     """Of the node's ranks."""
-    shares: Shares | None
-    """What is sampled where, with `vllm_balance_nodes`."""
+    shares: Shares
+    """What is sampled where."""
     batch: Batch
     """What the engines were given."""
     policy_version: int
@@ -69,7 +54,7 @@ class NodeSampler:
         self._watch = watch
         self._revive = revive
 
-    def submit(self, rows: PackedRows, base_seed: int) -> Pending:
+    def submit(self, rows: PackedRows, base_seed: int) -> Pending | None:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
         `vllm_balance_nodes`.
 
@@ -78,11 +63,14 @@ class NodeSampler:
         Args:
             rows: the prompts, with the copies of a prompt next to each other over the node's ranks.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
+
+        Returns:
+            What to collect, or drop; None but on the local main.
         """
         self._groups.gather(rows.to_message())
-        return Pending(rows=rows)
+        return None
 
-    def collect(self, pending: Pending) -> tuple[Completions, list[GenerationReport]]:
+    def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
         """Wait for the completions. Collective over the job; data stays in the node.
 
         Returns:
@@ -95,7 +83,7 @@ class NodeSampler:
             self._revive()
         return Completions.from_message(self._groups.scatter([])), reports
 
-    def drop(self, pending: Pending) -> None:
+    def drop(self, pending: Pending | None) -> None:
         """Forget a batch that nobody will collect. Not collective."""
 
     def _end_phase(self, report: GenerationReport | Stalled | None) -> list[GenerationReport]:
@@ -135,20 +123,21 @@ class LocalMainSampler(NodeSampler):
         self._balance = NodeBalance(groups) if balance_nodes and groups.topology.num_nodes > 1 else None
         self._period = Period()
 
-    def submit(self, rows: PackedRows, base_seed: int) -> PendingOnNode:
+    def submit(self, rows: PackedRows, base_seed: int) -> Pending:
         parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
         requests = collapse(concat_rows(parts), base_seed, self._groups.topology.node)
-        shares = None if self._balance is None else self._balance.share_out(requests)
-        return PendingOnNode(
-            rows=rows,
+        shares = Shares(asked=requests, moves=[], sampled=requests)
+        if self._balance is not None:
+            shares = self._balance.share_out(requests)
+        return Pending(
             rows_by_rank=[part.num_rows for part in parts],
             shares=shares,
-            batch=self._pool.submit(requests if shares is None else shares.sampled),
+            batch=self._pool.submit(shares.sampled),
             policy_version=self._pool.policy_version,
         )
 
-    def collect(self, pending: Pending) -> tuple[Completions, list[GenerationReport]]:
-        assert isinstance(pending, PendingOnNode)
+    def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
+        assert pending is not None, "the local main has submitted one"
         begun, completions, report = time.monotonic(), None, None
         while True:
             if completions is None and (completions := self._wait_for(pending)) is not None:
@@ -157,13 +146,13 @@ class LocalMainSampler(NodeSampler):
                 break
             self._revive()
         assert completions is not None, "all nodes are done, but this one"
-        if self._balance is not None and pending.shares is not None:
+        if self._balance is not None:
             self._balance.note([report.tokens_per_s for report in reports])
             completions = self._balance.bring_back(pending.shares, completions)
         parts = split_completions(completions, pending.rows_by_rank)
         return Completions.from_message(self._groups.scatter([part.to_message() for part in parts])), reports
 
-    def _wait_for(self, pending: PendingOnNode) -> Completions | None:
+    def _wait_for(self, pending: Pending) -> Completions | None:
         """The node's completions; None where no engine is left for some of them."""
         try:
             return self._pool.collect(pending.batch, self._timeout_s, self._watch.check)
@@ -171,19 +160,16 @@ class LocalMainSampler(NodeSampler):
             self._end_phase(Stalled(for_good=self._watch.make_record(error)))
             raise
         except EngineError as error:
-            self._fail_phase(error)
+            try:
+                self._groups.exchange(self._watch, self._watch.make_record(error))
+            except JobFailed as failed:
+                raise failed from error
+            raise AssertionError("a phase that failed on this rank has ended well") from error
         except BaseException:  # an interrupted notebook cell, too
             self.drop(pending)
             raise
 
-    def _fail_phase(self, error: Exception) -> NoReturn:
-        try:
-            self._groups.exchange(self._watch, self._watch.make_record(error))
-        except JobFailed as failed:
-            raise failed from error
-        raise AssertionError("a phase that failed on this rank has ended well")
-
-    def _report(self, pending: PendingOnNode, completions: Completions, begun: float) -> GenerationReport:
+    def _report(self, pending: Pending, completions: Completions, begun: float) -> GenerationReport:
         refusals = pending.batch.refusals
         return GenerationReport(
             generate_s=pending.batch.seconds,
@@ -195,9 +181,9 @@ class LocalMainSampler(NodeSampler):
             num_reissued=self._pool.take_num_reissued(),
             num_renewed=int((completions.policy_versions > pending.policy_version).sum()),
             num_refused=len(refusals),
-            refusal=self._watch.make_record(next(iter(refusals.values()))) if refusals else None,
+            refusal=self._watch.make_record(refusals[0]) if refusals else None,
         )
 
-    def drop(self, pending: Pending) -> None:
-        if isinstance(pending, PendingOnNode):
+    def drop(self, pending: Pending | None) -> None:
+        if pending is not None:
             self._pool.drop(pending.batch)

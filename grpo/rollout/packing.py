@@ -4,14 +4,19 @@ A node's rows are the prompts of its ranks, end to end in the order of their loc
 completion i, whichever engine sampled it.
 """
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
+
+from grpo.job.wire import Wire
 
 REFUSED = -1
 _ENGINES_OF_A_NODE = 1024
@@ -19,6 +24,19 @@ _ENGINES_OF_A_NODE = 1024
 NODE_SEED_STRIDE = 2**32 + 2**20
 """Distance between the seeds of two nodes. The seeds of two rows of a job differ as whole numbers (rows < 2**32), and
 also in their low 32 bits (rows < 2**20, nodes < 2**12), which are all that torch's CPU generator keeps of a seed."""
+
+
+def _to_base64(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _from_base64(text: Any, *, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(str(text), validate=True), dtype)
+
+
+# Arrays of int32 and float32 in a `Wire`: a list there would be an object in Python for each token.
+TokenIds = Annotated[np.ndarray, PlainValidator(partial(_from_base64, dtype=np.int32)), PlainSerializer(_to_base64)]
+Logprobs = Annotated[np.ndarray, PlainValidator(partial(_from_base64, dtype=np.float32)), PlainSerializer(_to_base64)]
 
 
 def engine_id(node: int, engine: int) -> int:
@@ -61,10 +79,10 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class Request(Wire):
     """One prompt, to be sampled `n` times."""
 
-    token_ids: np.ndarray
+    token_ids: TokenIds
     """[L] int32, the prompt; a view into the batch."""
     n: int
     """Completions to sample, >= 1."""
@@ -131,7 +149,7 @@ def _pack(rows: Iterable[Sequence[float] | np.ndarray], dtype: type) -> tuple[np
     return values, np.array([len(array) for array in arrays], np.int32)
 
 
-def _bounds(lengths: np.ndarray) -> list[int]:
+def _bounds(lengths: Sequence[int] | np.ndarray) -> list[int]:
     """[R + 1] where each row begins, and where the last one ends."""
     return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
 
@@ -143,14 +161,11 @@ def pack_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PackedRows:
 
 def unpack_rows(packed: PackedRows) -> list[np.ndarray]:
     """Views, one per row."""
-    bounds = _bounds(packed.lengths)
-    return [packed.token_ids[start:stop] for start, stop in pairwise(bounds)]
+    return [packed.token_ids[start:stop] for start, stop in pairwise(_bounds(packed.lengths))]
 
 
 def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """The rows of all parts, in order."""
-    if not parts:
-        return pack_rows([])
+    """The rows of all parts, of which there is one at least, in order."""
     return PackedRows(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         lengths=np.concatenate([part.lengths for part in parts]),
@@ -164,8 +179,12 @@ def seed_base(*, seed: int, step: int, mode: str, draw: int, user_seed: int | No
     that step and mode; user_seed: a sampling seed of the user's, if any. The bits are the first of BLAKE2b over the
     arguments as a JSON list. Below 2**62, so that adding a node's and a row's offset stays below 2**63.
     """
-    text = json.dumps([int(seed), int(step), str(mode), int(draw), None if user_seed is None else int(user_seed)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+    return _bits([int(seed), int(step), str(mode), int(draw), None if user_seed is None else int(user_seed)])
+
+
+def _bits(arguments: list[int | str | None]) -> int:
+    digest = hashlib.blake2b(json.dumps(arguments).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
 
 
 def turn_seed(base: int, *, rank: int, row: int, turn: int) -> int:
@@ -175,8 +194,7 @@ def turn_seed(base: int, *, rank: int, row: int, turn: int) -> int:
     job differ as those of single-turn batches do.
     """
     if turn:
-        digest = hashlib.blake2b(json.dumps([int(base), int(turn)]).encode(), digest_size=8).digest()
-        base = int.from_bytes(digest, "big") >> 2
+        base = _bits([int(base), int(turn)])
     return (base + rank * NODE_SEED_STRIDE + row) % 2**63
 
 
@@ -223,8 +241,7 @@ def pack_completions(
 def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Completions]:
     """Cut into parts of so many completions each, in order; as views."""
     assert sum(sizes) == completions.num_completions, (sum(sizes), completions.num_completions)
-    rows = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
-    tokens = _bounds(completions.lengths)
+    rows, tokens = _bounds(sizes), _bounds(completions.lengths)
     return [
         Completions(
             token_ids=completions.token_ids[tokens[start] : tokens[stop]],

@@ -21,13 +21,15 @@ from grpo.engine.client import EngineClient, EngineDied, EngineError
 from grpo.engine.messages import Sample, Sampled
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
-from grpo.rollout.queue import RequestQueue
+from grpo.rollout.queue import Chunk, RequestQueue
 from grpo.rollout.stints import IdleClock, Stints
 from grpo.timeline.recorder import Recorder
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)
 MAX_DEATHS = 2  # of engines that were at work on the same completion
+_Outbox = queue.SimpleQueue[Sample | tuple[int, ...] | None]
+"""What is sent to an engine: completions to sample, completions to drop; None ends its thread."""
 
 
 class DeadlyRequests(EngineError):
@@ -79,9 +81,7 @@ class EnginePool:
         self._idle = [IdleClock() for _ in clients]
         self._stints = [Stints(timeline or Recorder(), engine) for engine in range(len(clients))]
         # What is decided under the lock is sent outside of it, in the same order: a socket may block.
-        self._outboxes: list[queue.SimpleQueue[Sample | tuple[int, ...] | None]] = [
-            queue.SimpleQueue() for _ in clients
-        ]
+        self._outboxes: list[_Outbox] = [queue.SimpleQueue() for _ in clients]
         self._threads: list[threading.Thread] = []
         for engine, client in enumerate(clients):
             self._attach(engine, client)
@@ -97,7 +97,11 @@ class EnginePool:
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, requests: Sequence[Request], *, name: str | None = None, on_done: Callable[[Batch], None] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        name: str = "this node's generation batch",
+        on_done: Callable[[Batch], None] | None = None,
     ) -> Batch:
         """Start sampling; returns at once. What goes wrong is raised by `collect`, or told as `tell` has it.
 
@@ -107,12 +111,10 @@ class EnginePool:
         """
         with self._changed:
             num_completions = sum(request.n for request in requests)
-            batch = Batch(requests, range(self._next_id, self._next_id + num_completions), time.monotonic())
-            batch.asked_at = batch.submitted_at
-            batch.name, batch.on_done = name or batch.name, on_done
+            batch = Batch(ids=range(self._next_id, self._next_id + num_completions), name=name, on_done=on_done)
             self._batches.update(dict.fromkeys(batch.ids, batch))
             fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
-            chunks, homes = [], {}
+            chunks = []
             for request in requests:
                 ids = range(self._next_id, self._next_id + request.n)
                 self._next_id = ids.stop
@@ -128,11 +130,10 @@ class EnginePool:
                         seed=request.seed + begin,
                         overrides=dict(request.overrides),
                     )
-                    chunks.append((len(request.token_ids) + self._max_tokens, chunk))
-                    if request.home is not None:
-                        homes[chunk.start] = request.home
+                    tokens = len(request.token_ids) + self._max_tokens
+                    chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home))
             self._end_if_answered(batch)
-            self._queue.add(chunks, homes)
+            self._queue.add(chunks)
             self._feed()
         return batch
 
@@ -286,7 +287,7 @@ class EnginePool:
             for ids in _ranges(run):
                 old = self._sent[ids.start]
                 self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
-                chunks.append((len(old.token_ids) + self._max_tokens, ids))
+                chunks.append(Chunk(ids=ids, tokens=len(old.token_ids) + self._max_tokens))
         for completion in owed:
             del self._sent[completion]
         self._num_reissued += len(owed)
@@ -322,23 +323,17 @@ class EnginePool:
         batch = self._batches.pop(answer.completion_id, None)
         self._stints[engine].note(len(answer.token_ids))
         if batch is not None:  # else it was dropped
-            batch.answers[answer.completion_id] = answer
-            batch.policy_versions[answer.completion_id] = self.policy_version
-            batch.engines[answer.completion_id] = engine_id(self._node, engine)
-            if answer.is_refusal:
-                batch.policy_versions[answer.completion_id] = batch.engines[answer.completion_id] = REFUSED
-                batch.refusals[answer.completion_id] = str(answer.error)
+            batch.add(answer, engine=engine_id(self._node, engine), policy_version=self.policy_version)
             self._end_if_answered(batch)
         self._feed()
 
     def _refuse(self, batch: Batch, ids: range, why: str) -> None:
         for completion in ids:
             del self._batches[completion]
-            batch.answers[completion] = Sampled(
+            refusal = Sampled(
                 completion_id=completion, token_ids=_NOTHING, engine_logprobs=_NOTHING, error=why, is_refusal=True
             )
-            batch.policy_versions[completion] = batch.engines[completion] = REFUSED
-            batch.refusals[completion] = why
+            batch.add(refusal, engine=REFUSED, policy_version=REFUSED)
 
     def _end_if_answered(self, batch: Batch) -> None:
         if len(batch.answers) == len(batch.ids):
@@ -347,7 +342,7 @@ class EnginePool:
             if batch.on_done is not None:
                 batch.on_done(batch)
 
-    def _send(self, client: EngineClient, outbox: "queue.SimpleQueue[Sample | tuple[int, ...] | None]") -> None:
+    def _send(self, client: EngineClient, outbox: _Outbox) -> None:
         with self._noting_errors():
             while (message := outbox.get()) is not None:
                 if isinstance(message, tuple):

@@ -1,7 +1,18 @@
 """Which engine samples which completion next: the decisions alone, without threads, clocks and engines."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Completions of one prompt that go to one engine, which computes the prompt once."""
+
+    ids: Sequence[int]
+    tokens: int
+    """The most that each completion may take, its prompt included."""
+    home: int | None = None
+    """The engine that may hold the beginning of the prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +31,8 @@ class _Engine:
 class RequestQueue:
     """The completions that a node owes, and which engine has them.
 
-    Completions of one prompt come in chunks. A chunk goes to one engine as a whole, which computes the prompt once.
-    An engine with a free place takes the next one, and what has no place there waits inside it: less than a chunk.
-    Everything else waits here, where whichever engine has a free place first takes it.
+    An engine with a free place takes the next chunk, and what of it has no place there waits inside it. Everything else
+    waits here, where whichever engine has a free place first takes it.
 
     Args:
         windows: of each engine, the completions that it samples at once.
@@ -30,19 +40,13 @@ class RequestQueue:
 
     def __init__(self, windows: Sequence[int]) -> None:
         self._engines = [_Engine(window) for window in windows]
-        self._waiting: list[tuple[int, Sequence[int]]] = []  # tokens of a completion, and ids; the next chunk is last
-        self._homes: dict[int, int] = {}  # by the first id of a chunk that waits
+        self._waiting: list[Chunk] = []  # the next one is last
 
-    def add(self, chunks: Iterable[tuple[int, Sequence[int]]], homes: Mapping[int, int] | None = None) -> None:
-        """Chunks that are to be sampled: the most tokens that each completion may take, and the ids of these.
-
-        Args:
-            homes: by the first id of a chunk, the engine that may hold the beginning of its prompt.
-        """
-        self._homes.update(homes or {})
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that are to be sampled."""
         self._waiting += chunks
         # The dearest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), of equals the oldest.
-        self._waiting.sort(key=lambda each: (each[0] * len(each[1]), -each[1][0]))
+        self._waiting.sort(key=lambda chunk: (chunk.tokens * len(chunk.ids), -chunk.ids[0]))
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
@@ -51,17 +55,15 @@ class RequestQueue:
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
-            tokens, chunk = self._waiting[-1]
             roomy = [number for number, engine in enumerate(self._engines) if engine.has_room()]
             if not roomy:
                 break
-            self._waiting.pop()
-            home = self._homes.pop(chunk[0], None)
-            number = home if home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
+            chunk = self._waiting.pop()
+            number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
             engine = self._engines[number]
-            engine.held.update(dict.fromkeys(chunk, tokens))
-            engine.tokens += tokens * len(chunk)
-            sent.append((number, chunk))
+            engine.held.update(dict.fromkeys(chunk.ids, chunk.tokens))
+            engine.tokens += chunk.tokens * len(chunk.ids)
+            sent.append((number, chunk.ids))
         return sent
 
     def all_sent(self) -> bool:
@@ -76,9 +78,7 @@ class RequestQueue:
     def forget(self, completions: Iterable[int]) -> list[tuple[int, list[int]]]:
         """Nobody wants these any more, whole chunks: which engine held which of them."""
         ids = set(completions)
-        for completion in ids:
-            self._homes.pop(completion, None)
-        self._waiting = [each for each in self._waiting if each[1][0] not in ids]
+        self._waiting = [chunk for chunk in self._waiting if chunk.ids[0] not in ids]
         taken = []
         for number, engine in enumerate(self._engines):
             if held := [completion for completion in engine.held if completion in ids]:

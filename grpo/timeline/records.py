@@ -8,7 +8,9 @@ import json
 import re
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from grpo.job.wire import from_json
 
@@ -41,6 +43,10 @@ def timeline_files(output_dir: Path) -> dict[int, Path]:
     return dict(sorted((int(found[1]), path) for found, path in numbered if found))
 
 
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What a column of the report's tables holds."""
+
+
 class _Record:
     """A line: one whose fields are of other types than they are here is none."""
 
@@ -53,13 +59,13 @@ class Attempt(_Record):
     """A node begins an attempt."""
 
     kind: ClassVar[str] = "attempt"
-    attempt: int
-    node: int
+    attempt: Whole
+    node: Whole
     host: str
     time: float
     clock_offset_s: float = 0.0
     """This node's clock minus node 0's; it is already taken out of all times."""
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[Whole] = field(default_factory=list)
     """Global ranks of this node; the first is the local main."""
     rank_devices: list[str] = field(default_factory=list)
     """GPUs by the names that the job sees; empty on CPUs."""
@@ -72,21 +78,21 @@ class Span(_Record):
     """Something that took time."""
 
     kind: ClassVar[str] = "span"
-    attempt: int
+    attempt: Whole
     lane: str
     """"rank 8", "engine 0", "push", "save"."""
     phase: str
     """One of the names above, or the user's."""
     begin: float
     end: float
-    step: int
+    step: Whole
     """Optimizer steps that were done when it began."""
     name: str = ""
     """Which of several: a reward function."""
-    tokens: int | None = None
-    requests: int | None = None
-    policy_version: int | None = None
-    bytes: int | None = None
+    tokens: Whole | None = None
+    requests: Whole | None = None
+    policy_version: Whole | None = None
+    bytes: Whole | None = None
     on_gpu: bool = False
     """Measured between CUDA events: when the GPU did it, not when it was queued."""
 
@@ -96,18 +102,18 @@ class Usage(_Record):
     """What a node's devices were doing, as a sampling thread saw it."""
 
     kind: ClassVar[str] = "usage"
-    attempt: int
+    attempt: Whole
     time: float
     device: str
     """A GPU's name in the job, or "rank 8", "engine 0" for processes on CPUs, or "node"."""
     busy: float | None = None
     """Share of the time since the sample before: 1 is a whole GPU, or a whole core."""
-    memory_bytes: int | None = None
+    memory_bytes: Whole | None = None
     """Of a GPU all that is in use; of a process what is resident; of "node" what is not available."""
-    memory_total_bytes: int | None = None
-    allocated_bytes: int | None = None
+    memory_total_bytes: Whole | None = None
+    allocated_bytes: Whole | None = None
     """By torch in the local main, on its own GPU."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Whole | None = None
     power_w: float | None = None
 
 

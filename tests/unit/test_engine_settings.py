@@ -68,7 +68,7 @@ def test_engine_arguments() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args = config(vllm_max_model_length=512, seed=7, vllm_engine_kwargs={"max_num_seqs": 32}, bf16=False)
-    settings = engine_args(args, MODEL, topology(), "shm")
+    settings = engine_args(args, MODEL, topology())
     assert {"dtype": "bfloat16", "max_model_len": 512, "load_format": "dummy", "seed": 7}.items() <= settings.items()
     assert settings["logprobs_mode"] == "processed_logprobs"
     assert settings["weight_transfer_config"] == "grpo_shm"
@@ -76,13 +76,13 @@ def test_engine_arguments() -> None:
     assert settings["kv_cache_memory_bytes"] == 2**30
     assert settings["enable_chunked_prefill"] is False
     assert settings.keys() <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert engine_args(config(), MODEL, topology(2), "shm")["distributed_executor_backend"] == "mp"
-    assert "max_model_len" not in engine_args(config(), MODEL, topology(), "shm")
+    assert engine_args(config(), MODEL, topology(2))["distributed_executor_backend"] == "mp"
+    assert "max_model_len" not in engine_args(config(), MODEL, topology())
 
 
 def test_the_users_cpu_cache_size_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
-    assert "kv_cache_memory_bytes" not in engine_args(config(), MODEL, topology(), "shm")
+    assert "kv_cache_memory_bytes" not in engine_args(config(), MODEL, topology())
 
 
 def test_backends() -> None:

@@ -47,16 +47,19 @@ def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     monkeypatch.setattr(delivery, "is_due", lambda push: False)
     submit, collect = EnginePool.submit, EnginePool.collect
+    asked: dict[Any, tuple[str, ...]] = {}
 
     def prompts(requests: Any) -> tuple[str, ...]:
         return tuple(tokenizer.decode(request.token_ids).replace(" ", "") for request in requests)
 
     def noted_submit(pool: EnginePool, requests: Any) -> Any:
-        events.append(("submit", prompts(requests)))
-        return submit(pool, requests)
+        batch = submit(pool, requests)
+        asked[batch] = prompts(requests)
+        events.append(("submit", asked[batch]))
+        return batch
 
     def noted_collect(pool: EnginePool, batch: Any, *args: Any) -> Any:
-        events.append(("collect", prompts(batch.requests)))
+        events.append(("collect", asked[batch]))
         return collect(pool, batch, *args)
 
     monkeypatch.setattr(EnginePool, "submit", noted_submit)

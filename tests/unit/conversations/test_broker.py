@@ -6,6 +6,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from grpo.conversations.broker import TurnBroker
 from grpo.conversations.channel import TurnChannel
-from grpo.conversations.messages import Answer, Ask, Begin, Cancel, Stalled, decode, encode
+from grpo.conversations.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
 from grpo.conversations.sampler import Sampler
 from grpo.rollout.packing import REFUSED, engine_id, turn_seed
 from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, answer_to, wait_until
@@ -283,15 +284,33 @@ def test_messages_are_what_they_were() -> None:
         finish_reason="stop",
         refusal=None,
     )
-    for message in (ask, answer):
-        again = decode(encode(message))
+    refused = replace(answer, token_ids=np.empty(0), logprobs=np.empty(0), finish_reason=None, refusal="too long")
+    ours, theirs = socket.socketpair()
+    sender, receiver = Pipe(ours), Pipe(theirs)
+
+    def arrived(message: Message) -> Message:
+        sender.send(message)
+        return receiver.receive()
+
+    for message in (ask, answer, refused):
+        again = arrived(message)
         for name in message.__slots__:
             assert np.array_equal(getattr(again, name), getattr(message, name)), name
     for signal in (Begin(), Cancel(7), Stalled(3, None), Stalled(3, "why")):
-        assert decode(encode(signal)) == signal
-    for nonsense in (b"", b"\xff\xff\xff\xff", encode(ask)[:9], os.urandom(64)):
-        with pytest.raises(ValueError, match=r"message|json|JSON|codec|validation"):
-            decode(nonsense)
+        assert arrived(signal) == signal
+    text = ask.dumps().encode()
+    lacking, spoilt = text.replace(b'"row":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
+    for nonsense in (b"", b"\xff\xff\xff\xff", text[:9], lacking, spoilt, os.urandom(64)):
+        ours.sendall(len(nonsense).to_bytes(4, "little") + nonsense)
+        with pytest.raises(ValueError, match="of this version"):
+            receiver.receive()
+    ours.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="a message of 4294967295 bytes"):
+        receiver.receive()
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
 
 
 def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:

@@ -53,7 +53,6 @@ def talk(
     limits = TalkLimits(
         max_completion_tokens=max_completion_tokens,
         max_turn_tokens=max_turn_tokens,
-        max_model_len=max_model_len,
         max_tool_turns=turns,
     )
     return asyncio.run(
@@ -62,6 +61,7 @@ def talk(
             PROMPT,
             model,  # type: ignore[arg-type]
             limits=limits,
+            max_model_len=max_model_len,
             template=Letters(),
             tools=ToolRunner(timeout_s=9, max_threads=1, max_abandoned=0),
             toolbox=Toolbox(sync={"tool": lambda: result}),

@@ -5,12 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from grpo.rollout.queue import RequestQueue
+from grpo.rollout.queue import Chunk, RequestQueue
+
+
+def chunks_of(*tokens_and_ids: tuple[int, list[int]]) -> list[Chunk]:
+    return [Chunk(ids=ids, tokens=tokens) for tokens, ids in tokens_and_ids]
 
 
 def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
     requests = RequestQueue([4, 4])
-    requests.add([(5, [0, 1]), (15, [2, 3]), (10, [4, 5]), (5, [6, 7]), (5, [8, 9])])
+    requests.add(chunks_of((5, [0, 1]), (15, [2, 3]), (10, [4, 5]), (5, [6, 7]), (5, [8, 9])))
     # the dearest first; 30 | 20 -> 10 to the second, which is then full -> 10 to the first
     assert requests.send() == [(0, [2, 3]), (1, [4, 5]), (1, [0, 1]), (0, [6, 7])]
     assert requests.send() == []
@@ -23,7 +27,7 @@ def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> N
 
 def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> None:
     requests = RequestQueue([1, 2])
-    requests.add([(9, [0]), (2, [1, 2, 3]), (1, [4, 5, 6])])
+    requests.add(chunks_of((9, [0]), (2, [1, 2, 3]), (1, [4, 5, 6])))
     assert requests.send() == [(0, [0]), (1, [1, 2, 3])]
     requests.answered(1, 1)
     assert requests.send() == []  # two that are left take both places
@@ -46,7 +50,7 @@ def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: 
             batches_left -= 1
             chunks = [[next(ids) for _ in range(rng.integers(1, 5))] for _ in range(rng.integers(1, 12))]
             waiting |= {chunk[0]: chunk for chunk in chunks}
-            requests.add([(int(rng.integers(1, 100)), chunk) for chunk in chunks])
+            requests.add([Chunk(ids=chunk, tokens=int(rng.integers(1, 100))) for chunk in chunks])
         for engine, chunk in requests.send():
             assert waiting.pop(chunk[0]) == chunk
             assert len(left[engine]) < windows[engine]
