@@ -52,7 +52,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_a_base_is_not_loaded_where_there_is_no_room_for_the_merged_model(
+def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no_room_to_merge(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -60,6 +60,9 @@ def test_a_base_is_not_loaded_where_there_is_no_room_for_the_merged_model(
     get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
     (adapter / "config.json").write_text((checkpoint / "config.json").read_text())
     declare_complete(adapter)
+    for name, words in {"small": {}, "merged": {"merge": True, "base": str(checkpoint)}}.items():
+        export(adapter, tmp_path / name, **words)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / name).iterdir()} == {0o666 & ~current_umask()}
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"the weights take 0.0 GB, but .* has 0.0 GB free"):

@@ -68,6 +68,13 @@ def test_nodes_that_differ(cluster: Cluster) -> None:
     assert "least waste: 6 ranks per node (num_processes: 24)" in out
 
 
+def test_the_demo_in_the_dtype_of_its_configuration(cluster: Cluster) -> None:
+    """Its model is made when it starts: nothing can be asked by its name."""
+    plan = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--", "--dtype", "auto", "--bf16", "False")
+    assert lines_of(plan["estimates"]["training"])["states"] > 0
+    assert not plan.get("errors")
+
+
 def test_sixty_four_nodes(cluster: Cluster) -> None:
     plan = cluster.read(
         "--config_file", cluster.accelerate(64, 448), "--config", cluster.training(per_device_train_batch_size=9)
