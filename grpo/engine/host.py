@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
 from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
-from grpo.engine.inner_processes import StartWatch, report_failures
+from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
@@ -229,6 +229,8 @@ async def run(
     # engine that does not say what it is for runs 128 sequences and 2048 tokens at once (0.31).
     config = args.create_engine_config(UsageContext.LLM_CLASS)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
+    if current_platform.is_cpu():
+        share_cores()
     if args.enforce_eager and current_platform.is_cpu():
         # vLLM compiles a helper of its sampler all the same (0.31): a third of what its worker costs at a start, 7 s of
         # a core without caches. On GPUs the compiled helper saves memory.

@@ -19,6 +19,7 @@ from grpo.job.sessions import session_members
 
 POLL_S = 0.5
 GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
+SPIN_S = 0.005  # about as long as a token takes; after that a message wakes who waits
 _FOLDER = "inner"  # in the host's private folder; a file for each process: why it cannot go on, empty while it can
 
 
@@ -38,6 +39,17 @@ def report_failures() -> None:
         answer(worker, output)
 
     WorkerProc.enqueue_output = answer_and_report
+
+
+def share_cores() -> None:
+    """In the host of an engine on CPUs: its processes leave the cores to the ranks while they wait.
+
+    Each of them would look for messages without a pause for a second after the last one (vLLM 0.31), which is most of
+    the time in which the ranks train.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=SPIN_S)
 
 
 def _reporting(run: Callable[..., None], name: str) -> Callable[..., None]:

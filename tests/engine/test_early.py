@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from grpo.engine.environment import engine_environment
 from grpo.job.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
-from tests.contract import CONTRACT_S
+from tests.contract import CONTRACT_S, worker_process
 from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
 from tests.launching import ROOT, known_models
 
@@ -59,6 +60,11 @@ def test_a_host_is_told_later_what_to_run_and_where(
         sampled = pool.collect(pool.submit([Request(token_ids=np.array([5, 6, 7], np.int32), n=1, seed=1)]), START_S)
         assert sampled is not None
         pool.close()
+        worker = worker_process(client.pid)
+        before_s = sum(worker.cpu_times()[:2])
+        time.sleep(1)
+        spun_s = sum(worker.cpu_times()[:2]) - before_s
+        assert spun_s < 0.3, "the ranks need the core on which it waits for the next message"
     finally:
         client.close()
     assert 0 < ready.startup_s < START_S
