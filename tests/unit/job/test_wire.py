@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo.engine.supervisor import Respawn
 from grpo.job.failure import FailureRecord
 from grpo.job.wire import from_json, to_json
-from grpo.rollout.balance import _Travelling
 from grpo.rollout.node import Stalled
+from grpo.rollout.packing import Request
 from grpo.rollout.report import GenerationReport
 from grpo.serving import _EngineFacts
 from grpo.weights.delivery import _Arrivals
@@ -33,13 +34,20 @@ TOLD: list[tuple[Any, Any]] = [
     ((True, None), tuple[bool, PushReport | None]),
     ((False, PUSH), tuple[bool, PushReport | None]),
     (_EngineFacts(startup_s=8.25, max_model_len=64, wire_format=FORMAT), _EngineFacts | None),
-    ({1: [_Travelling(token_ids=[5, 6], n=2, seed=2**62 + 1)]}, dict[int, list[_Travelling]]),
 ]
 
 
 @pytest.mark.parametrize(("value", "kind"), TOLD)
 def test_a_value_comes_as_it_was(value: Any, kind: Any) -> None:
     assert from_json(to_json(value, kind), kind) == value
+
+
+def test_a_request_comes_with_its_tokens() -> None:
+    request = Request(token_ids=np.array([5, 6], np.int32), n=2, seed=2**62 + 1)
+    kind = dict[int, list[Request]]
+    (came,) = from_json(to_json({1: [request]}, kind), kind)[1]
+    assert came.token_ids.dtype == np.int32
+    assert (came.token_ids.tolist(), came.n, came.seed) == ([5, 6], 2, 2**62 + 1)
 
 
 def test_a_gap_that_is_no_number_comes_too() -> None:
