@@ -102,16 +102,15 @@ def _installation(env: Mapping[str, str]) -> Part:
 
 
 def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
-    use_cpu = asked.job is not None and asked.job.use_cpu
+    if asked.job is not None and asked.job.use_cpu:
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     seen, mistake = 0, None
     try:
-        seen = devices.count_gpus(env, use_cpu=use_cpu)
+        seen = devices.count_gpus(env, use_cpu=False)
     except devices.DeviceMistake as error:
         mistake = error
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
-    if use_cpu:
-        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     count = gpus.check_gpu_count(
         seen=seen,
         asked=asked.gpus_per_node,

@@ -1,6 +1,7 @@
 """What must be the same on all nodes before they start one job: versions, code, the variables of NCCL and gloo."""
 
 import hashlib
+import os
 import platform
 import subprocess
 from collections.abc import Hashable, Mapping
@@ -44,8 +45,9 @@ def read_software(env: Mapping[str, str]) -> Software:
 def commit_of(folder: Path) -> str:
     """The commit of the checkout that holds `folder`; empty where there is none, or git does not say."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # of another repository
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout.strip() if result.returncode == 0 else ""

@@ -146,7 +146,8 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
         if lines:
             note = curve.note
             if lines[0].low and not note:
-                note = "band: one standard deviation" if curve.spread else "band: least to most"
+                is_spread = bool(curve.spread) and metrics.get(curve.spread) is not None
+                note = "band: one standard deviation" if is_spread else "band: least to most"
             found.add(curve.title, curve.unit, table, lines, note=note)
 
 

@@ -69,7 +69,9 @@ def test_a_job_that_would_end_at_its_start_fails_here(monkeypatch: pytest.Monkey
     )
     assert "--gres=gpu:8" in none.fix
     assert "--use_cpu" in none.fix
-    asked_for = examined({}, "--use_cpu")["gpus"]
+    with monkeypatch.context() as context:
+        context.setattr(gpus, "query_gpus", lambda: pytest.fail("no GPU is asked for"))
+        asked_for = examined({}, "--use_cpu")["gpus"]
     assert (asked_for.status, asked_for.message) == (PASS, "none: the job asks for CPUs (use_cpu)")
     slices = examined({"CUDA_VISIBLE_DEVICES": "MIG-1"})["gpus"]
     assert (slices.status, "(MIG)" in slices.message, "nvidia-smi -mig 0" in slices.fix) == (FAIL, True, True)

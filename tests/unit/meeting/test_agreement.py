@@ -23,6 +23,19 @@ def test_no_git_is_no_commit(error: Exception, monkeypatch: pytest.MonkeyPatch, 
     assert agreement.commit_of(tmp_path) == ""
 
 
+def test_a_commit_is_of_the_folders_own_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not of that which a hook of git, from which a job is started, names in the environment."""
+    for name in ("own", "other"):
+        git = ["git", "-C", str(tmp_path / name), "-c", "user.name=n", "-c", "user.email=e"]
+        (tmp_path / name).mkdir()
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", name], check=True)
+    commit = agreement.commit_of(tmp_path / "own")
+    assert len(commit) == 12
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert agreement.commit_of(tmp_path / "own") == commit
+
+
 def test_many_nodes_are_not_all_listed() -> None:
     assert list_nodes(["a", "b"]) == "a, b"
     many = [f"n{number}" for number in range(64)]
