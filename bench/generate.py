@@ -2,8 +2,8 @@
 
 One node of one process, one engine. The bare one is `LLM.generate` in a process of its own with the same weights,
 engine arguments, environment, prompts, sampling settings and seeds; both engines are up all the time, and one of them
-works at a time. Every completion has the same length: `ignore_eos`. On a CPU both run eagerly: two compilations would
-take most of the benchmark's time.
+works at a time, once the processes of the other one have stopped looking for messages. Every completion has the same
+length: `ignore_eos`. On a CPU both run eagerly: two compilations would take most of the benchmark's time.
 
 `LLM.generate` without seeds is what a seed for each completion costs inside vLLM. Transformers samples as TRL's trainer
 does without vLLM, in this process, and only the first sixteenth of the tokens: its tokens/s hardly depend on it.
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from grpo.weights.trained import TrainedModel
 PROMPT_TOKENS = 32
 NUM_GENERATIONS = 8
 STEP = 1
+QUIET_S = 1.5  # vLLM's processes look for messages without a pause for a second after the last one (0.31)
 
 
 class BareVLLM:
@@ -202,13 +204,17 @@ def measure(options: Any, folder: Path) -> Report:
                 local.generate(prompts, None, NUM_GENERATIONS)
                 return time.perf_counter() - begun
 
-            variants = {
+            def rested(seconds_of: Callable[[], float]) -> float:
+                time.sleep(QUIET_S)
+                return seconds_of()
+
+            variants: dict[str, Callable[[], float]] = {
                 "LocalVLLM.generate": generate,
                 "LLM.generate": lambda: bare.generate("seeded")["seconds"],
                 "LLM.generate without seeds": lambda: bare.generate("unseeded")["seconds"],
                 "transformers": lambda: transformers_seconds(trained, prompts, first_tokens),
             }
-            seconds = interleave(variants, options.repetitions)
+            seconds = interleave({name: partial(rested, run) for name, run in variants.items()}, options.repetitions)
     finally:
         bare.close()
     figures = {

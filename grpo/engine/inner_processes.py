@@ -19,7 +19,7 @@ from grpo.job.sessions import session_members
 
 POLL_S = 0.5
 GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
-SPIN_S = 0.005  # about as long as a token takes; after that a message wakes who waits
+SPIN_S = 0.05  # longer than a token of a small model takes: waking who waits would cost generation a tenth there
 _FOLDER = "inner"  # in the host's private folder; a file for each process: why it cannot go on, empty while it can
 
 
