@@ -231,10 +231,10 @@ async def run(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
     if current_platform.is_cpu():
         share_cores()
-    if args.enforce_eager and current_platform.is_cpu():
-        # vLLM compiles a helper of its sampler all the same (0.31): a third of what its worker costs at a start, 7 s of
-        # a core without caches. On GPUs the compiled helper saves memory.
-        torch._dynamo.config.disable = True
+        if args.enforce_eager:
+            # vLLM compiles a helper of its sampler all the same (0.31): a third of what its worker costs at a start,
+            # 7 s of a core without caches. On GPUs the compiled helper saves memory.
+            torch._dynamo.config.disable = True
     folder = Path(os.environ[HOST_MARK])
     variables, uses = use_caches(os.environ, otherwise=folder)
     os.environ.update(variables)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo.plan.reserve import best_reserved
-from grpo.timeline.records import GENERATE, START, WAIT_GENERATE, Attempt, Span, Timeline, read_timelines
+from grpo.timeline.records import GENERATE, START, WAIT_GENERATE, Attempt, Span, Timeline, covered, read_timelines
 
 FIRST_STEPS = 2  # of an attempt: kernels are compiled, caches are filled
 STEPS = 50  # the last ones: lengths change while a model learns
@@ -191,9 +191,4 @@ def _lookahead(output_dir: Path, attempt: int) -> int | None:
 
 def _covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
     """How much of the time from `begin` to `end` lies in at least one of the spans."""
-    covered_s, until = 0.0, begin
-    for span in sorted(spans, key=lambda span: span.begin):
-        ends = min(span.end, end)
-        covered_s += max(0.0, ends - max(span.begin, until))
-        until = max(until, ends)
-    return covered_s
+    return covered((max(span.begin, begin), min(span.end, end)) for span in spans)

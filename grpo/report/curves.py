@@ -132,40 +132,40 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
     """Into that table of `found`, which has its steps already."""
     columns = found.tables[table]
     for curve in curves:
-        lines = []
+        lines, note = [], curve.note
         for number, (name, label) in enumerate(curve.metrics):
             if metrics.get(name) is None:
                 found.absent.append(name)
                 continue
-            low, high = _band(curve, metrics, bins, columns, name) if number == 0 else ("", "")
+            low, high, band = _band(curve, metrics, bins, columns, name) if number == 0 else ("", "", "")
+            note = note or band
             columns.setdefault(name, numbers(bins.means(metrics.columns[name])))
             lines.append(Line(label=label, colour=COLOURS[number], column=name, low=low, high=high))
         if curve.limit and metrics.get(curve.limit) is not None and lines:
             columns[curve.limit] = numbers(bins.means(metrics.columns[curve.limit]))
             lines.append(Line(label="limit", colour=LIMIT_COLOUR, column=curve.limit, is_dashed=True))
         if lines:
-            note = curve.note
-            if lines[0].low and not note:
-                is_spread = bool(curve.spread) and metrics.get(curve.spread) is not None
-                note = "band: one standard deviation" if is_spread else "band: least to most"
             found.add(curve.title, curve.unit, table, lines, note=note)
 
 
-def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: str) -> tuple[str, str]:
-    """Columns of the band around a curve: its spread, its own least and most, or those of what one point stands for."""
-    low, high = f"{name}:low", f"{name}:high"
+def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: str) -> tuple[str, str, str]:
+    """Columns of the band around a curve: its spread, its own least and most, or those of what one point stands for.
+
+    Returns: their names, and what the band is; empty where there is none.
+    """
+    low, high, told = f"{name}:low", f"{name}:high", "band: least to most"
     middle = metrics.columns[name]
     spread = metrics.get(curve.spread) if curve.spread else None
     if spread is not None:
-        lower, upper = bins.means(middle - spread), bins.means(middle + spread)
+        lower, upper, told = bins.means(middle - spread), bins.means(middle + spread), "band: one standard deviation"
     elif curve.bands and all(metrics.get(each) is not None for each in curve.bands):
         lower, upper = bins.least(metrics.columns[curve.bands[0]]), bins.most(metrics.columns[curve.bands[1]])
     elif bins.is_thinned and len(curve.metrics) == 1:
         lower, upper = bins.least(middle), bins.most(middle)
     else:
-        return "", ""
+        return "", "", ""
     columns[low], columns[high] = numbers(lower), numbers(upper)
-    return low, high
+    return low, high, told
 
 
 def add_usages(found: Multiples, run: Run) -> None:

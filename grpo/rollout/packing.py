@@ -26,17 +26,21 @@ NODE_SEED_STRIDE = 2**32 + 2**20
 also in their low 32 bits (rows < 2**20, nodes < 2**12), which are all that torch's CPU generator keeps of a seed."""
 
 
-def _to_base64(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
+def _to_base64(array: np.ndarray, *, dtype: type) -> str:
+    return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
 
 
 def _from_base64(text: Any, *, dtype: type) -> np.ndarray:
     return np.frombuffer(base64.b64decode(str(text), validate=True), dtype)
 
 
+def _as_base64(dtype: type) -> tuple[PlainValidator, PlainSerializer]:
+    return PlainValidator(partial(_from_base64, dtype=dtype)), PlainSerializer(partial(_to_base64, dtype=dtype))
+
+
 # Arrays of int32 and float32 in a `Wire`: a list there would be an object in Python for each token.
-TokenIds = Annotated[np.ndarray, PlainValidator(partial(_from_base64, dtype=np.int32)), PlainSerializer(_to_base64)]
-Logprobs = Annotated[np.ndarray, PlainValidator(partial(_from_base64, dtype=np.float32)), PlainSerializer(_to_base64)]
+TokenIds = Annotated[np.ndarray, *_as_base64(np.int32)]
+Logprobs = Annotated[np.ndarray, *_as_base64(np.float32)]
 
 
 def engine_id(node: int, engine: int) -> int:

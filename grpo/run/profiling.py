@@ -4,7 +4,6 @@ Over NCCL and gloo alike: what counts as communication is told by names, as torc
 `gloo:...` and `c10d::...` operators).
 """
 
-import math
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.run.screen import say
+from grpo.timeline.records import covered
 
 PROFILE_FOLDER = "profile"
 _COMMUNICATION = ("nccl", "gloo:", "c10d::")
@@ -81,12 +81,12 @@ def shares(events: Iterable[Any]) -> dict[str, float]:
     if not counted:
         return {}
     whole = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
-    either = covered(counted)
+    either = _covered(counted)
     if on_gpu:
-        computing = covered(event for event in counted if not _is_communication(event.name))
+        computing = _covered(event for event in counted if not _is_communication(event.name))
         communicating = max(0.0, either - computing)
     else:  # an operator that waits for a collective is none that computes
-        communicating = covered(event for event in counted if _is_communication(event.name))
+        communicating = _covered(event for event in counted if _is_communication(event.name))
         computing = max(0.0, either - communicating)
     return {
         "profile/computation_share": computing / whole,
@@ -99,10 +99,5 @@ def _is_communication(name: str) -> bool:
     return name.lower().startswith(_COMMUNICATION)
 
 
-def covered(events: Iterable[Any]) -> float:
-    """How much of the time lies in at least one of them."""
-    length, until = 0.0, -math.inf
-    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
-        length += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return length
+def _covered(events: Iterable[Any]) -> float:
+    return covered((event.time_range.start, event.time_range.end) for event in events)

@@ -5,7 +5,9 @@ older half is thinned out, and an `Attempt` line is never lost.
 """
 
 import json
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -135,6 +137,15 @@ def from_line(line: str) -> Line:
         if kind.kind == named:
             return from_json(line, kind)
     raise ValueError(f"no line of a timeline: its kind is {named}")
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """How much of the time lies in at least one of them. One that ends before it begins is empty."""
+    length, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        length += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return length
 
 
 @dataclass(slots=True)

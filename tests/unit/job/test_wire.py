@@ -43,7 +43,7 @@ def test_a_value_comes_as_it_was(value: Any, kind: Any) -> None:
 
 
 def test_a_request_comes_with_its_tokens() -> None:
-    request = Request(token_ids=np.array([5, 6], np.int32), n=2, seed=2**62 + 1)
+    request = Request(token_ids=np.array([5, 6]), n=2, seed=2**62 + 1)  # int64, as numpy makes them
     kind = dict[int, list[Request]]
     (came,) = from_json(to_json({1: [request]}, kind), kind)[1]
     assert came.token_ids.dtype == np.int32

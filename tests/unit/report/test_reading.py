@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo.report.curves import LEARNING, Multiples, add_curves, steps_of
 from grpo.report.lanes import lanes_of
 from grpo.report.page import write_report
 from grpo.report.reading import read_metrics, read_run
@@ -88,6 +89,24 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     missing.clear()
     read_metrics(path, missing, is_running=True)  # the last one is being written
     assert missing == ["metrics.jsonl: 3 lines cannot be read (cut off, or damaged)"]
+
+
+@pytest.mark.parametrize(
+    ("more", "points", "note"),
+    [
+        ({"reward_std": 0.5}, 4, "band: one standard deviation"),
+        ({}, 2, "band: least to most"),  # a point stands for two steps
+        ({}, 4, ""),
+    ],
+)
+def test_a_figure_says_what_its_band_is(more: dict[str, float], points: int, note: str, tmp_path: Path) -> None:
+    lines = [{"step": step, "reward": 1.0, **more} for step in range(1, 5)]
+    metrics = read_metrics(write_lines(tmp_path / "metrics.jsonl", *lines), [])
+    bins, found = bins_of(4, points), Multiples()
+    found.tables["metrics"] = steps_of(metrics, bins)
+    add_curves(found, metrics, bins, "metrics", LEARNING[:1])
+    (chart,) = found.charts
+    assert chart.note == note
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------

@@ -11,17 +11,12 @@ import torch
 from torch.autograd import DeviceType
 from transformers import TrainerControl, TrainerState
 
-from grpo.run.profiling import ProfileSteps, covered, shares
+from grpo.run.profiling import ProfileSteps, shares
 
 
 def event(name: str, begin: float, end: float, device: Any = DeviceType.CPU) -> SimpleNamespace:
     times = SimpleNamespace(start=begin, end=end)
     return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation=False)
-
-
-def test_times_that_overlap_count_once() -> None:
-    assert covered(event("x", *times) for times in [(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == 5
-    assert covered([]) == 0
 
 
 def test_kernels_count_where_there_is_a_gpu() -> None:

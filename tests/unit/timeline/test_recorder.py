@@ -20,6 +20,7 @@ from grpo.timeline.records import (
     Line,
     Span,
     Usage,
+    covered,
     from_line,
     read_timelines,
     timeline_path,
@@ -240,3 +241,9 @@ def test_thinning_keeps_every_attempt(tmp_path: Path) -> None:
     path.write_text("".join(to_line(attempt(number)) + "\n" for number in range(10)))
     thin_out(path)
     assert len(path.read_text().splitlines()) == 10
+
+
+def test_times_that_overlap_count_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == 5
+    assert covered([(4, 3), (3, 4)]) == 1, "one that ends before it begins is empty"
+    assert covered([]) == 0
