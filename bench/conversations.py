@@ -82,7 +82,7 @@ class Play:
     def on(self) -> Iterator[None]:
         with (
             mock.patch("trl.trainer.grpo_trainer.parse_response", self.parse),
-            mock.patch("grpo.conversations.trainer.parse_response", self.parse),
+            mock.patch("grpo.seam.conversing.parse_response", self.parse),
         ):
             yield
 

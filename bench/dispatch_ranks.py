@@ -26,10 +26,10 @@ from vllm.utils.network_utils import get_open_port
 
 from bench.report import interleave
 from grpo.engine.messages import Sampled
-from grpo.job.agreement import agree_on_topology
-from grpo.job.node_groups import NodeGroups
-from grpo.job.topology import read_topology
-from grpo.job.watch import watch_for
+from grpo.faults.watch import watch_for
+from grpo.groups.agreement import agree_on_topology
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.topology import read_topology
 from grpo.rollout.batch import Batch
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.packing import Completions, Request, SingleValues, pack_rows, to_lists

@@ -30,15 +30,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bench.engines import START_S, VOCAB_SIZE, config, engine_model, save_model, topology_of
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig
+from grpo.config.models import AdapterSlot, engine_args, engine_spec, sampling_settings
 from grpo.engine.environment import engine_environment
 from grpo.engine.lifetime import end_session
 from grpo.engine.plugin import HOST_MARK
 from grpo.engine.supervisor import EngineSupervisor
-from grpo.engine_settings import AdapterSlot, engine_args, engine_spec, sampling_settings
-from grpo.job.node_groups import NodeGroups
-from grpo.job.topology import NodeTopology
-from grpo.job.watch import FailureWatch
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
 from grpo.local_vllm import LocalVLLM
+from grpo.place.topology import NodeTopology
 from grpo.rollout.packing import collapse, pack_rows, seed_base
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel

@@ -7,7 +7,7 @@ from typing import Any
 from examples.demo_model import ensure_demo_model
 from grpo.engine.client import EngineClient
 from grpo.engine.messages import Sample
-from grpo.recipes.script import main
+from grpo.ops.train.script import main
 from grpo.trainer import GRPOTrainer
 
 EVERY = int(os.environ["KILL_EVERY"])

@@ -9,6 +9,6 @@ def start_no_host() -> None:
 
 if __name__ == "__main__":
     early.start_host = start_no_host
-    from grpo.recipes.script import main
+    from grpo.ops.train.script import main
 
     main()

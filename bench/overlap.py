@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from bench.report import Figure, Ratio, Report, argument_parser, finish
 from examples.demo_model import build_tokenizer
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.run.progress import ProgressOnScreen
+from grpo.record.progress import ProgressOnScreen
 
 WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import deepspeed
 
 from bench.push_lora import LoraRanks
 from bench.push_ranks import ExpertRanks, Ranks
-from grpo.job.process_groups import leave_out_deepspeeds_op
+from grpo.groups.process_groups import leave_out_deepspeeds_op
 
 
 def measured(ranks: Ranks | ExpertRanks) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from bench.report import interleave
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.job.devices import device_tokens
+from grpo.place.devices import device_tokens
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather
 from grpo.weights.push import Pusher

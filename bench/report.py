@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from grpo.job.same_everywhere import read_versions
+from grpo.place.same_everywhere import read_versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 120  # columns where the output is no terminal

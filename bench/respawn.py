@@ -27,8 +27,8 @@ from bench.learning import FIRST_SEED, LAST_STEPS, RUN_TIMEOUT_S
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from examples.demo_model import ensure_demo_model
 from grpo.engine.client import EngineClient
-from grpo.job.topology import read_topology
 from grpo.local_vllm import LocalVLLM
+from grpo.place.topology import read_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 KILL_EVERY = 25

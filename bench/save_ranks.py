@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from bench.report import interleave
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.job.process_groups import join_deepspeed
-from grpo.run.checkpoints import write_complete
-from grpo.run.rotation import size_of
-from grpo.run.saving import SavingTrainer, sampling_of
+from grpo.checkpoints.checkpoints import write_complete
+from grpo.checkpoints.rotation import size_of
+from grpo.groups.process_groups import join_deepspeed
+from grpo.seam.saving import SavingTrainer, sampling_of
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 WORDS = ["<pad>", "</s>", "one", "two", "three", "and"]

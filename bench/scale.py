@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
 from bench.scale_model import Cluster, Node, Step, simulate
-from grpo.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
+from grpo.ops.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 

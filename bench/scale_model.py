@@ -5,7 +5,7 @@ GPU-seconds of an engine, training on it t GPU-seconds of a rank; both split ove
 
 - Node-local: R reserved GPUs of each node sample for the G - R others. Generation: C s / R, and the step waits for the
   slowest node (below). Training: C t / (G - R). The push is the slower of its two legs, gather over the network and
-  broadcast inside the node (`grpo.plan.push_cost`), over the measured share of that bound which the own push
+  broadcast inside the node (`grpo.ops.plan.push_cost`), over the measured share of that bound which the own push
   reaches. A step is generation + push + training, or with lookahead max(generation, training) + push over the measured
   share of that bound.
 - Central server: the S GPUs of one node sample for the G (N - 1) others; on a single node, R of its GPUs. Generation:
@@ -26,7 +26,7 @@ while training, rewards, data.
 import math
 from dataclasses import dataclass
 
-from grpo.plan.push_cost import Links, push_cost
+from grpo.ops.plan.push_cost import Links, push_cost
 
 WEIGHT_BYTES = 2  # bf16, in trainer and engine
 COMPLETION_TOKEN_BYTES = 8  # an id (int32) and a log-probability (float32)

@@ -19,7 +19,7 @@ def start_ready_engine(*args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     early.start_host = start_no_host
-    from grpo.recipes.script import main
+    from grpo.ops.train.script import main
     from grpo.trainer import GRPOTrainer
 
     GRPOTrainer.start_engine = staticmethod(start_ready_engine)

@@ -33,8 +33,8 @@ import torch
 
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from examples.demo_model import ensure_demo_model
-from grpo.recipes.demo import demo_dataset
-from grpo.run.folder import METRICS_FILE
+from grpo.ops.train.demo import demo_dataset
+from grpo.record.folder import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 600.0  # of one job; the first one may have to build DeepSpeed's extension

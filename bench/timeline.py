@@ -17,10 +17,10 @@ import torch
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
 from grpo.config.recording import RecordingConfig
-from grpo.timeline.phases import Phases
-from grpo.timeline.recorder import Recorder
-from grpo.timeline.records import FORWARD, GENERATE, SCORE, Attempt, timeline_path
-from grpo.timeline.usage import UsageSampler
+from grpo.record.timeline.phases import Phases
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import FORWARD, GENERATE, SCORE, Attempt, timeline_path
+from grpo.record.timeline.usage import UsageSampler
 
 STEP_S, GOAL_OF_A_STEP = 1.0, 0.002
 INTERVAL_S = RecordingConfig.usage_interval_s

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.recipes import demo
+from grpo.ops.train import demo
 
 if TYPE_CHECKING:
     import torch

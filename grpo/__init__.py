@@ -19,7 +19,7 @@ _MODULES = {"GRPOConfig": "grpo.config", "GRPOTrainer": "grpo.trainer", "scores_
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'grpo' has no attribute {name!r}")
-    from grpo.job.importing import importing
+    from grpo.place.importing import importing
 
     with importing():
         return getattr(importlib.import_module(_MODULES[name]), name)

@@ -6,21 +6,24 @@ import sys
 from collections.abc import Sequence
 
 from grpo import __version__
-from grpo.job.mistakes import did_you_mean
+from grpo.faults.mistakes import did_you_mean
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
 COMMANDS = {
     "init": (
-        "grpo.init.command",
+        "grpo.ops.init.command",
         "a folder to train from: your own script, launcher files, cluster templates",
     ),
-    "launch": ("grpo.launch.command", "the same line on every node: accelerate or torchrun with everything filled in"),
-    "plan": ("grpo.plan.command", "what will go where, and does it fit: no GPU needed"),
-    "doctor": ("grpo.doctor.command", "is this machine, or this cluster, able to run it"),
-    "export": ("grpo.export.command", "a checkpoint as a plain Hugging Face folder"),
-    "report": ("grpo.report.command", "a run, or several over each other, as one page that opens from disk"),
-    "trace": ("grpo.trace.command", "what happened when on every node, as a file for Perfetto"),
-    "reshape": ("grpo.reshape.command", "a checkpoint for another number of training processes"),
+    "launch": (
+        "grpo.ops.launch.command",
+        "the same line on every node: accelerate or torchrun with everything filled in",
+    ),
+    "plan": ("grpo.ops.plan.command", "what will go where, and does it fit: no GPU needed"),
+    "doctor": ("grpo.ops.doctor.command", "is this machine, or this cluster, able to run it"),
+    "export": ("grpo.ops.export.command", "a checkpoint as a plain Hugging Face folder"),
+    "report": ("grpo.ops.report.command", "a run, or several over each other, as one page that opens from disk"),
+    "trace": ("grpo.ops.trace.command", "what happened when on every node, as a file for Perfetto"),
+    "reshape": ("grpo.ops.reshape.command", "a checkpoint for another number of training processes"),
 }
 
 

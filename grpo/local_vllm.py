@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 
 from grpo.config import GRPOConfig
-from grpo.conversations.batch import PHASE as ROLLOUT
-from grpo.conversations.rollouts import Rollouts
-from grpo.conversations.sampler import Turn
-from grpo.conversations.serving import RankConversations
-from grpo.conversations.talk import Talk
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.job.failure import StepFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.startup import StartupClock, process_age_s
-from grpo.job.watch import FailureWatch
+from grpo.faults.failure import StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.startup import StartupClock, process_age_s
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
 from grpo.rollout.packing import REFUSED, SingleValues, pack_rows, to_lists
 from grpo.rollout.report import GenerationReport, figures_of_nodes, generation_metrics
+from grpo.rollout.turns.batch import PHASE as ROLLOUT
+from grpo.rollout.turns.rollouts import Rollouts
+from grpo.rollout.turns.sampler import Turn
+from grpo.rollout.turns.serving import RankConversations
+from grpo.rollout.turns.talk import Talk
 from grpo.serving import Serving, ServingStart
-from grpo.timeline.recorder import Recorder
-from grpo.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.weights.proof import Prover
 from grpo.weights.report import PushReport
 from grpo.weights.trained import TrainedModel

@@ -4,21 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.config import GRPOConfig
-from grpo.conversations.batch import Limits
-from grpo.conversations.broker import TurnBroker
-from grpo.conversations.rollouts import Rollouts
-from grpo.conversations.serving import RankConversations
+from grpo.config.models import choose_backend
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.engine_settings import choose_backend
-from grpo.job.failure import JobFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.startup import StartupClock
-from grpo.job.watch import FailureWatch
-from grpo.job.wire import Wire
+from grpo.faults.failure import JobFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.startup import StartupClock
+from grpo.place.wire import Wire
+from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.ahead import GenerationBatches, Progress
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.pool import EnginePool
-from grpo.timeline.recorder import Recorder
+from grpo.rollout.turns.batch import Limits
+from grpo.rollout.turns.broker import TurnBroker
+from grpo.rollout.turns.rollouts import Rollouts
+from grpo.rollout.turns.serving import RankConversations
 from grpo.weights.delivery import WeightDelivery
 from grpo.weights.push import Pusher, load_transport
 from grpo.weights.source import GatheredSource

@@ -17,30 +17,30 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
+from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
+from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
-from grpo.conversations.trainer import ConversingTrainer
+from grpo.config.models import attention_heads, base_of, describe_model, engine_spec
+from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
 from grpo.engine.supervisor import EngineSupervisor, StartEngine
-from grpo.engine_settings import attention_heads, base_of, describe_model, engine_spec
-from grpo.job.agreement import agree_on_topology
-from grpo.job.failure import FailureRecord
-from grpo.job.launch import read_launch
-from grpo.job.node_groups import NodeGroups
-from grpo.job.process_groups import join_deepspeed
-from grpo.job.signals import StopSignals
-from grpo.job.topology import NodeTopology, read_topology
-from grpo.job.watch import FailureWatch, watch_for
+from grpo.faults.failure import FailureRecord
+from grpo.faults.signals import StopSignals
+from grpo.faults.watch import FailureWatch, watch_for
+from grpo.groups.agreement import agree_on_topology
+from grpo.groups.node_groups import NodeGroups
+from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
+from grpo.place.launch import read_launch
+from grpo.place.topology import NodeTopology, read_topology
 from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import choose_lora, with_revision
-from grpo.refusals import ddp_memory_warning, refuse_unsupported
-from grpo.run.deepspeed_settings import import_deepspeeds_muon
-from grpo.run.folder import make_run_folder
-from grpo.run.metrics import MetricsFile, clipped_share, completion_lengths
-from grpo.run.prompt_order import prompts_of_batch
-from grpo.run.provenance import beside_options
-from grpo.run.screen import what_runs_where
-from grpo.timeline.start import open_timeline
+from grpo.record.folder import make_run_folder
+from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
+from grpo.record.provenance import beside_options
+from grpo.record.screen import what_runs_where
+from grpo.record.timeline.start import open_timeline
+from grpo.seam.conversing import ConversingTrainer
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
 

@@ -79,7 +79,7 @@ run_attempt() {
         --max-crashes "$max_crashes" --stop-s "$stop_s" "$script" "$@" &
     step=$!
     if ((${#nodes[@]} > used)); then # it ends an srun that waits for a lost node
-        python -m grpo.launch.lost_nodes "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --srun "$step" \
+        python -m grpo.ops.launch.lost_nodes "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --srun "$step" \
             --nodes "$(comma_separated "${nodes[@]}")" --used "$used" >"$output_dir/lost_nodes.$SLURM_JOB_ID" &
         watch=$!
     fi
@@ -109,7 +109,7 @@ conclude_attempt() {
         say "every node has ended well"
         exit 0
     fi
-    python -m grpo.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --failed \
+    python -m grpo.ops.launch.next_attempt "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --failed \
         --max_crashes "$max_crashes" || next=$?
     ((next == 85)) || exit "$next"
     for node in "${nodes[@]}"; do

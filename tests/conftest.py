@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.job import mistakes
-from tests.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
-from tests.launching import ENGINES_CACHES
-from tests.tiny_models import save_tiny_model
+from grpo.faults import mistakes
+from tests.support.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
+from tests.support.launching import ENGINES_CACHES
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,9 +22,9 @@ from typing import TypeVar
 
 import psutil
 
-from tests import debian
-from tests.launching import free_port
-from tests.left_over import shared_memory_of
+from tests.support import debian
+from tests.support.launching import free_port
+from tests.support.left_over import shared_memory_of
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")

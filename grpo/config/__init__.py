@@ -14,12 +14,12 @@ from grpo.config.checks import accumulation_of, check_counts, check_local, check
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.recording import RecordingConfig, check_recording
 from grpo.engine.early import drop_host, start_first_host
-from grpo.job.devices import count_gpus
-from grpo.job.files import is_on
-from grpo.job.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
-from grpo.job.process_groups import leave_out_deepspeeds_op, make_world_group
-from grpo.job.quiet import quiet
-from grpo.job.topology import plan_node
+from grpo.groups.process_groups import leave_out_deepspeeds_op, make_world_group
+from grpo.place.devices import count_gpus
+from grpo.place.files import is_on
+from grpo.place.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.place.quiet import quiet
+from grpo.place.topology import plan_node
 
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9
 

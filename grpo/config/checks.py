@@ -6,8 +6,8 @@ from typing import Any
 
 import trl
 
-from grpo.job.launch import either, multiples_around
-from grpo.job.mistakes import did_you_mean
+from grpo.faults.mistakes import did_you_mean
+from grpo.place.launch import either, multiples_around
 
 _SERVER_FIELDS = (
     "vllm_server_base_url",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo.engine.environment import engine_environment
 from grpo.engine.process import HostProcess
-from grpo.job.launch import read_launch
+from grpo.place.launch import read_launch
 
 # What an engine reads only when it is built. All else has to be as it was when the host started: vLLM, torch and what
 # they load read it while they are imported.

@@ -26,7 +26,7 @@ from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
-from grpo.job.importing import importing
+from grpo.place.importing import importing
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

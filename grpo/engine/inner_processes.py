@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.engine.plugin import HOST_MARK
-from grpo.job.sessions import session_members
+from grpo.faults.sessions import session_members
 
 POLL_S = 0.5
 GRACE_S = 4.0  # for vLLM's own way of telling, which knows more

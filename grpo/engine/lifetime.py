@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.job.sessions import ProcessEnd, end_session
+from grpo.faults.sessions import ProcessEnd, end_session
 
 
 def _open_end(parent_pid: int) -> ProcessEnd | None:

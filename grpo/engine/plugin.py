@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from grpo.engine.lifetime import die_with_parent
-from grpo.job.sessions import name_shared_memory
+from grpo.faults.sessions import name_shared_memory
 
 NCCL_BACKEND = "grpo_nccl"
 SHM_BACKEND = "grpo_shm"

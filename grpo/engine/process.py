@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
-from grpo.job.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
+from grpo.faults.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
 END_S = 30.0  # from SIGKILL to the end of a process that no driver holds

@@ -14,9 +14,9 @@ from grpo.engine.client import STOPPED_TIMEOUT_S, EngineClient, EngineDied, Engi
 from grpo.engine.early import drop_host, stand_by
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec, Ready
-from grpo.job.failure import FailureRecord, StepFailed
-from grpo.job.topology import NodeTopology
-from grpo.job.watch import FailureWatch
+from grpo.faults.failure import FailureRecord, StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.place.topology import NodeTopology
 
 StartEngine = Callable[..., EngineClient]
 """Takes what `EngineClient` takes."""

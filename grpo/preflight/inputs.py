@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
-from grpo.job.mistakes import is_mistake
+from grpo.faults.mistakes import is_mistake
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
 from grpo.preflight.rewards import check_reward_list, try_rewards

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 
-from grpo.job.mistakes import did_you_mean, is_mistake
+from grpo.faults.mistakes import did_you_mean, is_mistake
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")

@@ -19,8 +19,8 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
-from grpo.job.mistakes import shown_frame, users_frame
-from grpo.job.worker import exits_as_errors, surviving
+from grpo.faults.mistakes import shown_frame, users_frame
+from grpo.faults.worker import exits_as_errors, surviving
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0

@@ -11,12 +11,12 @@ from typing import Any
 
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from grpo.job.mistakes import with_causes
-from grpo.job.watch import FailureWatch
-from grpo.job.worker import exits_as_errors
+from grpo.faults.mistakes import with_causes
+from grpo.faults.watch import FailureWatch
+from grpo.faults.worker import exits_as_errors
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import SCORE
 from grpo.rewards.declared import unit_of
-from grpo.timeline.recorder import Recorder
-from grpo.timeline.records import SCORE
 
 PHASE = "reward"
 _PATCHED = ("signal", "alarm", "setitimer")

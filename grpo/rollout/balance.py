@@ -7,7 +7,7 @@ and its completions come back to the node that asked.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo.job.node_groups import NodeGroups
+from grpo.groups.node_groups import NodeGroups
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.engine.client import EngineError
-from grpo.job.failure import FailureRecord, JobFailed, StepFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.watch import FailureWatch
-from grpo.job.wire import Wire
+from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Completions, PackedRows, collapse, concat_rows, split_completions

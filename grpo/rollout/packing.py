@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
-from grpo.job.wire import Wire
+from grpo.place.wire import Wire
 
 REFUSED = -1
 _ENGINES_OF_A_NODE = 1024

@@ -19,11 +19,11 @@ import numpy as np
 
 from grpo.engine.client import EngineClient, EngineDied, EngineError
 from grpo.engine.messages import Sample, Sampled
+from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
 from grpo.rollout.queue import Chunk, RequestQueue
 from grpo.rollout.stints import IdleClock, Stints
-from grpo.timeline.recorder import Recorder
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)

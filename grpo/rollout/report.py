@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo.job.failure import FailureRecord
-from grpo.job.wire import Wire
+from grpo.faults.failure import FailureRecord
+from grpo.place.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import time
 
-from grpo.timeline.recorder import Recorder
-from grpo.timeline.records import GENERATE
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import GENERATE
 
 
 class IdleClock:

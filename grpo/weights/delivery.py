@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.job.failure import FailureRecord, JobFailed, StepFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.watch import FailureWatch
-from grpo.job.wire import Wire
+from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.wire import Wire
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
 from grpo.weights.report import PushReport, slowest

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo.engine.client import EngineClient, EngineError
-from grpo.timeline.recorder import Recorder
-from grpo.timeline.records import PUSH_GATHER, PUSH_SEND
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
 from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo.job.wire import Wire
+from grpo.place.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.job.interrupt import on_expiry
+from grpo.faults.interrupt import on_expiry
 from grpo.weights.buckets import NUM_BUFFERS, Bucket
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from grpo.config import GRPOConfig
+from grpo.config.models import EngineModel
 from grpo.engine.client import EngineClient
-from grpo.engine_settings import EngineModel
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
 from grpo.weights.proof import Prover, probe_prompts

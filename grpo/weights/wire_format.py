@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo.job.wire import Wire
+from grpo.place.wire import Wire
 
 if TYPE_CHECKING:
     from grpo.engine.client import EngineClient  # vLLM's workers import this file

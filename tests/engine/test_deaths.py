@@ -19,12 +19,12 @@ import pytest
 from grpo.engine.client import EngineClient, EngineDied, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.job.sessions import session_members
+from grpo.faults.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
-from tests.contract import CONTRACT_S, inner_process
-from tests.launching import ROOT, kill, wait_gone
-from tests.left_over import orphaned_shared_memory
+from tests.support.contract import CONTRACT_S, inner_process
+from tests.support.launching import ROOT, kill, wait_gone
+from tests.support.left_over import orphaned_shared_memory
 
 START_S = 240  # 12 s alone
 MAX_TOKENS = 3000

@@ -14,12 +14,12 @@ import pytest
 from grpo.engine import early
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
-from grpo.job.sessions import session_members
+from grpo.faults.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
-from tests.contract import CONTRACT_S, worker_process
 from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
-from tests.launching import ROOT, known_models
+from tests.support.contract import CONTRACT_S, worker_process
+from tests.support.launching import ROOT, known_models
 
 
 @pytest.fixture

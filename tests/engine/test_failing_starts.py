@@ -11,10 +11,10 @@ import pytest
 
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
-from grpo.job.sessions import session_members
-from tests.contract import inner_process, worker_process
+from grpo.faults.sessions import session_members
 from tests.engine.test_deaths import START_S, engine_spec, until
-from tests.launching import kill, known_models, wait_gone
+from tests.support.contract import inner_process, worker_process
+from tests.support.launching import kill, known_models, wait_gone
 
 TOLD_S = 10.0  # from a process's failure on
 

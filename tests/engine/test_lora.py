@@ -11,14 +11,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo import GRPOConfig
-from grpo.job.failure import JobFailed
+from grpo.faults.failure import JobFailed
 from grpo.local_vllm import LocalVLLM
 from grpo.preflight.lora import choose_lora
 from grpo.weights.adapters import Lora
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource
-from tests.engine.beside_model import PROMPTS, Progress, sampled_gap, started
-from tests.tiny_models import save_tiny_model
+from tests.support.beside_model import PROMPTS, Progress, sampled_gap, started
+from tests.support.tiny_models import save_tiny_model
 
 STEPS = 5
 

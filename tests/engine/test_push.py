@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo.job.failure import JobFailed
-from grpo.job.sessions import session_members
+from grpo.faults.failure import JobFailed
+from grpo.faults.sessions import session_members
 from grpo.local_vllm import LocalVLLM
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat
-from tests.engine.beside_model import PROMPTS, Progress, sampled_gap, started
-from tests.tiny_models import save_tiny_model
+from tests.support.beside_model import PROMPTS, Progress, sampled_gap, started
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

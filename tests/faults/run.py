@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.contract import STARTUP_S, inner_process
 from tests.faults import page
 from tests.faults.matrix import NODES, Cell, Expected, find
 from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, seen_by, send, targets
-from tests.launching import BIN, ROOT, Job, free_port, start, torchrun_command
-from tests.left_over import left_over, processes_in
-from tests.tiny_models import save_tiny_model
+from tests.support.contract import STARTUP_S, inner_process
+from tests.support.launching import BIN, ROOT, Job, free_port, start, torchrun_command
+from tests.support.left_over import left_over, processes_in
+from tests.support.tiny_models import save_tiny_model
 
 JOB = ROOT / "tests" / "jobs" / "fault_job.py"
 PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.contract import STARTUP_S, inner_process, worker_process
 from tests.faults.matrix import NODES, Cell
-from tests.launching import Job
-from tests.left_over import shared_memory_of
+from tests.support.contract import STARTUP_S, inner_process, worker_process
+from tests.support.launching import Job
+from tests.support.left_over import shared_memory_of
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 FILL_BYTES = 1 << 16

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.requirements import rehearsed
-from tests.launching import ROOT, Job, free_port, start, tiny_job_script
+from tests.support.launching import ROOT, Job, free_port, start, tiny_job_script
 
 JOB_S = 600
 BENCHMARK_S = 1200
@@ -23,7 +23,7 @@ MAX_GAP_BF16 = 0.15  # grpo.weights.proof's limit of the mean
 
 def on_gpus(first: int, count: int) -> list[str]:
     """A command's prefix that shows it `count` of this machine's GPUs, from the `first` on."""
-    from grpo.job.devices import visible_devices  # imports yaml
+    from grpo.place.devices import visible_devices  # imports yaml
 
     tokens = visible_devices(os.environ)[first : first + count]
     assert len(tokens) == count or rehearsed(), f"{count} GPUs from {first} on are not there"
@@ -69,7 +69,7 @@ def tiny_script(
 
 
 def save_model(family: str, folder: Path) -> Path:
-    from tests.tiny_models import save_tiny_model  # imports transformers
+    from tests.support.tiny_models import save_tiny_model  # imports transformers
 
     return save_tiny_model(family, folder)
 

@@ -19,7 +19,7 @@ def test_trainer_logprobs_are_log_softmax(
     from transformers import AutoModelForCausalLM
 
     from grpo.weights.proof import probe_prompts, trainer_logprobs
-    from tests.tiny_models import VOCAB_SIZE, tiny_config
+    from tests.support.tiny_models import VOCAB_SIZE, tiny_config
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)

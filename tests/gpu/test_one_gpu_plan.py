@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu.jobs import JOB_S, by_torchrun, launch
 from tests.gpu.requirements import rehearsed
-from tests.launching import ROOT
+from tests.support.launching import ROOT
 
 COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = (2, 8, 8) if rehearsed() else (8, 512, 512)
 SHAPE = {  # Qwen2.5-1.5B's

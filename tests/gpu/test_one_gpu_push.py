@@ -19,7 +19,7 @@ from grpo.engine.client import EngineError
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta
 from grpo.weights.push import Pusher, PushReport
-from tests.nccl_stand_in import (
+from tests.support.nccl_stand_in import (
     MadeUpSource,
     StandInEngine,
     StandInTransport,

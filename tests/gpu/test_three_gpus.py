@@ -16,7 +16,7 @@ from tests.gpu.jobs import (
     save_model,
     tiny_script,
 )
-from tests.launching import ROOT
+from tests.support.launching import ROOT
 
 pytestmark = [pytest.mark.gpus(3), pytest.mark.job]
 

@@ -18,7 +18,7 @@ from tests.gpu.jobs import (
     save_model,
     tiny_script,
 )
-from tests.launching import ROOT, kill, wait_gone
+from tests.support.launching import ROOT, kill, wait_gone
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.job]
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_the_bandwidth_of_two_ranks_over_nccl(tmp_path: Path) -> None:
-    flags = ["-m", "grpo.doctor.bandwidth", "--size-mb", "64", "--deadline", "120", "--params-b", "0.5"]
+    flags = ["-m", "grpo.ops.doctor.bandwidth", "--size-mb", "64", "--deadline", "120", "--params-b", "0.5"]
     job = launch(by_accelerate(flags, gpus_per_node=2, reserved=0), tmp_path / "out")
     try:
         assert job.wait(JOB_S) == [0], job.fail("the second stage of the doctor failed")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from grpo.job.process_groups import leave_out_deepspeeds_op
-from grpo.run.checkpoints import write_complete
+from grpo.checkpoints.checkpoints import write_complete
+from grpo.groups.process_groups import leave_out_deepspeeds_op
 
 BATCH = [{"input_ids": [row + 2, 5, 6, 7, 8], "labels": [row + 2, 5, 6, 7, 8]} for row in range(16)]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.engine.client import EngineError
-from grpo.job.agreement import agree_on_topology
-from grpo.job.failure import JobFailed
-from grpo.job.node_groups import NodeGroups
-from grpo.job.topology import read_topology
-from grpo.job.watch import watch_for
+from grpo.faults.failure import JobFailed
+from grpo.faults.watch import watch_for
+from grpo.groups.agreement import agree_on_topology
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.topology import read_topology
 
 out, stricken, phase, *how = sys.argv[1:]
 dist.init_process_group("gloo")

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.job import process_groups
-from grpo.job.agreement import agree_on_topology
-from grpo.job.failure import JobFailed
-from grpo.job.job_group import JobGroup
-from grpo.job.node_groups import NodeGroups
-from grpo.job.process_groups import new_gloo_groups
-from grpo.job.topology import read_topology
-from grpo.job.watch import watch_for
-from tests.bound_group import bind_default_group
+from grpo.faults.failure import JobFailed
+from grpo.faults.watch import watch_for
+from grpo.groups import process_groups
+from grpo.groups.agreement import agree_on_topology
+from grpo.groups.job_group import JobGroup
+from grpo.groups.node_groups import NodeGroups
+from grpo.groups.process_groups import new_gloo_groups
+from grpo.place.topology import read_topology
+from tests.support.bound_group import bind_default_group
 
 out = Path(sys.argv[1])
 dist.init_process_group("gloo")

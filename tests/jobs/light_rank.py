@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.job.limits import CallLimits
-from grpo.job.liveness import Place
-from grpo.job.sentinel_link import SentinelLink
+from grpo.faults.limits import CallLimits
+from grpo.faults.liveness import Place
+from grpo.faults.sentinel_link import SentinelLink
 
 
 def tell(what: str) -> None:

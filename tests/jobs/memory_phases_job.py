@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo.job.process_groups import leave_out_deepspeeds_op
+from grpo.groups.process_groups import leave_out_deepspeeds_op
 
 folder, output, device, *numbers = sys.argv[1:]
 completions, prompt_tokens, completion_tokens = map(int, numbers)

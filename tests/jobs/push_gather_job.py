@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from grpo.job.process_groups import leave_out_deepspeeds_op, let_gloo_rest
+from grpo.groups.process_groups import leave_out_deepspeeds_op, let_gloo_rest
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3
@@ -29,8 +29,8 @@ from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
 from tests.jobs.gather_ways import both_ways
-from tests.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
-from tests.tiny_models import tiny_config
+from tests.support.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
+from tests.support.tiny_models import tiny_config
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 leave_out_deepspeeds_op()

@@ -15,7 +15,7 @@ from grpo import GRPOConfig, GRPOTrainer  # first: it imports what others import
 # isort: split
 from datasets import Dataset
 
-from grpo.job import topology
+from grpo.place import topology
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 report = Path(settings["config"]["output_dir"]) / f"refused-{os.environ['RANK']}.json"

@@ -23,11 +23,11 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from grpo.job.agreement import agree_on_topology
-from grpo.job.node_groups import NodeGroups
-from grpo.job.topology import read_topology
-from grpo.job.watch import watch_for
-from grpo.timeline.recorder import Recorder
+from grpo.faults.watch import watch_for
+from grpo.groups.agreement import agree_on_topology
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.topology import read_topology
+from grpo.record.timeline.recorder import Recorder
 
 REWARD_S = 2.0
 out, timeout_s, how = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -77,7 +77,7 @@ with watch.guard():
     groups.exchange(watch, None)
     with watch.during("train"):
         children = psutil.Process(local_pids[first]).children()
-        mark(sentinel=next(each.pid for each in children if "grpo.job.sentinel" in each.cmdline()))
+        mark(sentinel=next(each.pid for each in children if "grpo.faults.sentinel" in each.cmdline()))
         if has_reward:
             RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).now({"values": [1]})
         if how == "stuck" and rank == world_size - 1:

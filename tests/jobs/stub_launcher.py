@@ -26,10 +26,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.job.failure import FailureRecord
-from grpo.launch import attempt, command, next_attempt
-from grpo.launch.agent import Ending
-from grpo.run.folder import RunFolder, note_run
+from grpo.faults.failure import FailureRecord
+from grpo.ops.launch import attempt, command, next_attempt
+from grpo.ops.launch.agent import Ending
+from grpo.record.folder import RunFolder, note_run
 
 SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

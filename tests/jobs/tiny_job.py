@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.engine.client import EngineClient
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from tests.bound_group import bind_default_group
-from tests.contract import inner_process
+from tests.support.bound_group import bind_default_group
+from tests.support.contract import inner_process
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 out = Path(settings["config"]["output_dir"])

@@ -27,8 +27,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.job.process_groups import leave_out_deepspeeds_op
-from grpo.plan.push_memory import experts_at_once
+from grpo.groups.process_groups import leave_out_deepspeeds_op
+from grpo.ops.plan.push_memory import experts_at_once
 from grpo.weights.adapters import Lora
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
 from grpo.weights.gather import ShardGather

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, Job, start
+from tests.support.launching import ROOT, Job, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from examples.calculator_model import ensure_model
-from tests.contract import STARTUP_S, expect_the_contract, inner_process, the_record
-from tests.finished import JOB_S, finish, lines_of
-from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, tiny_job_script
+from tests.support.contract import STARTUP_S, expect_the_contract, inner_process, the_record
+from tests.support.finished import JOB_S, finish, lines_of
+from tests.support.launching import ROOT, Job, accelerate_command, free_port, kill, start, tiny_job_script
 
 CONFIG = {
     **{"max_completion_length": 24, "per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 3},

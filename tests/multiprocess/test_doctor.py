@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, free_port
+from tests.support.launching import BIN, free_port
 
 DEADLINE_S = 60
 DOCTOR = [sys.executable, "-m", "grpo", "doctor"]
@@ -102,7 +102,7 @@ def on_two_nodes(what: list[str], folder: Path) -> list[Started]:
 
 
 def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
-    what = ["-m", "grpo.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
+    what = ["-m", "grpo.ops.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
     what += ["--", "--model_name_or_path", "m", "--fp16"]
     ends = [node.end() for node in on_two_nodes(what, tmp_path)]
     output = "".join(end[1] for end in ends)
@@ -118,7 +118,7 @@ def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
 
 FAULTY = """
 import sys, time
-from grpo.doctor import bandwidth
+from grpo.ops.doctor import bandwidth
 
 def stop(*_):
     {fault}

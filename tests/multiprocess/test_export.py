@@ -17,10 +17,10 @@ from grpo import cli
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.export.command import export
-from grpo.reshape.zero import reshape_zero
-from tests.launching import ROOT, start, torchrun_command
-from tests.tiny_models import save_tiny_model
+from grpo.ops.export.command import export
+from grpo.ops.reshape.zero import reshape_zero
+from tests.support.launching import ROOT, start, torchrun_command
+from tests.support.tiny_models import save_tiny_model
 
 JOB_S = 360
 ENGINE_S = 300

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import STARTUP_S, expect_the_contract, the_record, until_it_ends
-from tests.launching import ROOT, Job, kill, start, torchrun_command
+from tests.support.contract import STARTUP_S, expect_the_contract, the_record, until_it_ends
+from tests.support.launching import ROOT, Job, kill, start, torchrun_command
 
 
 def start_echo_job(out: Path, *, rank: int, phase: str, fails: bool = False) -> Job:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, free_port, start
-from tests.tiny_models import save_tiny_model
+from tests.support.launching import ROOT, free_port, start
+from tests.support.tiny_models import save_tiny_model
 
 BUILD_S, JOB_S = 300, 360
 SOURCES = ("grpo", "configs", "launch", "pyproject.toml", "README.md", "LICENSE")

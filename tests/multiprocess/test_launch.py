@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launching import (
+from tests.support.launching import (
     BIN,
     ROOT,
     end_tree,

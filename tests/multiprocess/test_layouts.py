@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.finished import finish
-from tests.launching import (
+from tests.support.finished import finish
+from tests.support.launching import (
     ROOT,
     TINY_JOB,
     accelerate_command,
@@ -19,7 +19,7 @@ from tests.launching import (
     tiny_job_script,
     torchrun_command,
 )
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.mark.long

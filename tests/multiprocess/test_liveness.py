@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.contract import STARTUP_S, expect_the_contract, the_record
-from tests.launching import BIN, ROOT, Job, free_port, start, wait_gone
+from tests.support.contract import STARTUP_S, expect_the_contract, the_record
+from tests.support.launching import BIN, ROOT, Job, free_port, start, wait_gone
 
 JOB = ROOT / "tests" / "jobs" / "struck_job.py"
 TIMEOUT_S = 5.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, free_port
+from tests.support.launching import BIN, ROOT, free_port
 
 SEES_NO_GPU = r"torch is built for CUDA 12.9, but sees no GPU (CUDA_VISIBLE_DEVICES=''): ask the scheduler"
 DEADLINE_S = 300

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.finished import completions_by_engine, finish_on_policy, lines_of
-from tests.launching import start_tiny_job, start_tiny_job_by_torchrun
-from tests.tiny_models import save_tiny_model
+from tests.support.finished import completions_by_engine, finish_on_policy, lines_of
+from tests.support.launching import start_tiny_job, start_tiny_job_by_torchrun
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture

@@ -10,17 +10,17 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig
 
-from grpo.engine_settings import AdapterSlot
-from grpo.plan import training_memory
-from grpo.plan.lora import PlannedLora
-from grpo.plan.memory_budget import Budget
-from grpo.plan.model_shape import ModelShape, meta_model, shape_of
-from grpo.plan.push_memory import push_lines, push_shape
-from grpo.plan.training_memory import MicroBatch, training_budget
-from grpo.plan.zero_memory import Sharding, read_sharding, states_of
+from grpo.config.models import AdapterSlot
+from grpo.ops.plan import training_memory
+from grpo.ops.plan.lora import PlannedLora
+from grpo.ops.plan.memory_budget import Budget
+from grpo.ops.plan.model_shape import ModelShape, meta_model, shape_of
+from grpo.ops.plan.push_memory import push_lines, push_shape
+from grpo.ops.plan.training_memory import MicroBatch, training_budget
+from grpo.ops.plan.zero_memory import Sharding, read_sharding, states_of
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
-from tests.launching import ROOT, start, torchrun_command
-from tests.tiny_models import tiny_config
+from tests.support.launching import ROOT, start, torchrun_command
+from tests.support.tiny_models import tiny_config
 
 JOB = ROOT / "tests" / "jobs" / "zero_memory_job.py"
 DEFAULTS = ("reduce_bucket_size", "param_persistence_threshold", "max_live_parameters", "sub_group_size")

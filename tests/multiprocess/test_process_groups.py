@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, free_port, start
+from tests.support.launching import BIN, ROOT, free_port, start
 
 JOB = ROOT / "tests" / "jobs" / "group_job.py"
 
@@ -54,7 +54,7 @@ FINISHED = """
 import sys
 import torch
 import torch.distributed as dist
-from grpo.job.process_groups import new_gloo_groups
+from grpo.groups.process_groups import new_gloo_groups
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 (group,) = new_gloo_groups([[0]], timeout_s=60)

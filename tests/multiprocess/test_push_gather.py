@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo.weights.buckets import NUM_BUFFERS
-from tests.launching import ROOT, start, torchrun_command
+from tests.support.launching import ROOT, start, torchrun_command
 
 RANKS = 3
 JOB = ROOT / "tests" / "jobs" / "push_gather_job.py"

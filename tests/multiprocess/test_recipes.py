@@ -1,14 +1,14 @@
 """Recipes through `train.py` on real ranks with a real engine: two steps, then the same line goes on for a third.
 
-The others run in one process (`tests/unit/recipes/test_recipes.py`): a start of the whole stack takes a minute.
+The others run in one process (`tests/unit/ops/train/test_recipes.py`): a start of the whole stack takes a minute.
 """
 
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, Job, accelerate_command, free_port, start
-from tests.unit.recipes.made_up_data import RECIPES, save_small_model, write_rows
+from tests.support.launching import ROOT, Job, accelerate_command, free_port, start
+from tests.support.made_up_data import RECIPES, save_small_model, write_rows
 
 JOB_S = 420
 SMALLER = {

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from grpo import cli
-from grpo.run.checkpoints import read_complete
-from tests.launching import ROOT, Job, start, torchrun_command
-from tests.unit.reshape.test_command import make
+from grpo.checkpoints.checkpoints import read_complete
+from tests.support.launching import ROOT, Job, start, torchrun_command
+from tests.unit.ops.reshape.test_command import make
 
 JOB_S = 240
 CONFIG = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.finished import JOB_S, MAX_GAP, finish, finish_on_policy, lines_of
-from tests.launching import Job, kill, start_tiny_job, start_tiny_job_by_torchrun, wait_gone
-from tests.tiny_models import save_tiny_model
+from tests.support.finished import JOB_S, MAX_GAP, finish, finish_on_policy, lines_of
+from tests.support.launching import Job, kill, start_tiny_job, start_tiny_job_by_torchrun, wait_gone
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # three starts of the whole stack and of an engine
 STEPS = 7

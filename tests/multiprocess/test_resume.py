@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from grpo import cli
-from grpo.run.checkpoints import read_complete, write_complete
-from tests.launching import ROOT, Job, start, tiny_job_script, torchrun_command
-from tests.unit.run.made_up_checkpoints import SAMPLING
+from grpo.checkpoints.checkpoints import read_complete, write_complete
+from tests.support.launching import ROOT, Job, start, tiny_job_script, torchrun_command
+from tests.support.made_up_checkpoints import SAMPLING
 
 JOB_S = 240
 OF_THE_START = ("time", "attempt", "by_node", "rollout/slowest_node")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.job.channel import join
-from grpo.job.failure import FailureRecord
-from grpo.job.liveness import AwakeClock
-from tests.sentinels import (
+from grpo.faults.channel import join
+from grpo.faults.failure import FailureRecord
+from grpo.faults.liveness import AwakeClock
+from tests.support.sentinels import (
     PATIENCE_S,
     SECRET,
     LightNode,

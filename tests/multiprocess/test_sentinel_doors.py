@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo.job.channel import Channel
-from grpo.job.hub import GREETING_S, MAX_STRANGERS
-from grpo.job.sentinel_start import _started, start_sentinel
-from tests.launching import free_port
-from tests.sentinels import PATIENCE_S, SECRET, LightNode, LightRank, ends_well, light_job, nothing_happens
+from grpo.faults.channel import Channel
+from grpo.faults.hub import GREETING_S, MAX_STRANGERS
+from grpo.faults.sentinel_start import _started, start_sentinel
+from tests.support.launching import free_port
+from tests.support.sentinels import PATIENCE_S, SECRET, LightNode, LightRank, ends_well, light_job, nothing_happens
 
 LONG_S = 60.0
 
@@ -147,7 +147,7 @@ def test_a_sentinel_whose_words_nobody_reads_goes_on() -> None:
 
 
 def test_a_peer_that_does_not_read_or_is_gone_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.job.channel.MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr("grpo.faults.channel.MAX_UNSENT_BYTES", 1 << 20)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(ours)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo.job.devices import device_tokens
-from grpo.job.launch import Launch
-from grpo.job.topology import plan_node
+from grpo.place.devices import device_tokens
+from grpo.place.launch import Launch
+from grpo.place.topology import plan_node
 from tests import slurm
-from tests.launching import BIN, ROOT
+from tests.support.launching import BIN, ROOT
 
 STUB = f'#!/bin/sh\nexec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
 

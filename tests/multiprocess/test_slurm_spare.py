@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.launching import BIN
 from tests.multiprocess.test_slurm import STUB, everything_said, slurm_is_here, submit
+from tests.support.launching import BIN
 
 __all__ = ["slurm_is_here"]  # a fixture
 ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, Job, start, tiny_job_script, torchrun_command
+from tests.support.launching import ROOT, Job, start, tiny_job_script, torchrun_command
 
 JOB_S = 300
 WANDB_BLOCK = 32 * 1024

@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 
 from grpo import cli
-from grpo.job.failure import FailureRecord
-from grpo.report.page import write_report
-from grpo.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
-from tests.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
-from tests.finished import JOB_S, MAX_GAP, completions_by_engine, finish_on_policy, lines_of
-from tests.launching import ROOT, Job, accelerate_command, free_port, kill, start, start_tiny_job, tiny_job_script
-from tests.sockets import Listening, Strangers, documented, listening, where, who
-from tests.tiny_models import save_tiny_model
+from grpo.faults.failure import FailureRecord
+from grpo.ops.report.page import write_report
+from grpo.record.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
+from tests.support.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
+from tests.support.finished import JOB_S, MAX_GAP, completions_by_engine, finish_on_policy, lines_of
+from tests.support.launching import (
+    ROOT,
+    Job,
+    accelerate_command,
+    free_port,
+    kill,
+    start,
+    start_tiny_job,
+    tiny_job_script,
+)
+from tests.support.sockets import Listening, Strangers, documented, listening, where, who
+from tests.support.tiny_models import save_tiny_model
 
 STRADDLING = {"per_device_train_batch_size": 6}  # groups of 4: the second one lies on both nodes
 STEPS = 6
@@ -245,6 +254,6 @@ def test_two_nodes_sample_ahead_with_an_evaluation_in_between(ahead: Job) -> Non
 def test_a_reward_that_raises_on_one_rank_raises_everywhere(ahead: Job) -> None:
     """And nothing stays, though engines sample for the step after it; see the fixture."""
     record = the_record(ahead, ahead.output(), says=["node 1", "rank 1", "phase 'reward'", "went wrong"])
-    raised, stuck = f"[rank0]: grpo.job.failure.JobFailed: the job failed on {record}", "[grpo] rank 0 ends: "
+    raised, stuck = f"[rank0]: grpo.faults.failure.JobFailed: the job failed on {record}", "[grpo] rank 0 ends: "
     assert raised in ahead.output() or f"{stuck}the job failed on {record}" in ahead.output()  # in gloo's own code
     assert "[rank1]: ZeroDivisionError: a reward of the user's went wrong" in ahead.output()

@@ -8,7 +8,7 @@ import pytest
 
 import grpo
 from grpo import cli
-from grpo.job.same_everywhere import DISTRIBUTION
+from grpo.place.same_everywhere import DISTRIBUTION
 
 
 def test_its_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

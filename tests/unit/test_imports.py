@@ -12,14 +12,14 @@ def loaded(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["grpo.config", "grpo.job.topology", "grpo.rollout.packing"])
+@pytest.mark.parametrize("module", ["grpo.config", "grpo.place.topology", "grpo.rollout.packing"])
 def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
     assert not {"vllm", "deepspeed"} & loaded(f"import {module}")
 
 
 def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> None:
     """HF_HOME, HF_HUB_OFFLINE and others are read once, at import."""
-    modules = loaded("import grpo.launch.script, grpo.launch.agent, grpo.run.telling")
+    modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.record.telling")
     assert not {"datasets", "huggingface_hub", "transformers", "torch", "pyarrow"} & modules
 
 
@@ -28,7 +28,7 @@ def test_importing_the_package_loads_nothing() -> None:
 
 
 def test_the_sentinel_loads_the_standard_library_alone() -> None:
-    assert not {"torch", "numpy", "psutil", "pydantic", "multiprocessing"} & loaded("import grpo.job.sentinel")
+    assert not {"torch", "numpy", "psutil", "pydantic", "multiprocessing"} & loaded("import grpo.faults.sentinel")
 
 
 def test_the_engine_host_loads_nothing_of_the_trainer() -> None:

@@ -10,10 +10,10 @@ from torch.utils.data import BatchSampler
 from transformers import AutoTokenizer
 
 from grpo import trainer as trainer_module
+from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.rollout.pool import EnginePool
-from grpo.run.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.weights import delivery
-from tests.unit.scripted_trainer import ScriptedEngine, make_trainer, of_kind, train, use_scripted_engines
+from tests.support.scripted_trainer import ScriptedEngine, make_trainer, of_kind, train, use_scripted_engines
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -42,8 +42,8 @@ TESTED = {
         "multiprocess/test_launch.py::test_signals_and_the_stop_file"
     ),
     "touch runs/my-run/stop": "multiprocess/test_launch.py::test_signals_and_the_stop_file",
-    "python -m grpo.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0": (
-        "unit/launch/test_next_attempt.py::test_the_command_reads_what_the_trainer_has_written"
+    "python -m grpo.ops.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0": (
+        "unit/ops/launch/test_next_attempt.py::test_the_command_reads_what_the_trainer_has_written"
     ),
     "accelerate launch --config_file configs/cpu.yaml train.py --generation_lookahead 1": (
         "multiprocess/test_two_nodes.py::test_two_nodes_sample_ahead_with_an_evaluation_in_between"
@@ -53,10 +53,10 @@ TESTED = {
         "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was"
     ),
     f"sbatch --nodes=8 --time=12:00:00 launch/train.sbatch {GSM8K}": (
-        "unit/launch/test_slurm_templates.py::test_what_every_node_is_given"
+        "unit/ops/launch/test_slurm_templates.py::test_what_every_node_is_given"
     ),
     "sbatch launch/train.sbatch my_script.py --its arguments": (
-        "unit/launch/test_slurm_templates.py::test_a_script_of_ones_own"
+        "unit/ops/launch/test_slurm_templates.py::test_a_script_of_ones_own"
     ),
     "GRPO_SPARE_NODES=1 sbatch --nodes=5 launch/train.sbatch": (
         "multiprocess/test_slurm_spare.py::test_training_goes_on_with_the_spare"
@@ -64,23 +64,23 @@ TESTED = {
     "srun --ntasks-per-node=1 grpo launch my_script.py": (
         "multiprocess/test_slurm.py::test_srun_is_all_that_slurm_needs"
     ),
-    "launch/local_2node.sh --max_steps 20": "unit/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
-    "grpo plan --from-run runs/my-run": "unit/plan/test_from_run.py::test_the_command_prints_one_line_or_json",
+    "launch/local_2node.sh --max_steps 20": "unit/ops/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
+    "grpo plan --from-run runs/my-run": "unit/ops/plan/test_from_run.py::test_the_command_prints_one_line_or_json",
     "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
     "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300": (
         "multiprocess/test_export.py::test_the_export_is_what_the_ranks_held"
     ),
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300 --max-shard-size 5GB --dtype bfloat16": (
-        "unit/export/test_command.py::test_shards_and_a_cast"
+        "unit/ops/export/test_command.py::test_shards_and_a_cast"
     ),
-    "grpo report runs/my-run": "unit/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
-    "grpo report runs/my-run --watch 60": "unit/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
+    "grpo report runs/my-run": "unit/ops/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
+    "grpo report runs/my-run --watch 60": "unit/ops/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
     "grpo report runs/a runs/b runs/c --out compared.html": (
-        "unit/report/test_compare.py::test_a_run_without_metrics_does_not_keep_the_others_from_being_shown"
+        "unit/ops/report/test_compare.py::test_a_run_without_metrics_does_not_keep_the_others_from_being_shown"
     ),
-    "grpo trace runs/my-run": "unit/trace/test_command.py::test_it_writes_one_file_beside_the_run",
-    "grpo trace runs/my-run --out my-run.json.gz": "unit/trace/test_command.py::test_gz_is_the_same_in_less",
+    "grpo trace runs/my-run": "unit/ops/trace/test_command.py::test_it_writes_one_file_beside_the_run",
+    "grpo trace runs/my-run --out my-run.json.gz": "unit/ops/trace/test_command.py::test_gz_is_the_same_in_less",
     "grpo reshape runs/my-run/checkpoint-300 --ranks 14": (
         "multiprocess/test_reshape.py::test_one_and_three_ranks_go_on_as_two"
     ),

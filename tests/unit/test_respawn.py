@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 
 from grpo import GRPOTrainer
 from grpo.engine import supervisor
-from grpo.job.failure import StepFailed
-from grpo.timeline.records import RESPAWN, read_timelines
-from tests.unit.scripted_trainer import ScriptedEngine, make_trainer, of_kind, use_scripted_engines
+from grpo.faults.failure import StepFailed
+from grpo.record.timeline.records import RESPAWN, read_timelines
+from tests.support.scripted_trainer import ScriptedEngine, make_trainer, of_kind, use_scripted_engines
 
 LOOSE = 1e9  # a scripted engine computes no probabilities
 

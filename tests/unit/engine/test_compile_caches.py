@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo.engine.compile_caches import CacheUse, keep_headers, use_cache, use_caches, write_libraries_whole
-from grpo.job.sessions import session_members
-from tests.launching import ROOT
+from grpo.faults.sessions import session_members
+from tests.support.launching import ROOT
 
 Use = Callable[[], CacheUse]
 

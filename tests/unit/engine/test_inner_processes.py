@@ -12,7 +12,7 @@ import pytest
 
 from grpo.engine.inner_processes import StartWatch, _reporting
 from grpo.engine.plugin import HOST_MARK
-from tests.contract import CONTRACT_S
+from tests.support.contract import CONTRACT_S
 
 FORK = multiprocessing.get_context("fork")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo.job.sessions import end_session, remove_traces
+from grpo.faults.sessions import end_session, remove_traces
 
 
 def test_a_folder_that_is_written_to_meanwhile_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ SHARING = """
 import multiprocessing, os, signal, sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from grpo.job.sessions import name_shared_memory
+from grpo.faults.sessions import name_shared_memory
 name_shared_memory(Path(sys.argv[1]))
 def share(told):
     lock = multiprocessing.get_context("spawn").Lock()

@@ -12,7 +12,7 @@ import pytest
 
 from grpo.engine import process
 from grpo.engine.process import HostProcess
-from grpo.job.sessions import ProcessEnd
+from grpo.faults.sessions import ProcessEnd
 
 ABOVE = 1100  # `select` takes no descriptor above 1023
 

@@ -7,9 +7,9 @@ import pytest
 
 from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import EngineSupervisor
-from grpo.job.failure import FailureRecord, JobFailed
-from grpo.job.topology import read_topology
-from grpo.job.watch import FailureWatch
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.watch import FailureWatch
+from grpo.place.topology import read_topology
 
 FAILED = JobFailed(FailureRecord(node=1, rank=1, host="b", phase="push", cause="it died without a word"))
 

@@ -24,7 +24,7 @@ from bench.scale_model import (
     simulate,
     slowest_of,
 )
-from grpo.recipes.arguments import parse_arguments
+from grpo.ops.train.arguments import parse_arguments
 
 SLOW = Figure(name="one at a time", unit="s", values=(6.0, 4.0, 9.0))
 FAST = Figure(name="in buckets", unit="s", values=(2.0, 4.0, 3.0))

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import kept_logs
-from tests.kept_logs import FILE_BYTES, keep
-from tests.launching import ROOT
+from tests.support import kept_logs
+from tests.support.kept_logs import FILE_BYTES, keep
+from tests.support.launching import ROOT
 
 FAILING = """
 from pathlib import Path
 import pytest
-from tests import kept_logs
+from tests.support import kept_logs
 
-pytest_plugins = "tests.kept_logs"
+pytest_plugins = "tests.support.kept_logs"
 kept_logs.KEPT = Path(KEPT_HERE)
 
 @pytest.fixture(scope="module")

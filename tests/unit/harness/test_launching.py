@@ -7,7 +7,7 @@ import sys
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from tests.left_over import left_over, orphaned_shared_memory, processes_in
+from tests.support.left_over import left_over, orphaned_shared_memory, processes_in
 
 
 def test_what_a_living_process_holds_is_no_orphan() -> None:

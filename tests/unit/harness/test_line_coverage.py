@@ -110,14 +110,14 @@ def test_the_table_names_functions_and_tests_that_there_are() -> None:
 
 def test_lines_of_processes_that_are_killed_or_forked_count(tmp_path: Path) -> None:
     """One that is started and kills itself, one that is forked and ends by `os._exit`, one that is killed in a loop."""
-    started = "import os, grpo.job.same_everywhere; os.kill(os.getpid(), 9)"
+    started = "import os, grpo.place.same_everywhere; os.kill(os.getpid(), 9)"
     waiting = "import grpo.rollout.queue, time; print('here', flush=True); time.sleep(600)"
     (tmp_path / "script.py").write_text(
         f"""
 import os, subprocess, sys, time
 subprocess.run([sys.executable, "-c", {started!r}])
 if os.fork() == 0:
-    import grpo.job.failure
+    import grpo.faults.failure
     os._exit(0)
 os.wait()
 with subprocess.Popen([sys.executable, "-c", {waiting!r}], stdout=subprocess.PIPE) as child:
@@ -130,7 +130,7 @@ with subprocess.Popen([sys.executable, "-c", {waiting!r}], stdout=subprocess.PIP
     )
     assert measure([str(tmp_path / "script.py")], tmp_path / "data") == 0
     missing, total = unreached(reached(tmp_path / "data"))
-    for name in ("job/same_everywhere", "rollout/queue", "job/failure"):
+    for name in ("place/same_everywhere", "rollout/queue", "faults/failure"):
         assert (f"grpo/{name}.py", "(module)") not in missing, name
         assert any(file == f"grpo/{name}.py" for file, _ in missing), "a file is never reached as a whole"
     assert ("grpo/trainer.py", "(module)") in missing

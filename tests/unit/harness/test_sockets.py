@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sockets import Strangers, listening, where
+from tests.support.sockets import Strangers, listening, where
 
 
 def test_all_kinds_of_sockets_are_seen() -> None:

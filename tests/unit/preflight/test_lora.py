@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo import GRPOConfig
 from grpo.preflight.lora import WITHOUT_LORA, choose_lora, with_revision
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

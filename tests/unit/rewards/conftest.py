@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo.job.watch import FailureWatch
-from tests.unit.conversations.conftest import make, model
-from tests.unit.rewards.batches import PATIENCE_S, Batch, MakeBatch
+from grpo.faults.watch import FailureWatch
+from tests.support.reward_batches import PATIENCE_S, Batch, MakeBatch
+from tests.unit.rollout.turns.conftest import make, model
 
 __all__ = ["make", "model"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo import scores_each
 from grpo.rewards.declared import unit_of
-from tests.unit.rewards.batches import PATIENCE_S, TEXTS, MakeBatch, Scorer, length, length_later
+from tests.support.reward_batches import PATIENCE_S, TEXTS, MakeBatch, Scorer, length, length_later
 
 
 @pytest.mark.parametrize("is_async", [False, True])

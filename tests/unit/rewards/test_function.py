@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from grpo.job.failure import JobFailed
-from grpo.job.signals import StopSignals
-from grpo.job.watch import FailureWatch
-from grpo.job.worker import Worker
+from grpo.faults.failure import JobFailed
+from grpo.faults.signals import StopSignals
+from grpo.faults.watch import FailureWatch
+from grpo.faults.worker import Worker
+from grpo.record.timeline.recorder import Recorder
 from grpo.rewards import function as function_module
 from grpo.rewards.function import NeedsMainThreadError, RewardFunction
-from grpo.timeline.recorder import Recorder
-from tests.launching import ROOT
+from tests.support.launching import ROOT
 
 PATIENCE_S = 60.0
 
@@ -89,9 +89,9 @@ def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
 
 HELD = """
 import ctypes
-from grpo.job import limits, watch as watches
+from grpo.faults import limits, watch as watches
 from grpo.rewards.function import RewardFunction
-from grpo.timeline.recorder import Recorder
+from grpo.record.timeline.recorder import Recorder
 
 limits.ALONE_GRACE_S = 0.5
 watch = watches.FailureWatch(None, node=0, rank=0, host="a")
@@ -112,12 +112,12 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
 
 CAUGHT = """
 import time
-from grpo.job import limits, watch as watches
-from grpo.job.failure import JobFailed
-from grpo.job.worker import Worker
+from grpo.faults import limits, watch as watches
+from grpo.faults.failure import JobFailed
+from grpo.faults.worker import Worker
 from contextlib import ExitStack
 from grpo.rewards.function import RewardFunction
-from grpo.timeline.recorder import Recorder
+from grpo.record.timeline.recorder import Recorder
 
 limits.ALONE_GRACE_S = 0.5
 watch = watches.FailureWatch(None, node=0, rank=0, host="a")

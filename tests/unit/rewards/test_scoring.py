@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from grpo import scores_each
-from grpo.job.failure import JobFailed
-from grpo.job.watch import FailureWatch
-from tests.unit.rewards.batches import IDS, PATIENCE_S, TEXTS, MakeBatch, Scorer, length, length_later
+from grpo.faults.failure import JobFailed
+from grpo.faults.watch import FailureWatch
+from tests.support.reward_batches import IDS, PATIENCE_S, TEXTS, MakeBatch, Scorer, length, length_later
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo.job.wire import from_json, to_json
+from grpo.place.wire import from_json, to_json
 from grpo.rollout.balance import TOLERANCE, Move, NodeBalance, plan_moves
 from grpo.rollout.packing import Request, pack_completions, to_lists
 

@@ -12,7 +12,7 @@ from grpo.engine.client import EngineError
 from grpo.rollout import pool as engine_pool
 from grpo.rollout.packing import REFUSED, Request, to_lists
 from grpo.rollout.stints import IdleClock
-from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
+from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
 
 
 @pytest.fixture

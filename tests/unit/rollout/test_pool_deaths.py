@@ -9,7 +9,7 @@ from grpo.rollout import pool as engine_pool
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Request, to_lists
 from grpo.rollout.pool import DeadlyRequests, EnginePool
-from tests.unit.rollout.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
+from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from grpo.weights.adapters import Lora
-from tests.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(

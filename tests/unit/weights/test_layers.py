@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 from grpo.weights.layers import OUTPUT_PROJECTIONS, frozen_names, layer_groups
-from tests.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model
 
 
 def test_which_parameters_may_share_a_layer_of_the_engine() -> None:

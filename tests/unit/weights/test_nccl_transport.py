@@ -11,7 +11,7 @@ import torch
 from grpo.engine.client import EngineError
 from grpo.weights import push, sender
 from grpo.weights.push import Pusher
-from tests.nccl_stand_in import MadeUpSource, StandInEngine, StandInTransport, Wire, only_streams_stand_in
+from tests.support.nccl_stand_in import MadeUpSource, StandInEngine, StandInTransport, Wire, only_streams_stand_in
 
 NUM_BUCKETS = 24
 

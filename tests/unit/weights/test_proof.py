@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo.weights.proof import LogprobGap, Prover, gap_between, gap_limit, is_due, probe_prompts
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 
 def test_the_probe_is_fixed_and_leaves_special_tokens_out() -> None:

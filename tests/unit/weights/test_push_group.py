@@ -29,8 +29,8 @@ from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
 from grpo.weights.worker import CountedNCCLEngine, NCCLUpdateInfo
-from tests.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
-from tests.tiny_models import tiny_model
+from tests.support.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
+from tests.support.tiny_models import tiny_model
 
 
 class RecordingEngine:

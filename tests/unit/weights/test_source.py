@@ -8,7 +8,7 @@ import torch
 from grpo.weights.buckets import packed_bytes, packed_places
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
-from tests.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model
 
 MB = 2**20
 

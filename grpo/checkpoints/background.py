@@ -1,0 +1,93 @@
+"""A checkpoint's way to the disk, beside training: the ranks have written it, the kernel still holds it in memory."""
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from grpo.checkpoints.checkpoints import read_rank_records, write_rank_record
+from grpo.record.durable import FileSum
+
+DURABLE_S = 1800.0
+"""Until what every rank has written is on the disk."""
+SLOW_BYTES_PER_S = 20e6
+"""What the slowest disk brings home of a checkpoint that is so large that this takes longer."""
+POLL_S = 0.5
+LAST_S = 5.0  # for a process that ends for another reason: a save that is nearly through still counts
+
+
+def deadline_for(num_bytes: int) -> float:
+    """Seconds that a checkpoint of this size may take to the disk."""
+    return max(DURABLE_S, num_bytes / SLOW_BYTES_PER_S)
+
+
+class BackgroundSave:
+    """One checkpoint, on this rank: what it has written goes to the disk; rank 0 then completes it for all.
+
+    A failure is kept, and raised by `wait`.
+
+    Args:
+        folder: of the checkpoint; every rank has written its files.
+        deadline_s: until what all ranks have written is on the disk; see `deadline_for`.
+        complete: on rank 0: called with the sums of all files when every rank's record is there. From a thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        complete: Callable[[Mapping[str, FileSum]], None],
+        deadline_s: float,
+    ) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._complete = complete
+        self._deadline_s = deadline_s
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"save {folder.name}", daemon=True)
+        self._thread.start()
+        atexit.register(self._thread.join, LAST_S)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is done on this rank. Raises what went wrong."""
+        self._thread.join()  # has a deadline of its own
+        atexit.unregister(self._thread.join)
+        if isinstance(self._error, OSError) and not isinstance(self._error, TimeoutError):
+            raise OSError(
+                self._error.errno,
+                f"{self.folder} did not get to the disk: {self._error}; the checkpoints before it are as they were",
+            ) from self._error
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            write_rank_record(self.folder, self._rank, self._world_size)
+            if self._rank == 0:
+                self._complete(self._await_records())
+        except Exception as error:  # noqa: BLE001  of a thread: raised where the trainer looks
+            self._error = error
+
+    def _await_records(self) -> Mapping[str, FileSum]:
+        begun = time.monotonic()
+        sums: dict[str, FileSum] = {}
+        missing = [*range(self._world_size)]
+        while True:
+            found, missing = read_rank_records(self.folder, missing)
+            sums |= found
+            if not missing:
+                return sums
+            if time.monotonic() - begun > self._deadline_s:
+                raise TimeoutError(
+                    f"{self.folder} is not complete: ranks {missing} have not brought to the disk what they wrote "
+                    f"within {self._deadline_s:.0f} s"
+                )
+            time.sleep(POLL_S)

@@ -1,0 +1,176 @@
+"""Which checkpoint a run goes on from: the newest one whose every file is as it was written.
+
+All ranks read, each its share, and take the same decision. What is damaged is laid aside, and the one before it is
+taken; a checkpoint that was asked for by name is never replaced by another.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from grpo.checkpoints.checkpoints import (
+    CompleteRecord,
+    Damaged,
+    check_world_size,
+    checkpoints,
+    read_resumable,
+    shares,
+    verify,
+)
+from grpo.checkpoints.pickles import check_pickle
+from grpo.checkpoints.rotation import damaged_in, set_damaged_aside
+from grpo.groups.job_group import JobGroup
+
+MEET_S = 300.0  # while files are read, which takes as long as the disk is slow
+_REFUSED = "refused: "
+# What a resume unpickles; a callback of the user's may have put files of its own beside it.
+_LOADED = re.compile(
+    r"(_optim_states|_model_states|rollout_state_\d+|/?optimizer|/?scheduler|/?scaler)\.pt$|rng_state(_\d+)?\.pth$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteCheckpoint:
+    """One that can be resumed."""
+
+    folder: Path
+    record: CompleteRecord
+
+
+def named_checkpoint(wish: str) -> CompleteCheckpoint:
+    """The checkpoint that was asked for by name.
+
+    Raises:
+        ValueError: there is none, or it is not complete.
+    """
+    folder = Path(wish)
+    if not folder.is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint is {wish!r}, but that is no folder: name a checkpoint, or 'auto' for the newest "
+            "complete one in output_dir"
+        )
+    return CompleteCheckpoint(folder=folder, record=read_resumable(folder))
+
+
+def newest_checkpoint(
+    output_dir: Path, *, has_to_be: bool, told: Sequence[str]
+) -> tuple[CompleteCheckpoint | None, list[str]]:
+    """The newest complete checkpoint, and notes for the user. What is newer and damaged is laid aside.
+
+    Args:
+        has_to_be: whether a fresh start will not do.
+        told: earlier notes, for the error.
+
+    Raises:
+        ValueError: there is none, and there was one, or has to be.
+    """
+    notes = []
+    for folder in checkpoints(output_dir):
+        try:
+            record = read_resumable(folder)
+        except Damaged as problem:
+            notes.append(lay_aside(folder, str(problem)))
+        except ValueError as problem:
+            notes.append(f"passed over: {problem}")
+        else:
+            return CompleteCheckpoint(folder=folder, record=record), notes
+    if damaged := damaged_in(output_dir):
+        names = ", ".join(str(folder) for folder in damaged)
+        none_left = (
+            f"no checkpoint is left to go on from in {output_dir}: damaged is {names}. To begin afresh, set another "
+            "output_dir, or remove what is damaged"
+        )
+        raise ValueError("; ".join([none_left, *told, *notes]))
+    if has_to_be:
+        raise ValueError("; ".join([f"there is no complete checkpoint to resume from in {output_dir}", *notes]))
+    return None, notes
+
+
+def lay_aside(folder: Path, problem: str) -> str:
+    """Rename a damaged checkpoint; the warning about it."""
+    return f"WARNING: {problem}. It is now {set_damaged_aside(folder)}, and the checkpoint before it is taken"
+
+
+def choose(
+    job: JobGroup,
+    wish: str | bool | None,
+    output_dir: Path,
+    world_size: int,
+    *,
+    known: CompleteCheckpoint | None = None,
+) -> tuple[CompleteCheckpoint | None, list[str]]:
+    """What to resume from, and notes for the user. Collective: rank 0 looks, all read.
+
+    Args:
+        wish: None or False: a fresh start. "auto": the newest complete checkpoint, a fresh start if there never was
+            one. True: the same, but there has to be one. A path: that one.
+        known: need not be read again.
+
+    Raises:
+        ValueError: there is none, the named one is not complete or damaged, or it does not fit this job.
+    """
+    notes: list[str] = []
+    if wish is None or wish is False:
+        return None, notes
+
+    is_named = wish is not True and wish != "auto"
+
+    def look() -> tuple[CompleteCheckpoint | None, list[str]]:
+        checkpoint, found = (
+            (named_checkpoint(str(wish)), [])
+            if is_named
+            else newest_checkpoint(output_dir, has_to_be=wish is True, told=notes)
+        )
+        if checkpoint is not None:
+            check_world_size(checkpoint.folder, checkpoint.record, world_size)
+        return checkpoint, found
+
+    while True:
+        checkpoint, found = job.by_rank_zero(look, tuple[CompleteCheckpoint | None, list[str]])
+        notes += found
+        if checkpoint is None or checkpoint == known:
+            return checkpoint, notes
+        names = shares(checkpoint.record.files, world_size)[job.rank]
+        problems = [text for text in _problems_of(job, checkpoint, names) if text]
+        if not problems:
+            return checkpoint, notes
+        if refused := [text for text in problems if text.startswith(_REFUSED)]:
+            raise ValueError(refused[0].removeprefix(_REFUSED))
+        problem = "; ".join(problems)
+        if is_named:
+            raise ValueError(f"{problem}. This checkpoint was asked for by name: name another one, or 'auto'")
+        notes.append(job.by_rank_zero(partial(lay_aside, checkpoint.folder, problem), str))
+
+
+def _problems_of(job: JobGroup, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
+    """What is wrong with each rank's share of the files; empty if nothing is. Collective.
+
+    Ranks meet on the way, so that none waits for longer than its group does.
+    """
+    left, mine = list(names), ""
+    while job.largest(len(left)):
+        begun = time.monotonic()
+        while left and time.monotonic() - begun < MEET_S:
+            name = left.pop()
+            mine = mine or _problem_of(checkpoint, name)
+    return job.texts(mine)
+
+
+def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    try:
+        verify(checkpoint.folder, checkpoint.record, [name])
+    except Damaged as problem:
+        return str(problem)
+    if not _LOADED.search(name):
+        return ""
+    try:
+        check_pickle(checkpoint.folder / name)
+    except ValueError as problem:
+        return f"{_REFUSED}{problem}"
+    except (OSError, RuntimeError, EOFError) as problem:
+        return f"{checkpoint.folder / name} cannot be loaded: {problem}"
+    return ""

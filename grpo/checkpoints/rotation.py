@@ -1,0 +1,188 @@
+"""Which checkpoints go, which are laid aside, and whether there is room for one more.
+
+What is laid aside (another branch of the run, a damaged one) is a person's to look at, but no disk's to fill: of all of
+them the `KEPT_ASIDE` that were written last stay.
+"""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from grpo.checkpoints.checkpoints import (
+    COMPLETE_FILE,
+    DAMAGED_PREFIX,
+    NAME_PREFIX,
+    PARTIAL_FILE,
+    checkpoints,
+    read_complete,
+    step_of,
+)
+from grpo.record.durable import sync_folder
+
+LEAST_KEPT = 2  # complete ones: the newest may turn out to be damaged
+KEPT_ASIDE = 2
+ABANDONED = "abandoned.attempt-{}"
+DELETED_PREFIX = ".deleted-"
+
+
+def kept_limit(limit: int | None) -> int | None:
+    """How many complete checkpoints stay for `save_total_limit`; None: all of them."""
+    return None if limit is None or limit <= 0 else max(limit, LEAST_KEPT)
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether we began to write it, and never came to the end."""
+    return (folder / PARTIAL_FILE).exists() and not (folder / COMPLETE_FILE).exists()
+
+
+def to_rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> list[Path]:
+    """What `rotate` deletes: the oldest complete checkpoints beyond `limit`, and older ones that were never finished.
+
+    `LEAST_KEPT` that can be resumed stay whatever the limit says, and so does `keep`: the best, the newly written.
+    """
+    if (limit := kept_limit(limit)) is None:
+        return []
+    complete, resumable, partial = [], [], []
+    for folder in checkpoints(output_dir):
+        try:
+            record = read_complete(folder)
+        except ValueError:
+            if is_partial(folder):
+                partial.append(folder)
+            continue
+        complete.append(folder)
+        if record.resumable:
+            resumable.append(folder)
+    if not complete:
+        return []
+    protected = keep | set(resumable[:LEAST_KEPT])
+    old = [folder for folder in reversed(complete) if folder not in protected]
+    old = old[: max(0, len(complete) - limit)]
+    return [*old, *(folder for folder in partial if step_of(folder) < step_of(complete[0]))]
+
+
+def rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> None:
+    """Delete what `to_rotate` names. Once the newest checkpoint is on the disk."""
+    for folder in to_rotate(output_dir, limit=limit, keep=keep):
+        delete(folder)
+
+
+def delete(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted when the process ends goes at the next start."""
+    going = folder.with_name(DELETED_PREFIX + folder.name)
+    _replace(folder, going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def delete_partial(output_dir: Path) -> list[Path]:
+    """Delete what earlier attempts began to write and did not finish: nobody can go on from it.
+
+    Returns:
+        What it was.
+    """
+    partial = [folder for folder in checkpoints(output_dir) if is_partial(folder)]
+    for folder in partial:
+        delete(folder)
+    for pattern in (f"{DELETED_PREFIX}*", f"{ABANDONED.format('*')}/{DELETED_PREFIX}*"):
+        for going in output_dir.glob(pattern):
+            shutil.rmtree(going, ignore_errors=True)
+    return partial
+
+
+def begin_partial(folder: Path) -> None:
+    """Ready the folder of a checkpoint that is about to be written: until it is complete it says that it is not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / COMPLETE_FILE).unlink(missing_ok=True)
+    for record in folder.glob("files-*.json"):  # of a checkpoint of the same step
+        record.unlink()
+    (folder / PARTIAL_FILE).touch()
+    sync_folder(folder)
+
+
+def set_aside(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]:
+    """Move checkpoints of later steps into `abandoned.attempt-<k>`: another branch, which nobody goes on with.
+
+    They would otherwise be taken for the newest ones, and the new branch's for old ones.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for folder in checkpoints(output_dir):
+        if step_of(folder) > after_step:
+            target = output_dir / ABANDONED.format(attempt) / folder.name
+            target.parent.mkdir(exist_ok=True)
+            _replace(folder, target)
+            moved.append(target)
+    return moved
+
+
+def set_damaged_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint so that it is not taken again; where it is now."""
+    target = folder.with_name(DAMAGED_PREFIX + folder.name)
+    _replace(folder, target)
+    return target
+
+
+def _replace(folder: Path, target: Path) -> None:
+    if target.exists():
+        shutil.rmtree(target)
+    os.rename(folder, target)
+    sync_folder(target.parent)
+
+
+def damaged_in(output_dir: Path) -> list[Path]:
+    """Checkpoints that were laid aside as damaged."""
+    return sorted(output_dir.glob(f"{DAMAGED_PREFIX}{NAME_PREFIX}*"))
+
+
+def bound_set_aside(output_dir: Path) -> list[Path]:
+    """Delete all that was laid aside but for the `KEPT_ASIDE` that were written last.
+
+    Returns:
+        What was deleted.
+    """
+    abandoned = output_dir.glob(f"{ABANDONED.format('*')}/{NAME_PREFIX}*")
+    aside = sorted([*abandoned, *damaged_in(output_dir)], key=_written_at, reverse=True)
+    for folder in aside[KEPT_ASIDE:]:
+        delete(folder)
+        if folder.parent != output_dir and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+    return aside[KEPT_ASIDE:]
+
+
+def _written_at(folder: Path) -> tuple[float, str]:
+    record = folder / COMPLETE_FILE
+    return (record if record.exists() else folder).stat().st_mtime, str(folder)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that a checkpoint takes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_free_space(output_dir: Path, needed_bytes: int, *, rotated: list[Path]) -> None:
+    """Refuse a save that does not fit, before anything of it is written.
+
+    Args:
+        rotated: what will be deleted after it, which is no room for it: the older ones go when it is on the disk.
+
+    Raises:
+        OSError: with all numbers.
+    """
+    free = shutil.disk_usage(output_dir).free
+    if free >= needed_bytes:
+        return
+    freed = ""
+    if rotated:
+        freed = (
+            f", and {sum(size_of(folder) for folder in rotated) / 1e9:.1f} GB are freed only after it is complete "
+            f"({', '.join(folder.name for folder in rotated)})"
+        )
+    raise OSError(
+        errno.ENOSPC,
+        f"a checkpoint needs about {needed_bytes / 1e9:.1f} GB, but {output_dir} has {free / 1e9:.1f} GB free{freed}: "
+        f"free {(needed_bytes - free) / 1e9:.1f} GB, or lower save_total_limit (at least {LEAST_KEPT} are kept); "
+        "nothing was written, the complete checkpoints are as they were",
+    )

@@ -1,0 +1,391 @@
+"""A node's sentinel: sees that a rank, the launcher or another node is dead, stopped or cut off, and ends what is left.
+
+    python -m grpo.faults.sentinel LISTENER_FD < SETTINGS
+
+A process of its own, which the node's local main starts: no interpreter lock of a busy rank and no call that hangs
+delays it. It loads neither torch nor anything else of size. Ranks hang on it by a Unix socket, and the sentinels of
+other nodes on node 0's (`hub`). It ends when all ranks of its node have ended or left the watch.
+"""
+
+import array
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo.faults.channel import peer_of
+from grpo.faults.failure import FailureRecord
+from grpo.faults.hub import Between, Hub, HubLink, Table
+from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
+from grpo.faults.sessions import end_session, process_state, remove_traces
+from grpo.faults.stacks import read_stacks
+
+STUCK_GRACE_S = 6.0  # from a record until a rank that has not raised is ended
+EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
+MARGIN_S = 2.0  # beyond these, in which a rank ends itself, the sentinel does it
+STACKS_S = 1.0  # after a deadline, for the stacks to be written
+SAY_S = 1.0
+MAX_PACKET_BYTES = 1 << 17
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+
+
+class _Watched:
+    """A process of this node, by a descriptor that no other process can come to have."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stopped_since_s: float | None = None
+        self.descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self.descriptor = os.pidfd_open(pid)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.descriptor is None
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or another signal of job control, and not by a debugger."""
+        return not self.is_dead and process_state(self.pid) == "T"
+
+    def stopped_for_s(self, now_s: float) -> float:
+        if not self.is_stopped():
+            self.stopped_since_s = None
+            return 0.0
+        if self.stopped_since_s is None:
+            self.stopped_since_s = now_s
+        return now_s - self.stopped_since_s
+
+    def kill(self) -> None:
+        assert self.descriptor is not None, "it is dead"
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+            except PermissionError:  # containers may know no pidfd_send_signal
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        self.descriptor = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Of what a rank does now."""
+
+    deadline_s: float
+    phase: str
+    overdue: str
+    """What to say when it has passed."""
+    thread: int
+    """Which does it."""
+
+
+class _Rank(_Watched):
+    """One of this node's ranks, and what it has told."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        super().__init__(pid)
+        self.rank = rank
+        self.connection: socket.socket | None = None
+        self.stacks: int | None = None
+        self.phase = "start"
+        self.exchanges = 0
+        self.limit: _Limit | None = None
+        self.has_left = False
+        """It has said that it ends, and is well."""
+        self.has_stopped = False
+        """It has said that it is watched no more."""
+        self.is_told = False
+        """Of the job's record."""
+        self.covered: dict[str, int | None] = {}
+        """Session by folder, to be ended and removed behind it."""
+
+    def send(self, kind: str, **values: Any) -> bool:
+        """Whether it went out: a rank that is held reads nothing."""
+        if self.connection is None:
+            return False
+        try:
+            self.connection.send(json.dumps({"kind": kind, **values}).encode())
+        except OSError:
+            return False
+        return True
+
+
+class Sentinel:
+    """See `main` for the settings. Raises OSError when the hub cannot be reached."""
+
+    def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
+        self.timeout_s = float(settings["timeout_s"])
+        self.interval_s = beat_interval_s(self.timeout_s)
+        self._clock = AwakeClock(self.interval_s)
+        self._selector = selectors.DefaultSelector()
+        self._ranks = {int(rank): _Rank(int(rank), pid) for rank, pid in settings["pids"].items()}
+        self._first = self._ranks[min(self._ranks)]
+        self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
+        self._agent = None if settings["agent"] is None else _Watched(settings["agent"])
+        self._failed_s: float | None = None
+        """Since when the job has a record."""
+        self._enders: list[threading.Thread] = []
+        self.between = self._meet(settings)
+        self._listener = listener
+        self._nameless: dict[socket.socket, Callable[[], None]] = {}
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        for rank in self._ranks.values():
+            self._await_end(rank, partial(self._on_dead_rank, rank))
+        if self._agent is not None:
+            self._await_end(self._agent, partial(self._on_dead_agent, self._agent))
+
+    def _meet(self, settings: dict[str, Any]) -> Between:
+        own = (self.place, self._clock, self.timeout_s)
+        if settings["num_nodes"] == 1:
+            return Between(*own)
+        others: dict[str, Any] = {"selector": self._selector, "secret": settings["secret"]}
+        if self.place.node == 0:
+            others |= {name: settings[name] for name in ("num_nodes", "join_s")}
+            return Hub(*own, **others, ranks_per_node=len(self._ranks))
+        return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
+
+    def _await_end(self, process: _Watched, then: Callable[[], None]) -> None:
+        descriptor = process.descriptor
+        if descriptor is None:
+            then()
+            return
+
+        def on_end() -> None:
+            self._selector.unregister(descriptor)
+            process.close()
+            then()
+
+        self._selector.register(descriptor, selectors.EVENT_READ, on_end)
+
+    def run(self) -> None:
+        """Until all ranks of this node have ended or left the watch, and nothing of theirs is left."""
+        next_beat_s = 0.0
+        while not all(rank.is_dead or rank.has_stopped for rank in self._ranks.values()):
+            events = self._selector.select(max(0.0, next_beat_s - self._clock.now_s))
+            now_s = self._clock.tick()
+            for key, _ in events:
+                key.data()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self.interval_s
+                self._beat(now_s)
+            self._tell_ranks(now_s)
+        for thread in self._enders:
+            thread.join()
+        self.between.leave()
+        if self.between.record is not None and self._agent is not None and self._agent.is_stopped():
+            self._say(f"kills the launcher (pid {self._agent.pid}), which is stopped")
+            self._agent.kill()
+
+    # -- once an interval -----------------------------------------------------------------------------------------
+
+    def _beat(self, now_s: float) -> None:
+        for rank in self._ranks.values():
+            stopped_s = rank.stopped_for_s(now_s)
+            if stopped_s > self.timeout_s:
+                self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) {_stopped(stopped_s)}")
+            if rank.limit is not None and now_s > rank.limit.deadline_s + STACKS_S:
+                self._report(rank, rank.limit.overdue + _in_stacks(rank.stacks, rank.limit.thread), rank.limit.phase)
+        if self._agent is not None and (stopped_s := self._agent.stopped_for_s(now_s)) > self.timeout_s:
+            self._report(self._first, f"the launcher of this node (pid {self._agent.pid}) {_stopped(stopped_s)}")
+        self.place.phase = self._first.phase
+        self.between.beat(self._table())
+        for rank in self._ranks.values():
+            rank.send("beat", phase=self.place.phase)
+        if self._failed_s is not None:
+            self._end_ranks(now_s - self._failed_s)
+
+    def _table(self) -> Table:
+        return {str(rank.rank): [rank.phase, rank.exchanges] for rank in self._ranks.values()}
+
+    def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
+        if self.between.record is None:
+            where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
+            self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
+
+    def _tell_ranks(self, now_s: float) -> None:
+        """Of the job's record, as soon as there is one; again what did not go out."""
+        if (record := self.between.record) is None:
+            return
+        if self._failed_s is None:
+            self._failed_s = now_s
+        for rank in self._ranks.values():
+            rank.is_told = rank.is_told or rank.send("record", record=record.as_dict())
+
+    def _end_ranks(self, since_s: float) -> None:
+        """Ranks end themselves; what cannot, because it is stopped or stuck in C code, is killed."""
+        for rank in self._ranks.values():
+            is_late = since_s > STUCK_GRACE_S + EXIT_GRACE_S + MARGIN_S and not rank.has_left
+            if rank.is_dead or not (is_late or (since_s > STUCK_GRACE_S + MARGIN_S and rank.is_stopped())):
+                continue
+            why = f"the job failed on {self.between.record}"
+            self._say(f"kills rank {rank.rank} (pid {rank.pid}), which does not end: {why}")
+            rank.kill()
+
+    def _say(self, what: str) -> None:
+        """Within `SAY_S`: whoever reads it may be gone, or stopped as well."""
+        line = f"[grpo] the sentinel of node {self.place.node} {what}\n"
+        thread = threading.Thread(target=_write, args=[line.encode()], daemon=True)
+        thread.start()
+        thread.join(SAY_S)
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Whoever has come to the door."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            pid, uid = peer_of(connection)
+            ranks = [rank for rank in self._ranks.values() if rank.pid == pid]
+            if uid != os.getuid() or not ranks:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            greet = partial(self._greet, connection, ranks)
+            self._nameless[connection] = greet
+            self._selector.register(connection, selectors.EVENT_READ, greet)
+
+    def _greet(self, connection: socket.socket, ranks: list[_Rank]) -> None:
+        """Which of `ranks`, those of the connecting process, this is."""
+        packet, descriptors = _receive(connection)
+        if packet is None:
+            return
+        message = _message_in(packet)
+        rank = self._ranks.get(message.get("rank", -1))
+        self._selector.unregister(connection)
+        del self._nameless[connection]
+        if rank not in ranks or not descriptors:
+            connection.close()
+            return
+        rank.connection, rank.stacks = connection, descriptors[0]
+        rank.send("place", **asdict(self.place))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
+        self._hear(rank)
+
+    def _hear(self, rank: _Rank) -> None:
+        while rank.connection is not None:
+            packet, _ = _receive(rank.connection)
+            if packet is None:
+                return
+            if not packet:  # its end is told by the process's, which has no forks
+                self._selector.unregister(rank.connection)
+                rank.connection.close()
+                rank.connection = None
+                return
+            self._take(rank, _message_in(packet))
+
+    def _take(self, rank: _Rank, message: dict[str, Any]) -> None:
+        match message:
+            case {"kind": "phase", "phase": phase, "exchanges": exchanges}:
+                rank.phase, rank.exchanges = phase, exchanges
+            case {"kind": "limit", "timeout_s": None}:
+                rank.limit = None
+            case {"kind": "limit", "timeout_s": timeout_s, "phase": phase, "overdue": overdue, "thread": thread}:
+                rank.limit = _Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
+            case {"kind": "report", "record": record}:
+                self.between.report(FailureRecord(**record))
+            case {"kind": "ask"}:
+                self.between.ask(self._table(), lambda table: rank.send("table", table=table))
+            case {"kind": "covers", "folder": folder, "session": session}:
+                rank.covered[folder] = session
+            case {"kind": "uncovers", "folder": folder}:
+                rank.covered.pop(folder, None)
+            case {"kind": "left"}:
+                rank.has_left = True
+            case {"kind": "stop"}:
+                rank.has_left = rank.has_stopped = True
+            case _:
+                self._say(f"leaves out what rank {rank.rank} has sent, which is no message")
+
+    def _on_dead_rank(self, rank: _Rank) -> None:
+        if rank.connection is None:  # it came and died while something else was done: it still waits at the door
+            self._accept()
+            for greet in list(self._nameless.values()):
+                greet()
+        self._hear(rank)  # its last words
+        if not rank.has_left:
+            self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed?")
+        for folder, session in rank.covered.items():
+            end = remove_traces if session is None else lambda path, session=session: end_session(session, path)
+            thread = threading.Thread(target=end, args=[Path(folder)])  # takes seconds, and beats go on
+            thread.start()
+            self._enders.append(thread)
+
+    def _on_dead_agent(self, agent: _Watched) -> None:
+        if not all(rank.is_dead or rank.has_left for rank in self._ranks.values()):
+            self._report(self._first, f"the launcher of this node (pid {agent.pid}) died before its ranks: killed?")
+
+
+def _write(line: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), line)
+
+
+def _stopped(seconds: float) -> str:
+    return f"has been stopped for {seconds:.0f} s (heartbeat_timeout): SIGSTOP, or a shell's job control"
+
+
+def _in_stacks(descriptor: int | None, thread: int) -> str:
+    stacks = "" if descriptor is None else read_stacks(descriptor, thread)
+    return f"; it was here, the innermost call first:\n{stacks}" if stacks else ""
+
+
+def _receive(connection: socket.socket) -> tuple[bytes | None, list[int]]:
+    """A packet and the descriptors with it; None: nothing has come; b"": it has ended."""
+    descriptors = array.array("i")
+    try:
+        packet, ancillary, _, _ = connection.recvmsg(MAX_PACKET_BYTES, socket.CMSG_LEN(descriptors.itemsize))
+    except BlockingIOError:
+        return None, []
+    except OSError:
+        return b"", []
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content)
+    return packet, list(descriptors)
+
+
+def _message_in(packet: bytes) -> dict[str, Any]:
+    """{} where there is none: one packet is not worth the sentinel."""
+    with contextlib.suppress(ValueError):
+        if isinstance(message := json.loads(packet), dict):
+            return message
+    return {}
+
+
+def main() -> int:
+    """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
+    timeout_s, and between nodes secret, join_s, addresses, port. One line of JSON answers: error, or port."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")  # it keeps no file system busy
+    settings = json.load(sys.stdin)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        sentinel = Sentinel(listener, settings)
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    print(json.dumps({"port": getattr(sentinel.between, "port", None)}), flush=True)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), sys.stdout.fileno())
+    sentinel.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The sentinels of a job are started, by each node's local main, and told to the ranks through the job's store."""
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import torch.distributed as dist
+
+from grpo.faults.hub import JOIN_S
+from grpo.faults.interrupt import on_expiry
+from grpo.faults.liveness import Place
+from grpo.faults.sentinel_link import SentinelLink
+from grpo.place.launch import Launch, agent_pid, head_address
+
+START_S = 60.0
+MAX_ADDRESSES = 8
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def link_to_sentinel(
+    launch: Launch,
+    host: str,
+    local_pids: Mapping[int, int],
+    store: dist.Store,
+    *,
+    timeout_s: float,
+    join_s: float = JOIN_S,
+) -> SentinelLink:
+    """Start this node's sentinel, on its local main, and hang on it. Collective over the job, through the store.
+
+    Args:
+        local_pids: of each rank on this node, this one's included, by global rank.
+        store: with keys of these sentinels alone.
+        timeout_s: without a word of a node until it is taken for lost.
+        join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node `START_S` more.
+
+    Raises:
+        RuntimeError: a sentinel does not start, or cannot reach the first node's.
+    """
+
+    def give_up() -> None:  # the store's process is held: it answers nothing, and none of its deadlines holds
+        print(f"[grpo] rank {launch.rank} ends: the job's store does not answer", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
+    patience_s = START_S + join_s  # who comes last has as long for its start as the others
+    with on_expiry(START_S + patience_s, give_up):
+        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
+        name = _meet(launch, host, settings, store, timedelta(seconds=patience_s))
+        return SentinelLink(name, launch.rank, place, timeout_s=timeout_s)
+
+
+def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store, patience: timedelta) -> str:
+    """The name of this node's sentinel."""
+    mine = f"node{launch.node}"
+    if launch.local_rank != 0:
+        return _wait(store, mine, patience)["name"]
+    hub = {"secret": secrets.token_hex(32)} if launch.node == 0 else _wait(store, "hub", patience)
+    settings |= {"node": launch.node, "host": host, "num_nodes": launch.num_nodes, "agent": agent_pid(), **hub}
+    name, port = start_sentinel(settings)
+    if launch.node == 0 and launch.num_nodes > 1:
+        store.set("hub", json.dumps({**hub, "port": port, "addresses": _addresses()}))
+    store.set(mine, json.dumps({"name": name}))
+    return name
+
+
+def _wait(store: dist.Store, key: str, patience: timedelta) -> Any:
+    try:
+        store.wait([key], patience)
+    except dist.DistStoreError as error:
+        seconds = patience.total_seconds()
+        raise RuntimeError(f"no sentinel of the {key} has been told of within {seconds:.0f} s") from error
+    return json.loads(store.get(key))
+
+
+def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Start a node's sentinel; see its `main` for the settings.
+
+    Its socket has a name, and no file: it goes with the process. Who connects is known by the kernel's word.
+
+    Returns:
+        The name of the socket for ranks, and the port for other nodes' sentinels, where it has one.
+
+    Raises:
+        RuntimeError: it does not start; says why.
+    """
+    name = f"grpo-sentinel-{secrets.token_hex(16)}"
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(128)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grpo.faults.sentinel", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    answer: dict[str, Any] = {}
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout, contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(settings).encode())
+        process.stdin.close()
+        is_there = _is_read_within(process.stdout, START_S)
+        answer = json.loads(process.stdout.readline() or "{}") if is_there else {"error": f"silent for {START_S:.0f} s"}
+        if "port" in answer:
+            _started.append(process)  # else `Popen` would complain that it still runs
+            return name, answer["port"]
+    process.kill()
+    process.wait()
+    why = answer.get("error", "it ended without a word")
+    raise RuntimeError(f"the sentinel of node {settings['node']} did not start: {why}")
+
+
+def _is_read_within(pipe: IO[bytes], timeout_s: float) -> bool:
+    """Whether something comes, or the end."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+_started: list[subprocess.Popen] = []
+
+
+def _addresses() -> list[str]:
+    """By which other nodes may reach this one: as they reached its store, and by its interfaces."""
+    own = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+        and not address.address.startswith(("127.", "::1", "fe80"))
+    ]
+    return list(itertools.islice(dict.fromkeys([head_address(), *own]), MAX_ADDRESSES))

@@ -1,0 +1,375 @@
+"""The watch that brings the job's one failure record to every rank.
+
+The rank that sees a fault raises. The others may sit in a collective, which cannot be interrupted from Python, so every
+rank has a daemon thread that hears from the node's sentinel: the record, or nothing any more, which is a failure of its
+own. It hears SIGTERM too: a launcher ends its ranks because one failed. On a hit the main thread is given a moment to
+raise by itself; a rank that is still stuck writes the record to stderr and ends.
+"""
+
+import contextlib
+import itertools
+import multiprocessing.util
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.interrupt import on_expiry, raise_in_main_thread
+from grpo.faults.limits import CallLimits
+from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
+from grpo.faults.mistakes import may_be_an_echo, record_of
+from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
+from grpo.faults.sentinel_link import SentinelLink
+from grpo.faults.sentinel_start import link_to_sentinel
+from grpo.faults.signals import StopSignals
+from grpo.place.topology import NodeTopology
+
+_watches = itertools.count()
+_current: "FailureWatch | None" = None
+
+POLL_S = 0.2  # once there is a record
+BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
+REPORT_S = 5.0  # until the job's record is known, which may be another's
+SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
+
+
+class FailureWatch:
+    """This rank's end of the failure contract.
+
+    Args:
+        link: to the node's sentinel, None for one process without a process group, where errors simply raise.
+    """
+
+    def __init__(self, link: SentinelLink | None, *, node: int, rank: int, host: str) -> None:
+        self.node, self.rank, self.host = node, rank, host
+        self.phase = "start"
+        self.record: FailureRecord | None = None
+        self.signals = StopSignals()
+        self.on_record: Callable[[FailureRecord], None] = lambda record: None
+        """Called once, from any thread, when this rank knows that the job has failed."""
+        self._told = False
+        self._reported = threading.Lock()
+        self._guarded = 0
+        self._raising = False
+        self._raising_since: float | None = None
+        self._raised_in_main = False
+        self._sigterm_seen = False
+        self._seen_since: float | None = None
+        self._stopped = threading.Event()
+        self._known = threading.Event()  # the record
+        self._link = link
+        self._thread: threading.Thread | None = None
+        self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)))
+        self._exchanges = 0
+        if link is None:
+            self.signals.take()
+            return
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(link, selectors.EVENT_READ)
+        self.signals.take(self._waker.fileno())
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._report_unhandled
+        # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
+        multiprocessing.util.Finalize(None, self.leave, exitpriority=10)
+        self._thread = threading.Thread(target=self._watch, args=[link], name="grpo-failure-watch", daemon=True)
+        self._thread.start()
+
+    # -- for the main thread --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Name what this rank is doing, for the record."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)  # not after an error: it was raised in the phase
+
+    def enter(self, phase: str) -> None:
+        """As `during`, until another phase is entered."""
+        self.phase = phase
+        self._say_phase()
+
+    @contextlib.contextmanager
+    def limited(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
+        """As `during`, around code of others that may hang: the job's failure is then `cause`; see `CallLimits`."""
+        with self.limits.around(phase, timeout_s, cause), self.during(phase):
+            yield
+
+    def within(self, timeout_s: float, cause: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """Around what may hold the main thread in a library that has no deadline: it becomes the job's failure.
+
+        Args:
+            cause: what to say then; called from another thread.
+        """
+        return on_expiry(timeout_s, lambda: self.fail(cause()))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Report what is raised inside to all ranks; a consequence of another rank's failure raises as that.
+
+        Nests: the outermost one reports.
+
+        Raises:
+            JobFailed: chained to the error inside, when the record names another rank, or when that was an `exit()`
+                while the job goes on.
+        """
+        if not self._guarded:
+            self._raising = False  # an interrupted cell of a notebook is over, and the next one begins
+        self._guarded += 1
+        try:
+            yield
+        except BaseException as error:
+            if self._guarded == 1:
+                self._raise_for_job(error)
+            raise
+        finally:
+            self._guarded -= 1
+
+    def _raise_for_job(self, error: BaseException) -> None:
+        self._raising = True
+        leaves = isinstance(error, SystemExit) and not error.code
+        if leaves and (self._link is None or self._stopped.is_set()):
+            self._raising = False
+            return  # a script that says it is done
+        if isinstance(error, JobFailed) and self.record is None:
+            self.report(error.record)  # the same on every rank, or what only this one has seen
+        if self._link is None or isinstance(error, JobFailed):
+            self._raising_since = time.monotonic()
+            return
+        if may_be_an_echo(error) or self._sigterm_seen:
+            self.await_cause()
+        self._raising_since = time.monotonic()
+        if self.record is None:
+            self.fail(error)
+        if self.record is not None and (leaves or self.record.rank != self.rank):
+            raise JobFailed(self.record) from error  # a rank that just left would have ended well
+
+    def check(self) -> None:
+        """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
+        if self.record is not None:
+            raise JobFailed(self.record)
+
+    def await_cause(self) -> None:
+        """A lost peer shows first as a broken connection: give the watch time to say who it was, before we are blamed.
+
+        Returns after `BLAME_S` at the latest, with a record or without.
+        """
+        deadline = time.monotonic() + BLAME_S
+        while self.record is None and self._link is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
+        """A record about this rank; a failure that has one keeps it."""
+        return record_of(cause, node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase)
+
+    def fail(self, cause: BaseException | str) -> None:
+        """Make a failure of this rank the job's, as `report` does."""
+        self.report(self.make_record(cause))
+
+    def report(self, record: FailureRecord) -> None:
+        """Make `record` the job's, unless one is there already. From any thread."""
+        is_own_thread = threading.current_thread() is self._thread
+        if self._reported.acquire(blocking=not is_own_thread):
+            try:
+                self._settle(record)
+            finally:
+                self._reported.release()
+        else:  # another thread reports, and waits for what this one hears
+            self._until(self._known, REPORT_S)
+        self._tell()
+
+    def _settle(self, record: FailureRecord) -> None:
+        if self._link is not None and self.record is None and self._link.say("report", record=record.as_dict()):
+            self._until(self._known, REPORT_S)
+        if self.record is not None:
+            return
+        self._take_record(record)  # nobody says more
+        if self._link is None and self._guarded and threading.current_thread() is not threading.main_thread():
+            threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
+
+    def _until(self, event: threading.Event, timeout_s: float) -> None:
+        """Until the sentinel has answered, which this rank's watch hears."""
+        if threading.current_thread() is not self._thread:
+            event.wait(timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        while not event.is_set() and time.monotonic() < deadline:
+            self._listen(POLL_S)
+
+    def _take_record(self, record: FailureRecord) -> None:
+        if self.record is None:
+            self.record = record
+            self._known.set()
+
+    def _tell(self) -> None:
+        if self.record is not None and not self._told:
+            self._told = True
+            self.on_record(self.record)
+
+    def stop_was_asked(self) -> bool:
+        """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
+        return self.signals.was_asked(SIGNAL_PATIENCE_S)
+
+    # -- what the sentinel is told --------------------------------------------------------------------------------
+
+    def _say_phase(self) -> None:
+        if self._link is not None:
+            self._link.say_phase(self.phase, self._exchanges)
+
+    def note_exchange(self) -> int:
+        """This rank has come to the end of a phase that all end together. Which one it is, counted from 1."""
+        self._exchanges += 1
+        self._say_phase()
+        return self._exchanges
+
+    def not_come(self, exchange: int) -> dict[int, str]:
+        """The ranks that have not come to that end of a phase, and the phases they are in; {} where nobody knows."""
+        if self._link is None:
+            return {}
+        self._until(self._link.ask(), REPORT_S)
+        return self._link.not_come(exchange)
+
+    def covers(self, folder: Path, session: int | None = None) -> None:
+        """Have a folder removed should this process die, and the processes of a session ended before."""
+        if self._link is not None:
+            self._link.say("covers", folder=str(folder), session=session)
+
+    def uncovers(self, folder: Path) -> None:
+        """That is seen to."""
+        if self._link is not None:
+            self._link.say("uncovers", folder=str(folder))
+
+    def stop(self) -> None:
+        """End the watch: this rank is done. SIGTERM ends the process again."""
+        if self._link is not None:
+            self._end_watch()
+            self._link.say("stop")
+            self._link.close()
+            sys.excepthook = self._excepthook
+        self.signals.release()
+
+    def _end_watch(self) -> None:
+        self._stopped.set()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    # -- signals and exit -----------------------------------------------------------------------------------------
+
+    def _report_unhandled(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._excepthook(kind, error, trace)
+        if self.record is None and not issubclass(kind, KeyboardInterrupt):
+            self.fail(error)
+
+    def leave(self) -> None:
+        """This rank is done: its end is no failure, and neither is that of the others. At exit, if not before."""
+        if self._link is None or os.getpid() != self._pid or self._stopped.is_set():
+            return  # a forked child's exit is not ours
+        if self.record is None:
+            self._link.say("left")
+        # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
+        self._end_watch()
+
+    # -- the watch's thread ---------------------------------------------------------------------------------------
+
+    def _watch(self, link: SentinelLink) -> None:
+        while not self._stopped.is_set():
+            self._hear(self._listen(link.interval_s if self.record is None else POLL_S))
+            if self.record is not None and not self._stopped.is_set():
+                self._tell()
+                self._raise_in_main_thread()
+                self._end_if_stuck()
+
+    def _listen(self, timeout_s: float) -> bytes:
+        """Take what the sentinel says within the time. Returns the numbers of signals that have come."""
+        assert self._link is not None
+        events = {key.fileobj for key, _ in self._selector.select(timeout_s)}
+        if (record := self._link.hear()) is not None and not self._stopped.is_set():
+            self._take_record(record)
+        if self._link in events and self._link.is_gone:
+            self._selector.unregister(self._link)
+        return self._wake.recv(64) if self._wake in events else b""
+
+    def _hear(self, numbers: bytes) -> None:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if number in numbers and self.signals.holds(number):
+                self.signals.note(number)
+                if number == signal.SIGTERM:
+                    self._take_sigterm()
+
+    def _take_sigterm(self) -> None:
+        """End this process, unless training can answer; a launcher sends SIGTERM because a rank failed, too."""
+        self._sigterm_seen = True
+        self._until(self._known, BLAME_S)
+        if self.record is None and self.signals.is_open:
+            return  # a request to stop
+        if self.record is None:
+            self.fail("got SIGTERM: the launcher or the scheduler ends this job")
+        if self._raising_since is None:  # else the traceback is on its way
+            self._end(128 + signal.SIGTERM)
+
+    def _raise_in_main_thread(self) -> None:
+        """Raise `JobFailed` where the main thread is, once; it arrives when that thread runs Python code again."""
+        if self.record is None or self._raised_in_main or self._guarded == 0 or self._raising:
+            return
+        self._raised_in_main = True
+        raise_in_main_thread(self.record)
+
+    def _end_if_stuck(self) -> None:
+        self._seen_since = self._seen_since or time.monotonic()
+        grace_s = STUCK_GRACE_S if self._raising_since is None else EXIT_GRACE_S
+        if time.monotonic() - (self._raising_since or self._seen_since) > grace_s:
+            self._end(1)
+
+    def _end_alone(self) -> None:
+        """What the watch's thread does elsewhere: NCCL, say, may hold the main thread for good."""
+        self._raise_in_main_thread()
+        deadline = time.monotonic() + STUCK_GRACE_S
+        while time.monotonic() < deadline:
+            if self._raising or not self._guarded:
+                return
+            time.sleep(0.1)
+        self._end(1)
+
+    def _end(self, code: int) -> None:
+        sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")  # in one: all write
+        os._exit(code)
+
+
+def watch_for(
+    topology: NodeTopology, local_pids: Mapping[int, int], *, timeout_s: float = HEARTBEAT_TIMEOUT_S
+) -> FailureWatch:
+    """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
+
+    The watch of a trainer before this one is stopped: a process has one.
+
+    Args:
+        local_pids: of each rank on this node, this one's included, by global rank.
+        timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
+
+    Raises:
+        RuntimeError: a node's sentinel does not start, or cannot reach the first node's.
+    """
+    global _current
+    if _current is not None:
+        _current.stop()
+    link = None
+    if dist.is_initialized() and topology.world_size > 1:
+        store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
+        link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s)
+    _current = FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
+    return _current

@@ -1,0 +1,261 @@
+"""Do all ranks make one job: every rank's topology against every other's, before anything slow happens.
+
+There is no watch yet: a rank that is ended here says so in the job's store, where the others wait.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.interrupt import on_expiry
+from grpo.place.same_everywhere import check_same
+from grpo.place.topology import NodeTopology
+from grpo.place.wire import Wire
+
+LAST_WORDS_S = 5.0
+STORE_S = 30.0  # beyond all deadlines: the store's process is held, and keeps none of them
+PHASE = "start"
+
+_agreements = itertools.count()
+
+
+# Records and not pickles: whoever reaches the job's store, which asks nobody for a password, can write into it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word(Wire):
+    """One rank's."""
+
+    topology: NodeTopology | None
+    problem: str | None
+    """Why this rank has no topology."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict(Wire):
+    """Rank 0's, about all words."""
+
+    problem: str | None = None
+    """None when all is well."""
+    is_late: bool = False
+    """Whether the problem is who did not come."""
+    failure: FailureRecord | None = None
+    """Instead: of a rank that was ended meanwhile, which wrote this verdict in rank 0's place."""
+    pids: tuple[int, ...] = ()
+
+
+def agree_on_topology(
+    plan: Callable[[], NodeTopology], rank: int, world_size: int, *, timeout_s: float
+) -> tuple[NodeTopology, list[int]]:
+    """Read this rank's topology and check it against every other rank's, before anything slow happens.
+
+    Collective over the job, through the store: a rank whose own arithmetic fails tells the others instead of leaving
+    them waiting.
+
+    Args:
+        plan: makes this rank's topology, or raises ValueError.
+
+    Returns:
+        This rank's topology, and the pid of every rank.
+
+    Raises:
+        ValueError: the first rank's error, on every rank; or what does not fit between nodes.
+        TimeoutError: names the ranks that did not come.
+        JobFailed: a rank was ended meanwhile.
+    """
+    topology, problem = None, None
+    try:
+        topology = plan()
+    except ValueError as error:
+        problem = str(error)
+    if not dist.is_initialized() or world_size == 1:
+        if topology is None:
+            raise ValueError(problem)
+        return topology, [os.getpid()]
+    number = next(_agreements)
+    store = _store_of(number, _job_store())
+    store.set(f"rank{rank}", _Word(topology=topology, problem=problem, pid=os.getpid()).dumps())
+    with _last_words(number, topology, rank, world_size), on_expiry(timeout_s + STORE_S, _end_without_store):
+        verdict = _find_verdict(store, rank, world_size, timedelta(seconds=timeout_s))
+    if verdict.failure is not None:
+        raise JobFailed(verdict.failure)
+    if verdict.problem is not None:
+        raise (TimeoutError if verdict.is_late else ValueError)(verdict.problem)
+    assert topology is not None
+    return topology, list(verdict.pids)
+
+
+def _job_store() -> dist.Store:
+    """As a launcher knows it, without the prefixes of torch's groups."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _store_of(number: int, store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"grpo/topology/{number}", store)
+
+
+def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Verdict:
+    if rank == 0:
+        verdict = _judge(store, world_size, timeout)
+        return _Verdict.loads(store.compare_set("verdict", "", verdict.dumps()))
+    try:
+        store.wait(["verdict"], timeout + timedelta(seconds=10))
+    except dist.DistStoreError as error:
+        seconds = timeout.total_seconds()
+        raise TimeoutError(f"rank 0 did not say within {seconds:.0f} s whether the placement fits") from error
+    return _Verdict.loads(store.get("verdict"))
+
+
+def _end_without_store() -> None:
+    print("[grpo] the job's store does not answer: is the launcher of the first node stopped?", flush=True)
+    os._exit(1)
+
+
+# -- a rank that is ended meanwhile -----------------------------------------------------------------------------------
+
+
+def give_up(record: FailureRecord, world_size: int, store: dist.Store, number: int = 0) -> None:
+    """Free the ranks that wait for others in `agree_on_topology`: `record` is what they raise. Without effect later.
+
+    Args:
+        store: the job's, as its launcher has it.
+        number: which agreement of each rank's process it is.
+    """
+    words = _store_of(number, store)
+    words.compare_set("verdict", "", _Verdict(failure=record).dumps())
+    for rank in range(world_size):  # rank 0 waits for all of them
+        words.compare_set(f"rank{rank}", "", _Word(topology=None, problem=record.cause, pid=0).dumps())
+
+
+@contextlib.contextmanager
+def _last_words(number: int, topology: NodeTopology | None, rank: int, world_size: int) -> Iterator[None]:
+    """A SIGTERM ends this rank, and it tells the others first. The main thread hears none: it waits in C++."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if topology is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    heard, waker = socket.socketpair()
+    waker.setblocking(False)
+    cause = "got SIGTERM while ranks were waited for: the launcher ends this node's ranks, or the scheduler the job"
+    record = FailureRecord(node=topology.node, rank=rank, host=topology.host, phase=PHASE, cause=cause)
+    store = _job_store().clone()  # the job's is in the wait
+
+    def listen() -> None:
+        while numbers := heard.recv(64):
+            if signal.SIGTERM in numbers:
+                print(f"[grpo] rank {rank} ends: {cause}\n", end="", flush=True)
+                with on_expiry(LAST_WORDS_S, lambda: os._exit(128 + signal.SIGTERM)):
+                    give_up(record, world_size, store, number)
+                os._exit(128 + signal.SIGTERM)
+
+    before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=listen, name="grpo-last-words", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        waker.close()
+
+
+def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
+    keys = [f"rank{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return _Verdict(problem=f"ranks {missing} did not come within {timeout.total_seconds():.0f} s", is_late=True)
+    words = [_Word.loads(store.get(key)) for key in keys]
+    problem = next((word.problem for word in words if word.problem is not None), None)
+    if problem is None:
+        try:
+            check_nodes([word.topology for word in words if word.topology is not None])
+        except ValueError as error:
+            problem = str(error)
+    return _Verdict(problem=problem, pids=tuple(word.pid for word in words))
+
+
+def check_nodes(topologies: Sequence[NodeTopology]) -> None:
+    """Raises ValueError when the nodes do not make one job; takes the records of all ranks, in rank order.
+
+    The number of devices, reserved devices and engines may differ between nodes.
+    """
+    nodes: dict[int, list[NodeTopology]] = defaultdict(list)
+    for rank, topology in enumerate(topologies):
+        if topology.rank != rank or topology.world_size != len(topologies):
+            raise ValueError(
+                f"{len(topologies)} ranks answered, but number {rank} on host {topology.host} takes itself for rank "
+                f"{topology.rank} of {topology.world_size}: look for variables of another launcher in its environment"
+            )
+        nodes[topology.node].append(topology)
+
+    def same_on_all_ranks(what: str, field: str, advice: str) -> None:
+        if len({getattr(topology, field) for topology in topologies}) > 1:
+            raise ValueError(f"{what} differs between nodes: {_per_node(nodes, field)}: {advice}")
+
+    def same_on_each_node(what: str, field: str, advice: str) -> None:
+        if any(len({getattr(topology, field) for topology in ranks}) > 1 for ranks in nodes.values()):
+            raise ValueError(f"{what} differs between ranks of one node: {_per_node(nodes, field)}: {advice}")
+
+    same_on_each_node("the host", "host", "give every machine its own --machine_rank (torchrun: --node_rank)")
+    same_on_all_ranks("num_machines", "num_nodes", "give every machine the same num_machines (torchrun: --nnodes)")
+    same_on_all_ranks(
+        "the number of training processes",
+        "local_world_size",
+        "start as many on each as the node with the fewest GPUs can hold beside an engine (accelerate: num_processes "
+        "is that x num_machines; torchrun: --nproc_per_node); the reserved GPUs may differ between nodes",
+    )
+    num_nodes, local_world_size = topologies[0].num_nodes, topologies[0].local_world_size
+    complete = [sorted(t.local_rank for t in ranks) == list(range(local_world_size)) for ranks in nodes.values()]
+    if sorted(nodes) != list(range(num_nodes)) or not all(complete):
+        raise ValueError(
+            f"num_machines is {num_nodes} with {local_world_size} training processes each, but these local ranks "
+            f"came: {_per_node(nodes, 'local_rank')}: give every machine its own --machine_rank (torchrun: --node_rank)"
+        )
+    for topology in topologies:
+        if topology.rank != topology.node * local_world_size + topology.local_rank:
+            raise ValueError(
+                f"rank {topology.rank} is local rank {topology.local_rank} of node {topology.node}, but ranks must be "
+                f"numbered node by node, {local_world_size} on each: start the job with accelerate or torchrun"
+            )
+    places = [f"node {topology.node} (host {topology.host})" for topology in topologies]
+    check_same([dict(topology.settings) for topology in topologies], places)
+    same_on_all_ranks("vllm_tensor_parallel_size", "tensor_parallel_size", "set the same value everywhere")
+    same_on_each_node(
+        "the list of visible GPUs",
+        "devices",
+        "all ranks of a node must see all its GPUs (under Slurm: --gpus-per-node, not --gpus-per-task)",
+    )
+    if len({bool(topology.devices) for topology in topologies}) > 1:
+        raise ValueError(
+            f"some nodes have GPUs and some have none: {_per_node(nodes, 'devices')}: look at the driver and at "
+            "CUDA_VISIBLE_DEVICES of those without, or set use_cpu"
+        )
+
+
+def _per_node(nodes: Mapping[int, Sequence[NodeTopology]], field: str) -> str:
+    """'node 0 (host a): 7, node 1 (host b): 6'; several values of a node are joined by '|'."""
+
+    def show(value: Any) -> str:
+        return (",".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+    def joined(ranks: Sequence[NodeTopology], name: str) -> str:
+        return "|".join(dict.fromkeys(show(getattr(topology, name)) for topology in ranks))
+
+    return ", ".join(
+        f"node {node} (host {joined(ranks, 'host')}): {joined(ranks, field)}" for node, ranks in sorted(nodes.items())
+    )

@@ -1,0 +1,197 @@
+"""Gloo groups for control and completions: the ranks of one node, and the local mains of all nodes.
+
+Data moves over NCCL or shared memory, control over gloo, so that a long generation never sits in a NCCL collective
+under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed
+from grpo.faults.signals import StopRequest
+from grpo.faults.watch import FailureWatch
+from grpo.groups.process_groups import new_gloo_groups
+from grpo.groups.texts import all_gather_texts, broadcast_text
+from grpo.place.topology import NodeTopology
+from grpo.place.wire import Wire, from_json, to_json
+
+MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer(Wire):
+    """One rank's, at the end of a phase."""
+
+    failure: FailureRecord | None
+    stop: StopRequest | None
+    value: str
+    """JSON."""
+
+
+class NodeGroups:
+    """The groups of this rank. Every rank of the job makes one, at the same time.
+
+    Args:
+        max_wait_s: the longest deadline that any wait on these groups is given.
+        watch: is told when the groups cannot be made.
+
+    Raises:
+        TimeoutError: ranks did not come to make the groups; names them.
+    """
+
+    def __init__(self, topology: NodeTopology, *, max_wait_s: float, watch: FailureWatch | None = None) -> None:
+        self.topology = topology
+        self._alone = not dist.is_initialized() or topology.world_size == 1
+        if self._alone:
+            return
+        size = topology.local_world_size
+        nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
+        leaders = [ranks[0] for ranks in nodes]
+        groups = new_gloo_groups([*nodes, leaders], timeout_s=max_wait_s + MARGIN_S, watch=watch)
+        self._node, self._leaders = groups[topology.node], groups[-1]
+        self._leader = topology.node * size  # global rank of this node's local main
+
+    def all_gather(self, text: str) -> list[str]:
+        """A short text of every rank of the job, in rank order."""
+        if self._alone:
+            return [text]
+        of_node = json.dumps(all_gather_texts(text, self._node))
+        everything = None
+        if self.topology.is_local_main:
+            nodes = all_gather_texts(of_node, self._leaders)
+            everything = json.dumps([each for node in nodes for each in json.loads(node)])
+        return json.loads(broadcast_text(everything, self._leader, self._node))
+
+    def exchange(
+        self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None, kind: Any = None
+    ) -> list[Any]:
+        """End a phase together: raise on every rank if it failed on one. Collective over the job.
+
+        Args:
+            value: a small one.
+            kind: its type, the same on every rank, `| None` where some have none; see `grpo.place.wire.to_json`.
+
+        Returns:
+            The `value` of every rank, in rank order.
+
+        Raises:
+            JobFailed: with the record of the first rank that failed, on every rank; or naming the ranks that did not
+                answer in time.
+            GenerationDropped: instead, on every rank, when a stop had been asked for.
+        """
+        stop = watch.signals.request
+        if failure is not None and watch.stop_was_asked():
+            stop = watch.signals.request
+        if self._alone:
+            if failure is not None:
+                raise JobFailed(failure) if stop is None else GenerationDropped(stop.why)
+            return [from_json(to_json(value, kind), kind)]  # as others would hear it
+        exchange = watch.note_exchange()
+        if failure is not None and stop is None:
+            watch.report(failure)  # ranks that are stuck elsewhere hear of it too
+        try:
+            answer = _Answer(failure=failure, stop=stop, value=to_json(value, kind))
+            answers = [_Answer.loads(text) for text in self.all_gather(answer.dumps())]
+        except RuntimeError as error:
+            watch.await_cause()
+            watch.check()
+            silent = watch.not_come(exchange)
+            if not silent:
+                raise
+            who = ", ".join(
+                f"{rank} (node {rank // self.topology.local_world_size}, in phase '{phase}')"
+                for rank, phase in sorted(silent.items())
+            )
+            raise JobFailed(
+                watch.make_record(f"no answer from ranks {who} at the end of this phase: {error}")
+            ) from error
+        record = next((answer.failure for answer in answers if answer.failure is not None), None)
+        asked = next((answer.stop for answer in answers if answer.stop is not None), None)
+        if record is not None:
+            raise JobFailed(record) if asked is None else GenerationDropped(asked.why)
+        return [from_json(answer.value, kind) for answer in answers]
+
+    # -- inside a node --------------------------------------------------------------------------------------------
+
+    def gather(self, message: np.ndarray) -> list[np.ndarray]:
+        """Every rank's message, on the node's local main in local rank order; [] elsewhere. Over the node.
+
+        Args:
+            message: [.] int32; the others' may have other lengths.
+
+        Returns:
+            Each message with zeros behind it, up to the longest one's length.
+        """
+        if self._alone:
+            return [message]
+        longest = torch.tensor([len(message)])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._node)
+        padded = torch.zeros(int(longest), dtype=torch.int32)
+        padded[: len(message)] = torch.from_numpy(message)
+        count = self.topology.local_world_size if self.topology.is_local_main else 0
+        receive = [torch.empty_like(padded) for _ in range(count)]
+        dist.gather(padded, receive or None, dst=self._leader, group=self._node)
+        return [part.numpy() for part in receive]
+
+    def scatter(self, messages: list[np.ndarray]) -> np.ndarray:
+        """This rank's part of what the node's local main has for each of its ranks. Over the node.
+
+        Args:
+            messages: [.] int32 each, in local rank order, on the local main; [] elsewhere.
+
+        Returns:
+            The message, with whatever behind it.
+        """
+        if self._alone:
+            return messages[0]
+        longest = torch.tensor([max(map(len, messages), default=0)])
+        dist.broadcast(longest, src=self._leader, group=self._node)
+        received = torch.empty(int(longest), dtype=torch.int32)
+        parts = [torch.empty_like(received) for _ in messages]
+        for part, message in zip(parts, messages, strict=True):
+            part[: len(message)] = torch.from_numpy(message)
+        dist.scatter(received, parts or None, src=self._leader, group=self._node)
+        return received.numpy()
+
+    # -- between local mains --------------------------------------------------------------------------------------
+
+    def all_gather_between_nodes(self, value: Any, kind: Any) -> list[Any]:
+        """A small value of every node, in their order. Over the local mains.
+
+        Args:
+            kind: its type; see `grpo.place.wire.to_json`.
+        """
+        return [from_json(text, kind) for text in all_gather_texts(to_json(value, kind), self._leaders)]
+
+    def exchange_between_nodes(
+        self, outgoing: dict[int, np.ndarray], sources: Collection[int]
+    ) -> dict[int, np.ndarray]:
+        """Messages from node to node. Over the local mains, each of which knows which others have one for it.
+
+        Args:
+            outgoing: [.] int32, by the node that gets it.
+            sources: the nodes that have a message for this one.
+
+        Returns:
+            What came, by the node that it came from.
+        """
+        lengths = {node: torch.tensor([len(message)]) for node, message in outgoing.items()}
+        expected = {node: torch.empty(1, dtype=torch.int64) for node in sources}
+        self._swap(lengths, expected)
+        received = {node: torch.empty(int(length), dtype=torch.int32) for node, length in expected.items()}
+        self._swap({node: torch.from_numpy(message) for node, message in outgoing.items()}, received)
+        return {node: tensor.numpy() for node, tensor in received.items()}
+
+    def _swap(self, outgoing: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+        size = self.topology.local_world_size
+        works = [dist.isend(tensor, node * size, group=self._leaders) for node, tensor in outgoing.items()]
+        works += [dist.irecv(tensor, node * size, group=self._leaders) for node, tensor in received.items()]
+        for work in works:
+            if work is not None:  # None: this rank is not in the group
+                work.wait()

@@ -1,0 +1,159 @@
+"""Makes gloo groups of some of the job's ranks: without a hang, within a deadline, and naming who did not come."""
+
+import atexit
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo.faults.watch import FailureWatch
+
+CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
+STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
+REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+_creations = itertools.count()
+
+
+@contextlib.contextmanager
+def unbound_default_group() -> Iterator[None]:
+    """The default group without the device that it is bound to.
+
+    On GPUs DeepSpeed binds it (0.19, `deepspeed/comm/torch.py`). torch then calls `perform_nocolor_split`, which is
+    `ncclCommSplit` on the communicator of all ranks, on every rank that is *not* in a new group, whatever that group's
+    backend (2.13, `_new_process_group_helper`). The split returns when all ranks have called it, and the members of a
+    gloo group never do: https://github.com/pytorch/pytorch/issues/134314. For groups that are not NCCL's.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "no process group"
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def new_gloo_groups(
+    memberships: Sequence[Sequence[int]], *, timeout_s: float, watch: FailureWatch | None = None
+) -> list[dist.ProcessGroup | None]:
+    """A group for each list of global ranks. Collective over the job: every rank calls it with the same lists.
+
+    Args:
+        timeout_s: of each operation on the groups.
+        watch: is told when this rank is stuck where no deadline holds.
+
+    Returns:
+        The groups, in order; None for those without this rank.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+    """
+    arrivals = dist.PrefixStore(
+        f"grpo/groups/{next(_creations)}", dist.distributed_c10d._get_default_store().clone()
+    )  # a connection of its own: the job's is busy while the groups are made
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def complaint() -> str:
+        missing = [other for other in range(world_size) if not arrivals.check([str(other)])]
+        why = (
+            f"ranks {missing} did not come"
+            if missing
+            else "all ranks came, but cannot connect: look at GLOO_SOCKET_IFNAME and at the firewall between the nodes"
+        )
+        return f"the process groups were not made within {CREATION_TIMEOUT_S:.0f} s: {why}"
+
+    atexit.unregister(let_gloo_rest)  # once is enough
+    atexit.register(let_gloo_rest)
+    arrivals.set(str(rank), "1")
+    groups: list[dist.ProcessGroup | None] = []
+    try:
+        with contextlib.ExitStack() as around:
+            around.enter_context(unbound_default_group())
+            if watch is not None:
+                around.enter_context(watch.during("process groups"))
+                around.enter_context(watch.within(CREATION_TIMEOUT_S + STUCK_S, complaint))
+            for ranks in memberships:
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=CREATION_TIMEOUT_S), backend="gloo")
+                groups.append(group if rank in ranks else None)
+    except RuntimeError as error:  # gloo's, and the store's
+        raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error
+    for group in groups:
+        if group is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return groups
+
+
+def let_gloo_rest() -> None:
+    """Until gloo's threads have let go of the last operation's tensors; at exit, while the interpreter is still whole.
+
+    They do so a moment after `wait` has returned, later on a busy machine, and take the GIL for it. If the interpreter
+    is taking itself apart by then, the process aborts: a job that has finished would exit with 1 (torch 2.13,
+    https://github.com/pytorch/pytorch/issues/190489). Destroying a group ends its threads only where nothing holds it.
+
+    Returns after `REST_S` at the latest: a thread may be in an operation whose peers have gone.
+    """
+    deadline = time.monotonic() + REST_S
+    before, now = None, _gloo_threads()
+    while now and time.monotonic() < deadline:
+        if now == before and all("sleeping" in state for state in now.values()):
+            return
+        time.sleep(0.005)  # without the GIL: a thread that waits for it runs, and is not as before
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> dict[str, str]:
+    """State, and how often it began and stopped to run, of each thread that works for a gloo group."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            if status["Name"] == _GLOO_THREAD:
+                found[task.name] = " ".join(status[key] for key in ("State", *_SWITCHES))
+    return found
+
+
+def leave_out_deepspeeds_op() -> None:
+    """Keep DeepSpeed from building an operation of its own when it makes a group on CPUs. Before any group.
+
+    Only tensor-parallel inference uses it (0.19, `inference_all_reduce`, which does without). Compiling it takes a
+    minute of processor time on a new machine, and no one is told what is being waited for.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def join_deepspeed(config: object) -> None:
+    """Let DeepSpeed know of the process group, where it is used and transformers has made one without it.
+
+    With `--deepspeed FILE` and no GPU it does (5.17), and DeepSpeed then takes a rank that loads a ZeRO-3 model for the
+    only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+
+    Args:
+        config: DeepSpeed's, as the training arguments have it; none where it is not used.
+    """
+    if not config or not dist.is_initialized():
+        return
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
+def make_world_group(backend: str, *, timeout_s: float) -> None:
+    """Make the job's process group with a backend that was asked for, through DeepSpeed.
+
+    transformers drops `ddp_backend` beside `--deepspeed FILE` (5.17), and takes the group that is there. `accelerate
+    launch` with DeepSpeed in its file needs none of this.
+    """
+    import deepspeed
+
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,322 @@
+"""How fast the nodes exchange: the doctor's second stage, started by the launcher that will start the training.
+
+    accelerate launch --config_file configs/4node.yaml ... -m grpo.ops.doctor.bandwidth --params-b 7.6
+    torchrun --nproc_per_node 7 ... -m grpo.ops.doctor.bandwidth
+
+So it has training's ranks, devices and backend. It tries the number formats, measures inside each node, over all ranks,
+and in rounds of disjoint pairs of nodes, which name a slow one; and it has a deadline of its own.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from grpo.faults.interrupt import on_expiry
+from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
+from grpo.faults.sentinel_start import link_to_sentinel
+from grpo.faults.watch import FailureWatch
+from grpo.ops.doctor.bandwidth_verdict import RankResult, explain_failure, judge_bandwidth
+from grpo.ops.doctor.number_formats import DTYPES, find_broken
+from grpo.ops.doctor.pairs import pair_rounds
+from grpo.ops.doctor.table import show
+from grpo.ops.meeting.addresses import read_interfaces, route_to
+from grpo.place.files import add_job_arguments, wishes_of
+from grpo.place.launch import Launch, read_launch
+
+MB = 10**6
+WARM_UPS, REPEATS = 2, 5
+PAIR_BYTES = 64 * MB  # at most, from each rank
+_BYTES_PER_PARAMETER = 2  # bfloat16, in which weights are pushed
+_MARGIN_S = 60.0  # a collective outlasts the stage's deadline, so that the watch ends it and names who is missing
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="grpo.ops.doctor.bandwidth", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), help="as in training; default: nccl with GPUs, else gloo"
+    )
+    parser.add_argument("--size-mb", type=int, help="of each collective's result; default: 256, and 16 with gloo")
+    parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="default: %(default).0f")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model-bytes", type=int, help="bytes of one push, to tell its seconds")
+    model.add_argument("--params-b", type=float, help="the same as 1e9 parameters in bfloat16")
+    add_job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    args = parser.parse_args(argv)
+    try:
+        args.job = wishes_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    args.on_gpus = torch.cuda.is_available() and not (args.job is not None and args.job.use_cpu)
+    wished = None if args.job is None else args.job.backend
+    args.backend = args.backend or wished or ("nccl" if args.on_gpus else "gloo")
+    args.size_mb = args.size_mb or (256 if args.backend == "nccl" else 16)
+    if args.params_b is not None:
+        args.model_bytes = round(args.params_b * 1e9 * _BYTES_PER_PARAMETER)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank's part. Returns the same code on every rank: 0, 1 on any FAIL, 2 for a wrong start."""
+    args = parse_arguments(argv)
+    try:
+        launch = read_launch(os.environ)
+        if launch.world_size == 1:
+            raise ValueError("one rank has nobody to exchange with: start this with the launcher that starts training")
+    except ValueError as error:
+        print(f"grpo.ops.doctor.bandwidth: {error}", file=sys.stderr)
+        return 2
+    patience = timedelta(seconds=args.deadline + _MARGIN_S)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    try:
+        stages = Stages(store, launch, args)
+    except (RuntimeError, OSError) as error:  # ranks that did not come, or a node that cannot be reached
+        print(f"grpo.ops.doctor.bandwidth: {error}", file=sys.stderr)
+        return 1
+    try:
+        with stages.watch.guard(), on_expiry(args.deadline, stages.expire):
+            dist.init_process_group(
+                args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
+            )
+            result = measure(launch, args, stages, patience)
+            dist.destroy_process_group()
+            code = collect(result, launch, args, stages, dist.PrefixStore("grpo/doctor", store))
+    except (RuntimeError, OSError) as error:  # torch's distributed errors and `JobFailed` are RuntimeErrors
+        stages.fail(error)
+        return 1
+    stages.watch.stop()
+    return code
+
+
+def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages: "Stages", store: dist.Store) -> int:
+    """Rank 0 judges what all ranks measured, and shows it. Collective over the job; the exit code of every rank."""
+    stages.enter("collecting the results")
+    store.set(f"result/{launch.rank}", result.dumps())
+    if launch.rank == 0:
+        sizes = Sizes.of(args.size_mb * MB, launch.world_size)
+        verdict = judge_bandwidth(
+            [RankResult.loads(store.get(f"result/{rank}")) for rank in range(launch.world_size)],
+            backend=args.backend,
+            num_bytes=sizes.num_bytes,
+            pair_bytes=sizes.pair_bytes,
+            model_bytes=args.model_bytes,
+            device="GPUs" if args.on_gpus else "CPUs",
+            job_dtypes=None if args.job is None else args.job.dtypes,
+        )
+        show(verdict, as_json=args.json)
+        store.set("exit code", str(verdict.exit_code))
+    return int(store.get("exit code"))
+
+
+class Stages:
+    """This rank's way through the measurement, and its end: all ranks enter the same stages in the same order.
+
+    A failure of any rank, or no end in time, is shown once with the stage and the nodes that did not reach it. The
+    job's failure watch then ends every rank, whatever it is stuck in.
+    """
+
+    def __init__(self, store: dist.Store, launch: Launch, args: argparse.Namespace) -> None:
+        self._launch, self._args, self._host = launch, args, socket.gethostname()
+        self._store = dist.PrefixStore("grpo/doctor", store.clone())  # `store` may be blocked in a wait when we fail
+        self._entered = -1
+        link = link_to_sentinel(
+            launch,
+            self._host,
+            self._local_pids(),
+            dist.PrefixStore("grpo/doctor/sentinels", store),
+            timeout_s=HEARTBEAT_TIMEOUT_S,
+            join_s=args.deadline + _MARGIN_S,
+        )
+        self.watch = FailureWatch(link, node=launch.node, rank=launch.rank, host=self._host)
+        self.enter("start")
+
+    def _local_pids(self) -> dict[int, int]:
+        """Of each rank on this node, once they have come."""
+        launch = self._launch
+        self._store.set(f"pid/{launch.rank}", str(os.getpid()))
+        return {rank: int(self._store.get(f"pid/{rank}")) for rank in launch.node_ranks}
+
+    def enter(self, stage: str) -> None:
+        """This rank begins `stage`."""
+        self._entered += 1
+        self.watch.enter(stage)
+        self._store.set(f"at/{self._launch.rank}", json.dumps([self._entered, stage, self._host]))
+
+    def expire(self) -> None:
+        """The time is up. Called in a thread, on every rank that is not done."""
+        try:
+            stage, late = self._furthest()
+            what = f"no end within {self._args.deadline:.0f} s"
+            self._show(stage, what, late)
+            self.watch.report(self.watch.make_record(f"{what}; not there: {', '.join(late) or 'nobody'}", stage))
+        except (dist.DistError, RuntimeError):
+            return  # the store went with its launcher: another rank has told
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot go on; `watch.guard` has told the others."""
+        if self.watch.record is not None and self.watch.record.rank == self._launch.rank:
+            cause = str(error).partition("\n")[0]
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                what = f"rank {self._launch.rank} on {self._host}: {cause}"
+                self._show(self.watch.phase, what, [])
+
+    def _furthest(self) -> tuple[str, list[str]]:
+        """The last stage that any rank entered, and the nodes of the ranks that did not get there."""
+        at: list[tuple[int, str, str]] = []  # stage's number, stage, host of each rank
+        for rank in range(self._launch.world_size):
+            known = self._store.check([f"at/{rank}"])
+            at.append(tuple(json.loads(self._store.get(f"at/{rank}"))) if known else (-1, "start", ""))
+        number, stage, _ = max(at)
+        size = self._launch.local_world_size
+        late = {rank // size: host for rank, (reached, _, host) in enumerate(at) if reached < number}
+        return stage, [f"node {node} ({host})" if host else f"node {node}" for node, host in late.items()]
+
+    def _show(self, stage: str, what: str, late: Sequence[str]) -> None:
+        """On the first rank that asks to: the others' copies would tear the table apart."""
+        if self._store.add("tellers", 1) > 1:
+            return
+        failure = explain_failure(
+            stage=stage,
+            what=what,
+            late=late,
+            backend=self._args.backend,
+            route_interface=_route_to_another_node(self._launch, self._store),
+            num_nodes=self._launch.num_nodes,
+        )
+        show(failure, as_json=self._args.json)
+
+
+def _route_to_another_node(launch: Launch, store: dist.Store) -> str:
+    """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
+    partner = 0 if launch.node else (launch.num_nodes - 1) * launch.local_world_size
+    if not store.check([f"at/{partner}"]):
+        return ""  # it never came
+    return route_to(json.loads(store.get(f"at/{partner}"))[2], read_interfaces())[0]
+
+
+def _gpu(launch: Launch) -> torch.device:
+    """On which this rank's weights and gradients are, with either backend: its local rank's."""
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the buffers."""
+
+    num_bytes: int
+    """Of a collective's result on each rank; a multiple of the world size."""
+    pair_bytes: int
+    """That each rank sends to its partner."""
+
+    @classmethod
+    def of(cls, asked_bytes: int, world_size: int) -> "Sizes":
+        unit = 4 * world_size
+        return cls(num_bytes=-(-asked_bytes // unit) * unit, pair_bytes=min(asked_bytes, PAIR_BYTES) // 4 * 4)
+
+
+def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: timedelta) -> RankResult:
+    """Number formats, and seconds inside this rank's node, over all ranks, and with each partner. Collective over the
+    job, on every rank the same stages in the same order."""
+    device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
+    training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
+    sizes, size = Sizes.of(args.size_mb * MB, launch.world_size), launch.local_world_size
+    dtypes = DTYPES if args.job is None else args.job.dtypes
+    inside: dict[str, float] = {}
+    across: dict[str, float] = {}
+    stages.enter("number formats")
+    broken = find_broken(dist.group.WORLD, training_device, dtypes)
+    if size > 1:
+        nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
+        stages.enter("inside a node: making the groups")
+        group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=patience)
+        inside = _collectives("inside a node", group, size, device, sizes, stages)
+    if launch.num_nodes > 1:
+        across = _collectives("across nodes", dist.group.WORLD, launch.world_size, device, sizes, stages)
+    return RankResult(
+        node=launch.node,
+        host=socket.gethostname(),
+        inside_s=inside,
+        across_s=across,
+        pairs_s=_pair_exchanges(launch, device, sizes, stages),
+        broken=tuple(broken),
+    )
+
+
+def _collectives(
+    where: str, group: dist.ProcessGroup | None, ranks: int, device: torch.device, sizes: Sizes, stages: Stages
+) -> dict[str, float]:
+    whole = torch.ones(sizes.num_bytes // 4, device=device)
+    part = torch.ones(len(whole) // ranks, device=device)
+    gathered = whole[: len(part) * ranks]
+    seconds = {}
+    for operation, run in (
+        ("all-reduce", lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)),
+        ("all-gather", lambda: dist.all_gather_single(gathered, part, group=group)),
+    ):
+        stages.enter(f"{where}: {operation}")
+        seconds[operation] = _median_s(run, device)
+    return seconds
+
+
+def _pair_exchanges(
+    launch: Launch, device: torch.device, sizes: Sizes, stages: Stages
+) -> tuple[tuple[int, float], ...]:
+    """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
+    sent, received = (torch.ones(sizes.pair_bytes // 4, device=device) for _ in range(2))
+    seconds = []
+    for number, pairs in enumerate(pair_rounds(launch.num_nodes) if launch.num_nodes > 1 else []):
+        stages.enter(f"pairs of nodes: round {number + 1}")
+        _barrier(device)
+        partners = {a: b for a, b in pairs} | {b: a for a, b in pairs}
+        if (node := partners.get(launch.node)) is not None:
+            peer = node * launch.local_world_size + launch.local_rank
+            seconds.append((node, _median_s(partial(_swap, sent, received, peer), device)))
+    return tuple(seconds)
+
+
+def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+
+
+def _barrier(device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device))
+    _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _median_s(run: Callable[[], object], device: torch.device) -> float:
+    for _ in range(WARM_UPS):
+        run()
+    seconds = []
+    for _ in range(REPEATS):
+        _synchronize(device)
+        began = time.perf_counter()
+        run()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What the measured seconds mean: GB/s, a push, a slow node. Pure functions of the ranks' results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo.ops.doctor.number_formats import Broken, judge_formats
+from grpo.ops.doctor.number_formats import merge as merge_broken
+from grpo.ops.doctor.pairs import PairSpeed, below_reference, find_slow
+from grpo.ops.doctor.records import Finding, Verdict, merge
+from grpo.ops.meeting.trouble import list_nodes
+from grpo.place.wire import Wire
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult(Wire):
+    """What one rank measured. Seconds are the median of its repeats."""
+
+    node: int
+    host: str
+    inside_s: Mapping[str, float] = field(default_factory=dict)
+    """By operation (`all-reduce`, `all-gather`), among the ranks of its node; empty with one rank per node."""
+    across_s: Mapping[str, float] = field(default_factory=dict)
+    """The same among all ranks; empty with one node."""
+    pairs_s: tuple[tuple[int, float], ...] = ()
+    """Node of the partner, and seconds, of each round of pairs in which this rank's node took part."""
+    broken: tuple[Broken, ...] = ()
+    """Operations and number formats that did not work over all ranks."""
+
+
+def name_nodes(hosts: Sequence[str]) -> tuple[str, ...]:
+    """The host of each node; with the node's number where several nodes run on one host."""
+    return tuple(host if hosts.count(host) == 1 else f"{host}/{node}" for node, host in enumerate(hosts))
+
+
+def bus_gb_per_s(operation: str, num_bytes: int, ranks: int, seconds: float) -> float:
+    """What each rank's link carries: comparable with the hardware's figure, whatever the number of ranks.
+
+    `num_bytes` is the size of the result on each rank.
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}[operation]
+    return factor * num_bytes / seconds / GB
+
+
+def judge_bandwidth(
+    results: Sequence[RankResult],
+    *,
+    backend: str,
+    num_bytes: int,
+    pair_bytes: int,
+    model_bytes: int | None,
+    device: str = "CPUs",
+    job_dtypes: Sequence[str] | None = None,
+) -> Verdict:
+    """The verdict over all ranks' results, in rank order.
+
+    Args:
+        num_bytes: of the result of a collective on each rank; `pair_bytes`: sent by each rank to its partner.
+        model_bytes: of one push; None: not asked for.
+        device: on which number formats were tried; `job_dtypes`: those that the job exchanges, None: not told.
+    """
+    by_node: dict[int, list[RankResult]] = {}
+    for result in results:
+        by_node.setdefault(result.node, []).append(result)
+    names = name_nodes([by_node[node][0].host for node in sorted(by_node)])
+    formats = judge_formats(
+        merge_broken([result.broken for result in results]),
+        where=f"{len(results)} ranks, on {device}",
+        backend=backend,
+        job=job_dtypes,
+    )
+    findings = [
+        Finding.passed("backend", backend, nodes=names),
+        *(replace(finding, nodes=names) for finding in formats),
+        *_inside(by_node, names, num_bytes, backend),
+        *_across(results, names, num_bytes),
+        *_push(results, names, num_bytes, model_bytes),
+        *_pairs(by_node, names, pair_bytes),
+    ]
+    return Verdict(nodes=names, findings=merge(findings))
+
+
+def _slowest(results: Sequence[RankResult], field_name: str) -> dict[str, float]:
+    """Seconds by operation: a collective takes as long as on its slowest rank."""
+    operations = getattr(results[0], field_name)
+    return {operation: max(getattr(r, field_name)[operation] for r in results) for operation in operations}
+
+
+def _inside(
+    by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], num_bytes: int, backend: str
+) -> list[Finding]:
+    findings, shown = [], []
+    fix = "is something else running there?"
+    if backend == "nccl":
+        fix += " Look at nvidia-smi topo -m, and at throttling: nvidia-smi -q -d PERFORMANCE"
+    for operation in by_node[0][0].inside_s:
+        figures = {
+            node: bus_gb_per_s(operation, num_bytes, len(ranks), _slowest(ranks, "inside_s")[operation])
+            for node, ranks in by_node.items()
+        }
+        low, high = min(figures.values()), max(figures.values())
+        shown.append(f"{operation} {low:.2f} GB/s" if len(figures) == 1 else f"{operation} {low:.2f}..{high:.2f} GB/s")
+        for node, figure in below_reference(figures).items():
+            message = f"{operation} {figure:.2f} GB/s on {names[node]}, up to {high:.2f} elsewhere"
+            findings.append(Finding.warn("inside a node", message, fix, nodes=(names[node],)))
+    if shown and not findings:
+        message = f"{', '.join(shown)} among {len(by_node[0])} ranks"
+        findings.append(Finding.passed("inside a node", message, nodes=names))
+    return findings
+
+
+def _across(results: Sequence[RankResult], names: tuple[str, ...], num_bytes: int) -> list[Finding]:
+    figures = {
+        operation: bus_gb_per_s(operation, num_bytes, len(results), seconds)
+        for operation, seconds in _slowest(results, "across_s").items()
+    }
+    if not figures:
+        return []
+    shown = ", ".join(f"{operation} {figure:.2f} GB/s" for operation, figure in figures.items())
+    message = f"{shown} over {len(results)} ranks on {len(names)} nodes"
+    return [Finding.passed("across nodes", message, nodes=names)]
+
+
+def _push(
+    results: Sequence[RankResult], names: tuple[str, ...], num_bytes: int, model_bytes: int | None
+) -> list[Finding]:
+    if model_bytes is None:
+        return []
+    seconds = _slowest(results, "across_s") or _slowest(results, "inside_s")
+    gather_s = model_bytes / num_bytes * seconds["all-gather"]
+    message = f"about {gather_s:.1f} s to gather {model_bytes / GB:.1f} GB; the copy into the engine comes on top"
+    return [Finding.passed("one push", message, nodes=names)]
+
+
+def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pair_bytes: int) -> list[Finding]:
+    seconds: dict[tuple[int, int], float] = {}
+    for node, ranks in by_node.items():
+        for result in ranks:
+            for partner, rank_seconds in result.pairs_s:
+                pair = (min(node, partner), max(node, partner))
+                seconds[pair] = max(seconds.get(pair, 0.0), rank_seconds)
+    speeds = [
+        PairSpeed(nodes=pair, gb_per_s=pair_bytes * len(by_node[pair[0]]) / pair_s / GB)
+        for pair, pair_s in sorted(seconds.items())
+    ]
+    if not speeds:
+        return []
+    slow, pairs = find_slow(speeds)
+    fastest = max(speed.gb_per_s for speed in speeds)
+    findings = []
+    for node, figure in slow.items():
+        message = f"{names[node]} is slow: {figure:.2f} GB/s with its best partner, {fastest:.2f} between others"
+        fix = "leave it out (Slurm: --exclude), or look at its link: ibstat, ethtool, NCCL_DEBUG=INFO"
+        findings.append(Finding.warn("pairs of nodes", message, fix, nodes=(names[node],)))
+    for speed in pairs:
+        both = [names[node] for node in speed.nodes]
+        message = f"{' and '.join(both)} are slow together: {speed.gb_per_s:.2f} GB/s, {fastest:.2f} between others"
+        fix = "both are fast with others: look at the switches between them"
+        findings.append(Finding.warn("pairs of nodes", message, fix, nodes=both))
+    message = (
+        f"{min(speed.gb_per_s for speed in speeds):.2f} to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
+    )
+    if len(speeds) == 1:
+        message = f"{fastest:.2f} GB/s each way; with two nodes there is no other pair to compare with"
+    return findings or [Finding.passed("pairs of nodes", message, nodes=names)]
+
+
+def explain_failure(
+    *, stage: str, what: str, late: Sequence[str], backend: str, route_interface: str, num_nodes: int
+) -> Verdict:
+    """A stage that failed or did not end, and what to set.
+
+    Args:
+        stage: `inside a node: all-reduce`, say.
+        late: names of the nodes that did not reach the stage while others waited in it.
+    """
+    interface = route_interface or "INTERFACE"
+    if late:
+        fix = f"look at the output of {list_nodes(late)}: what keeps it before this stage?"
+    elif backend != "nccl":
+        fix = f"set GLOO_SOCKET_IFNAME={interface}: the interface that joins the nodes; grpo doctor names it"
+    elif num_nodes == 1 or stage.startswith("inside"):
+        fix = "try NCCL_P2P_DISABLE=1 (GPUs that cannot reach each other) and look at the room in /dev/shm; or train "
+        fix += "with ddp_backend: gloo and vllm_sync_backend: shm"
+    else:
+        fix = f"set NCCL_SOCKET_IFNAME={interface} (the interface that joins the nodes); if that is right, "
+        fix += "NCCL_IB_DISABLE=1 goes around a broken InfiniBand; or train with ddp_backend: gloo and "
+        fix += "vllm_sync_backend: shm, slowly"
+    message = f"{backend}, {stage}: {what}"
+    message += f"; not there: {', '.join(late)}" if late else ""
+    return Verdict(nodes=tuple(late), findings=(Finding.fail("bandwidth", message, fix),))

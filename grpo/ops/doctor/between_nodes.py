@@ -1,0 +1,166 @@
+"""What must agree between nodes, and the verdict over everything: functions of the nodes' reports."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo.ops.doctor.network import select_interfaces
+from grpo.ops.doctor.records import Finding, NodeReport, Status, Verdict, merge
+from grpo.ops.meeting.addresses import read_interfaces, route_to
+from grpo.ops.meeting.agreement import compare_software, differences
+from grpo.ops.meeting.expected import Place
+from grpo.ops.meeting.meeting import Attendance
+from grpo.ops.meeting.trouble import list_nodes
+
+SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge tokens fail at minutes
+_ROUTES_SHOWN = 8
+
+
+def judge_meeting(place: Place, own: NodeReport, attendance: Attendance) -> Verdict:
+    """The head's verdict over those that came, and those that did not."""
+    joined = [Finding.of("join", trouble) for trouble in attendance.troubles]
+    reports = []
+    for arrival in attendance.arrivals:
+        try:
+            report = NodeReport.loads(arrival.report)
+        except ValueError as error:
+            message = f"{arrival.node} runs another version of grpo: {error}"
+            fix = "install the same grpo on all nodes"
+            joined.append(Finding.fail("join", message, fix, nodes=(arrival.node,)))
+            continue
+        offset_s, error_s = arrival.clock_offset_s, arrival.clock_error_s
+        reports.append(replace(report, clock_offset_s=offset_s, clock_error_s=error_s))
+    if not joined:
+        message = f"all {len(place.nodes)} nodes came within {attendance.waited_s:.1f} s"
+        joined.append(Finding.passed("join", message, nodes=place.nodes))
+    if reports and not own.route_source:  # the others' names need not resolve here, their addresses do
+        interface, source = route_to(reports[0].route_source, read_interfaces())
+        own = replace(own, route_interface=interface, route_source=source)
+    return judge(place.nodes, [own, *reports], joined)
+
+
+def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[Finding] = ()) -> Verdict:
+    """The verdict over all nodes.
+
+    Args:
+        nodes: all expected names, the head first.
+        reports: of those that came, the head's first.
+        others: findings that are about no report: who did not come, say.
+    """
+    own = [replace(finding, nodes=(report.node,)) for report in reports for finding in report.findings]
+    between = compare(reports) if len(reports) > 1 else []
+    return Verdict(nodes=tuple(nodes), findings=merge([*others, *own, *between]), reports=tuple(reports))
+
+
+def compare(reports: Sequence[NodeReport]) -> list[Finding]:
+    """Findings between two or more nodes; the reference is what most of them have, the head's (the first) on a tie."""
+    return [
+        *_same_software(reports),
+        *_same_hardware(reports),
+        *_reachable_names(reports),
+        *_routes(reports),
+        *_clocks(reports),
+        *_shared_output(reports),
+    ]
+
+
+def _names(reports: Sequence[NodeReport]) -> list[str]:
+    return [report.node for report in reports]
+
+
+def _same_software(reports: Sequence[NodeReport]) -> list[Finding]:
+    first, names = reports[0], _names(reports)
+    found = compare_software({report.node: report for report in reports})
+    fix = "works as long as each driver is new enough for torch's CUDA; make them equal before you look for slowness"
+    drivers = {report.node: {"NVIDIA driver": report.driver} for report in reports}
+    found["versions"] += differences(drivers, fix, is_fatal=False).values()
+    code = f"commit {first.commit}" if first.commit else "no checkout"
+    variables = " ".join(f"{name}={value}" for name, value in first.variables.items())
+    agreed = {
+        "versions": f"{len(first.versions)} packages agree",
+        "code": f"{code}, sources {first.code_digest}",
+        "variables": variables or "no NCCL_* or GLOO_* is set",
+    }
+    findings = []
+    for what, message in agreed.items():
+        findings += [Finding.of(f"same {what}", trouble) for trouble in found[what]]
+        if not found[what]:
+            findings.append(Finding.passed(f"same {what}", message, nodes=names))
+    return findings
+
+
+def _same_hardware(reports: Sequence[NodeReport]) -> list[Finding]:
+    some_have_none = any(report.gpus == 0 for report in reports)
+    fix = "all nodes train with the same number of ranks; only the reserved GPUs may differ"
+    gpus = {report.node: {"visible GPUs": report.gpus} for report in reports}
+    found = [*differences(gpus, fix, is_fatal=some_have_none).values()]
+    fix = "look at ibstat on the node that differs; NCCL is as fast as the worst of them"
+    fabric = {report.node: {"InfiniBand": ", ".join(report.infiniband)} for report in reports}
+    found += differences(fabric, fix, is_fatal=False).values()
+    agreed = Finding.passed("same hardware", "as many GPUs, the same InfiniBand devices", nodes=_names(reports))
+    return [Finding.of("same hardware", trouble) for trouble in found] or [agreed]
+
+
+def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
+    """gloo listens on the address that the own host name resolves to, and on loopback when it does not resolve."""
+    networks = {report.network for report in reports}
+    if networks == {""}:
+        return []  # none of them could look at its network, and says so
+    shared_loopback = len(networks) == 1
+    findings = []
+    for report in reports:
+        address = report.own_address
+        is_reachable = address and not address.startswith("127.") and address != "::1"
+        is_named = report.variables.get("GLOO_SOCKET_IFNAME")
+        if not report.network or is_named or shared_loopback or is_reachable:
+            continue
+        seen = f"resolves to {address}" if address else "does not resolve"
+        where = f", or write {report.route_source} {report.host} into /etc/hosts" if report.route_source else ""
+        message = f"the host name {report.host} {seen} on its own node: gloo would listen where no other "
+        message += "node reaches it"
+        fix = f"export GLOO_SOCKET_IFNAME={report.route_interface or 'INTERFACE'}{where}"
+        findings.append(Finding.fail("own address", message, fix, nodes=(report.node,)))
+    message = "all nodes are on one machine" if shared_loopback else "every host name resolves to a reachable address"
+    return findings or [Finding.passed("own address", message, nodes=_names(reports))]
+
+
+def _routes(reports: Sequence[NodeReport]) -> list[Finding]:
+    """Which interface joins the nodes, and whether NCCL was told another one for its bootstrap."""
+    findings = []
+    for report in reports:
+        value, interface = report.variables.get("NCCL_SOCKET_IFNAME"), report.route_interface
+        if any(finding.check == "interfaces" and finding.status is Status.FAIL for finding in report.findings):
+            continue  # it selects no interface at all: told already
+        if value and interface and not select_interfaces(value, [interface])[0]:
+            message = f"NCCL_SOCKET_IFNAME={value}, but {interface} joins this node to the others"
+            fix = f"right if {value} joins all nodes too; else set NCCL_SOCKET_IFNAME={interface}"
+            findings.append(Finding.warn("route", message, fix, nodes=(report.node,)))
+    shown = "; ".join(
+        f"{report.node} by {report.route_interface or 'an unknown interface'} ({report.route_source or 'no route'})"
+        for report in reports[:_ROUTES_SHOWN]
+    )
+    return findings or [Finding.passed("route", shown, nodes=_names(reports))]
+
+
+def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
+    head = reports[0].node
+    offsets = [(report, report.clock_offset_s) for report in reports[1:] if report.clock_offset_s is not None]
+    findings = []
+    for report, offset in offsets:
+        if abs(offset) - report.clock_error_s > SKEW_S:
+            message = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {head}"
+            findings.append(Finding.warn("clock", message, "start chrony or ntpd there", nodes=(report.node,)))
+    if findings or not offsets:
+        return findings
+    largest = max(abs(offset) + report.clock_error_s for report, offset in offsets)
+    return [Finding.passed("clock", f"within {largest:.2f} s of {head}", nodes=_names(reports))]
+
+
+def _shared_output(reports: Sequence[NodeReport]) -> list[Finding]:
+    head = reports[0].node
+    if blind := [report.node for report in reports if report.sees_shared_file is False]:
+        message = f"{list_nodes(blind)} does not see the file that {head} wrote at the output path"
+        fix = "give an --output-dir that all nodes share: else a checkpoint lies in pieces on several nodes"
+        return [Finding.fail("shared output", message, fix, nodes=blind)]
+    if any(report.sees_shared_file for report in reports):
+        return [Finding.passed("shared output", f"what {head} writes, all see", nodes=_names(reports))]
+    return []

@@ -1,0 +1,144 @@
+"""The GPUs of one node: how many, and who is on them already. Reported, never ended."""
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo.ops.doctor.records import Finding
+from grpo.place.devices import DeviceMistake
+
+MIB, GIB = 1 << 20, 1 << 30
+IDLE_BYTES = GIB  # what a driver holds on a GPU that nobody uses stays well below
+ENGINE_SHARE = 0.9  # of a GPU's memory that an engine takes unless vllm_gpu_memory_utilization says otherwise
+QUERY_S = 15.0  # nvidia-smi takes up to 10 s on a node without its persistence daemon
+_GPU_FIELDS = "index,uuid,driver_version,memory.used,memory.total"
+_PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as nvidia-smi tells it."""
+
+    index: int
+    """nvidia-smi's number, in the order of PCI addresses."""
+    uuid: str
+    driver: str
+    used_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """One process on a GPU."""
+
+    gpu_uuid: str
+    pid: int
+    name: str
+    used_bytes: int | None
+    """None where nvidia-smi does not tell: in containers, under MIG, for other users."""
+
+
+def query_gpus() -> tuple[list[Gpu], list[GpuProcess]]:
+    """Both empty where there is no nvidia-smi. Raises subprocess.SubprocessError when it fails or hangs."""
+    try:
+        return parse_gpus(_nvidia_smi("gpu", _GPU_FIELDS)), parse_processes(
+            _nvidia_smi("compute-apps", _PROCESS_FIELDS)
+        )
+    except FileNotFoundError:
+        return [], []
+
+
+def _nvidia_smi(what: str, fields: str) -> str:
+    command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_S).stdout
+
+
+def _memory_bytes(cell: str) -> int | None:
+    return int(cell) * MIB if cell.isdigit() else None  # `[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    gpus = []
+    for line in filter(str.strip, text.splitlines()):
+        index, uuid, driver, used, total = (cell.strip() for cell in line.split(","))
+        gpus.append(
+            Gpu(
+                index=int(index),
+                uuid=uuid,
+                driver=driver,
+                used_bytes=_memory_bytes(used) or 0,
+                total_bytes=_memory_bytes(total) or 0,
+            )
+        )
+    return gpus
+
+
+def parse_processes(text: str) -> list[GpuProcess]:
+    processes = []
+    for line in filter(str.strip, text.splitlines()):
+        uuid, pid, *name, used = (cell.strip() for cell in line.split(","))  # a name may hold commas
+        processes.append(GpuProcess(gpu_uuid=uuid, pid=int(pid), name=", ".join(name), used_bytes=_memory_bytes(used)))
+    return processes
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves; all of them where it is unset or names MIG slices, which are refused."""
+    entries = [entry.strip() for entry in (visible_devices or "").split(",")]
+    if visible_devices is None or any(entry.startswith("MIG-") for entry in entries):
+        return list(gpus)
+    return [
+        gpu
+        for gpu in gpus
+        if str(gpu.index) in entries or any(e.startswith("GPU-") and gpu.uuid.startswith(e) for e in entries)
+    ]
+
+
+def check_gpu_count(
+    *, seen: int, asked: int | None, gpus: Sequence[Gpu], torch_version: str, mistake: DeviceMistake | None = None
+) -> Finding:
+    """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`).
+
+    Args:
+        mistake: why the job would end at its start; `seen` is then 0.
+    """
+    if mistake is not None:
+        shown = f"; nvidia-smi shows {len(gpus)} of them" if gpus else ""
+        return Finding.fail("gpus", mistake.what + shown, mistake.fix)
+    if gpus and not seen:
+        fix = "install a CUDA build of torch: make install BACKEND=cuda in a new environment"
+        return Finding.fail("gpus", f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
+    if asked is not None and seen < asked:
+        fix = "ask the scheduler for them (Slurm: --gpus-per-node, and srun without --gpus-per-task), or look at "
+        return Finding.fail("gpus", f"{seen} of {asked} GPUs visible", fix + "CUDA_VISIBLE_DEVICES and the driver")
+    if asked is not None and seen > asked:
+        fix = "every GPU without a rank is reserved for engines: set CUDA_VISIBLE_DEVICES if that is not meant"
+        return Finding.warn("gpus", f"{seen} GPUs visible, {asked} asked for", fix)
+    if seen == 1:
+        fix = "a rank trains on one GPU while an engine generates on another: make two visible"
+        return Finding.warn("gpus", "1 GPU visible", fix)
+    return Finding.passed("gpus", f"{seen} visible" if seen else "none: this node runs on CPU")
+
+
+def check_gpu_memory(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> list[Finding]:
+    """Memory of the visible `gpus` that is taken already, and by whom."""
+    findings = []
+    for gpu in gpus:
+        on_it = [process for process in processes if process.gpu_uuid == gpu.uuid]
+        if gpu.used_bytes < IDLE_BYTES and not on_it:
+            continue
+        who = ", ".join(
+            f"pid {process.pid} {process.name}"
+            + ("" if process.used_bytes is None else f" ({process.used_bytes / GIB:.1f} GiB)")
+            for process in on_it
+        )
+        message = f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB taken by "
+        message += who or "processes that cannot be seen from here"
+        fix = "end them if they are yours, else ask for another node"
+        if gpu.used_bytes > (1 - ENGINE_SHARE) * gpu.total_bytes:
+            fix += f"; an engine takes {ENGINE_SHARE:.0%} of a GPU"
+            findings.append(Finding.fail("gpu memory", message, fix))
+        else:
+            findings.append(Finding.warn("gpu memory", message, fix))
+    if gpus and not findings:
+        findings.append(Finding.passed("gpu memory", f"{len(gpus)} GPUs idle"))
+    return findings

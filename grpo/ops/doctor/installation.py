@@ -1,0 +1,65 @@
+"""What is installed on a node against what was tested."""
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from grpo.ops.doctor.records import Finding
+from grpo.place.same_everywhere import DISTRIBUTION
+
+
+def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
+    """What the installed package asks for: always, and as its engine (the extras `gpu` and `cpu`: one of the two).
+
+    Raises importlib.metadata.PackageNotFoundError when the package itself is not installed.
+    """
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    always = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    engines = [
+        r
+        for r in requirements
+        if r not in always and r.marker is not None and any(r.marker.evaluate({"extra": e}) for e in ("gpu", "cpu"))
+    ]
+    return always, engines
+
+
+def check_versions(
+    always: Sequence[Requirement],
+    engines: Sequence[Requirement],
+    *,
+    python: str,
+    requires_python: str,
+    installed: Callable[[str], str | None],
+) -> list[Finding]:
+    """One finding per package outside the tested set, or one for all of them together."""
+    findings = []
+
+    def fail(message: str, fix: str) -> None:
+        findings.append(Finding.fail("versions", message, fix))
+
+    if not SpecifierSet(requires_python).contains(python):
+        fail(f"Python is {python}, supported is {requires_python}", "make the environment with another Python")
+    present = [engine for engine in engines if installed(engine.name)]
+    if not present:
+        either = " or ".join(engine.name for engine in engines)
+        fail(
+            f"no engine: neither {either} is installed",
+            "make install BACKEND=cuda, or BACKEND=cpu without GPUs; or pip install that one",
+        )
+    elif len(present) > 1:
+        names = " and ".join(engine.name for engine in present)
+        fail(f"{names} are both installed, and overwrite each other", "make a new environment with one of them")
+    shown = [f"python {python}"]
+    for requirement in (*always, *present):
+        version = installed(requirement.name)
+        wanted = f"{requirement.name}{requirement.specifier}"
+        if version is None:
+            fail(f"{requirement.name} is not installed", f"pip install '{wanted}'")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            message = f"{requirement.name} is {version}, tested is {requirement.specifier}"
+            fail(message, f"pip install '{wanted}'")
+        else:
+            shown.append(f"{requirement.name} {version}")
+    return findings or [Finding.passed("versions", ", ".join(shown))]

@@ -1,0 +1,105 @@
+"""Interfaces and fabric of one node, and what NCCL and gloo will make of them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo.ops.doctor.records import Finding
+
+
+def network_identity() -> str:
+    """Equal on two nodes exactly when they share one kernel and one network namespace: a loopback address of one is
+    then the other's too."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.readlink('/proc/self/ns/net')}"
+
+
+def select_interfaces(value: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Which of `names` NCCL_SOCKET_IFNAME=value selects, and which entries of the value select none.
+
+    `eth,ib` are prefixes, `=eth0` is exact, `^docker` excludes, `^=docker0` excludes exactly; a leading sign holds for
+    the whole list. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    excludes = value.startswith("^")
+    exact = value.removeprefix("^").startswith("=")
+    entries = [entry for entry in value.removeprefix("^").removeprefix("=").split(",") if entry]
+
+    def named(entry: str) -> list[str]:
+        return [name for name in names if (name == entry if exact else name.startswith(entry))]
+
+    hit = {name for entry in entries for name in named(entry)}
+    selected = [name for name in names if (name in hit) is not excludes]
+    return selected, [] if excludes else [entry for entry in entries if not named(entry)]
+
+
+def check_interface_names(variables: Mapping[str, str], names: Sequence[str], route_interface: str) -> list[Finding]:
+    """Whether NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up on this node."""
+    present = f"up on this node: {', '.join(names) or 'none'}"
+    good = route_interface or "the interface that the nodes share"
+    findings = []
+    if value := variables.get("NCCL_SOCKET_IFNAME"):
+        selected, unknown = select_interfaces(value, names)
+        if not selected:
+            fix = f"set NCCL_SOCKET_IFNAME={good}, or unset it"
+            message = f"NCCL_SOCKET_IFNAME={value} selects no interface; {present}"
+            findings.append(Finding.fail("interfaces", message, fix))
+        elif unknown:
+            fix = "NCCL takes the others; take the wrong name out"
+            message = f"NCCL_SOCKET_IFNAME={value}: no interface {', '.join(unknown)}; {present}"
+            findings.append(Finding.warn("interfaces", message, fix))
+    if value := variables.get("GLOO_SOCKET_IFNAME"):
+        unknown = [name for name in value.split(",") if name not in names]  # whole names; gloo wants all of them
+        if unknown:
+            fix = f"set GLOO_SOCKET_IFNAME={good}, or unset it"
+            message = f"GLOO_SOCKET_IFNAME={value}: no interface {', '.join(unknown)}; {present}"
+            findings.append(Finding.fail("interfaces", message, fix))
+    names_told = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    shown = " ".join(f"{name}={variables[name]}" for name in names_told if variables.get(name))
+    return findings or [Finding.passed("interfaces", shown or f"{' and '.join(names_told)} are not set")]
+
+
+# -- InfiniBand ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricPort:
+    """One port of an InfiniBand or RoCE device."""
+
+    device: str
+    port: str
+    state: str
+    """`ACTIVE`, `DOWN`, `INIT` …"""
+    rate: str
+    """As the driver tells it: `400 Gb/sec (4X NDR)`."""
+    link_layer: str
+    """`InfiniBand`, or `Ethernet` for RoCE."""
+
+
+def read_fabric(root: Path = Path("/sys/class/infiniband")) -> list[FabricPort]:
+    return [
+        FabricPort(
+            device=port.parent.parent.name,
+            port=port.name,
+            state=(port / "state").read_text().strip().rpartition(": ")[2],
+            rate=(port / "rate").read_text().strip(),
+            link_layer=(port / "link_layer").read_text().strip(),
+        )
+        for port in sorted(root.glob("*/ports/*"))
+    ]
+
+
+def check_fabric(ports: Sequence[FabricPort], variables: Mapping[str, str]) -> Finding:
+    """What NCCL finds of InfiniBand on this node."""
+    if not ports:
+        return Finding.passed("infiniband", "no device: NCCL goes over TCP")
+    active = [port for port in ports if port.state == "ACTIVE"]
+    shown = ", ".join(f"{port.device}:{port.port} {port.rate} {port.link_layer}" for port in active)
+    if variables.get("NCCL_IB_DISABLE", "0") != "0":
+        fix = "unset NCCL_IB_DISABLE, unless the fabric is known to be broken"
+        return Finding.warn("infiniband", f"NCCL_IB_DISABLE is set: NCCL goes over TCP, beside {shown or 'ports'}", fix)
+    if inactive := [port for port in ports if port.state != "ACTIVE"]:
+        states = ", ".join(f"{port.device}:{port.port} is {port.state}" for port in inactive)
+        fix = "expected for ports without a cable; else look at the cable and the subnet manager (ibstat)"
+        return Finding.warn("infiniband", f"{states}; active: {shown or 'none'}", fix)
+    return Finding.passed("infiniband", shown)

@@ -1,0 +1,159 @@
+"""One node examines itself. Every check has a deadline: a hanging file system or driver becomes a finding."""
+
+import platform
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.ops.doctor import gpus, installation, leftovers, network, number_formats, storage
+from grpo.ops.doctor.records import Finding, NodeReport
+from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
+from grpo.ops.meeting.agreement import read_software
+from grpo.ops.meeting.deadline import within
+from grpo.place import devices
+from grpo.place.files import Wishes
+from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_variables
+
+CHECK_S = 20.0  # for one check
+GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
+
+Part = tuple[Sequence[Finding], Mapping[str, Any]]
+"""What one check finds, and the fields of the report that it fills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the person asked to be checked; None: not asked for."""
+
+    gpus_per_node: int | None
+    output_dir: Path | None
+    model: str | None
+    """A folder, or a name on the hub."""
+    dataset: str | None
+    """A path, or a name on the hub."""
+    job: Wishes | None
+    """What its files and flags ask for."""
+
+
+def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[str]) -> NodeReport:
+    """This node's report, without what needs the store. Takes seconds, and never longer than its checks' deadlines.
+
+    Args:
+        peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
+    """
+    home = Path.home()
+    variables = read_variables(env)
+    fields: dict[str, Any] = {"variables": variables}
+    checks: dict[str, Callable[[], Part]] = {
+        "versions": lambda: _installation(env),
+        "gpus": lambda: _gpus(asked, env),
+        "network": lambda: _network(variables, peers),
+        "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
+        "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
+        "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
+        "open files": lambda: ([storage.check_open_files()], {}),
+        "number formats": lambda: (_number_formats(asked.job, fields.get("gpus", 0)), {}),
+    }
+    if (output_dir := asked.output_dir) is not None:
+        checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
+    if (model := asked.model) is not None:
+        checks["model"] = lambda: ([storage.check_model(model)], {})
+    if (dataset := asked.dataset) is not None:
+        checks["dataset"] = lambda: (
+            [storage.check_dataset(dataset, None if asked.job is None else asked.job.dataset_config)],
+            {},
+        )
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        found, filled = _with_deadline(name, check)
+        findings += found
+        fields.update(filled)
+    return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
+
+
+def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
+    try:
+        return within(GPUS_S if name == "gpus" else CHECK_S, check)
+    except TimeoutError as error:
+        fix = "look for a mount or a driver that hangs: df, nvidia-smi, dmesg"
+        return [Finding.fail(name, str(error), fix)], {}
+    except (OSError, ValueError, subprocess.SubprocessError, metadata.PackageNotFoundError) as error:
+        message = f"could not be checked: {type(error).__name__}: {error}"
+        return [Finding.warn(name, message, "mend that, and run again")], {}
+
+
+def _installation(env: Mapping[str, str]) -> Part:
+    always, engines = installation.tested_requirements()
+    findings = installation.check_versions(
+        always,
+        engines,
+        python=platform.python_version(),
+        requires_python=metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
+        installed=installed_version,
+    )
+    return findings, asdict(read_software(env))
+
+
+def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
+    if asked.job is not None and asked.job.use_cpu:
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
+    seen, mistake = 0, None
+    try:
+        seen = devices.count_gpus(env, use_cpu=False)
+    except devices.DeviceMistake as error:
+        mistake = error
+    found, processes = gpus.query_gpus()
+    visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
+    count = gpus.check_gpu_count(
+        seen=seen,
+        asked=asked.gpus_per_node,
+        gpus=visible,
+        torch_version=torch.__version__,
+        mistake=mistake,
+    )
+    findings = [count, *gpus.check_gpu_memory(visible, processes)]
+    return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
+
+
+def _number_formats(job: Wishes | None, num_gpus: int) -> list[Finding]:
+    """Tried by two ranks of this node: what a backend lacks, it lacks on one machine as well."""
+    backend = (job.backend if job is not None else None) or ("nccl" if num_gpus else "gloo")
+    dtypes = number_formats.DTYPES if job is None else job.dtypes
+    where = "two ranks of this node, on " + ("GPUs" if num_gpus else "CPUs")
+    if num_gpus == 1 or (backend == "nccl" and not num_gpus):
+        message = (
+            f"{backend} was not tried: that takes two GPUs; grpo.ops.doctor.bandwidth tries it in the job's own ranks"
+        )
+        return [Finding.warn("number formats", message, "run it before you train")]
+    try:
+        broken = number_formats.try_processes(backend, dtypes) if num_gpus else number_formats.try_gloo(dtypes)
+    except (TimeoutError, ChildProcessError) as error:
+        fix = "run it again; if it stays, look for what hangs with NCCL_DEBUG=INFO (GPUs that cannot reach each other: "
+        fix += "NCCL_P2P_DISABLE=1), or try grpo.ops.doctor.bandwidth"
+        return [Finding.warn("number formats", str(error), fix)]
+    return number_formats.judge_formats(broken, where=where, backend=backend, job=None if job is None else job.dtypes)
+
+
+def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:
+    up = read_interfaces()
+    routes = (route_to(peer, up) for peer in peers)
+    interface, source = next((route for route in routes if any(route)), ("", ""))
+    ports = network.read_fabric()
+    findings = [
+        *network.check_interface_names(variables, list(up), interface),
+        network.check_fabric(ports, variables),
+    ]
+    return findings, {
+        "network": network.network_identity(),
+        "own_address": address_of(socket.gethostname()),
+        "route_interface": interface,
+        "route_source": source,
+        "infiniband": tuple(sorted({port.device for port in ports if port.state == "ACTIVE"})),
+    }

@@ -1,0 +1,75 @@
+"""One node's part in `grpo doctor`: alone, as the head of several, or as another one of them.
+
+Each examines this node, shows what is its part to show, and returns the exit code.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from grpo.ops.doctor.between_nodes import judge, judge_meeting
+from grpo.ops.doctor.records import Finding, NodeReport, Verdict
+from grpo.ops.doctor.shared_file import find_shared_file, shared_file
+from grpo.ops.doctor.table import one_line, print_failures, show
+from grpo.ops.meeting.expected import Place
+from grpo.ops.meeting.meeting import MeetingFailed, attend, preside
+
+BANDWIDTH = "next, how fast the nodes exchange: accelerate launch --config_file CONFIG -m grpo.ops.doctor.bandwidth"
+
+Examine = Callable[[], NodeReport]
+
+
+def alone(place: Place, examine: Examine, args: argparse.Namespace, _: float) -> int:
+    verdict = judge(place.nodes, [examine()])
+    show(verdict, as_json=args.json)
+    return verdict.exit_code
+
+
+def as_head(place: Place, examine: Examine, args: argparse.Namespace, started: float) -> int:
+    """Prints the table, and who came after it."""
+    codes = []
+
+    def tell(verdict: Verdict) -> str:
+        show(verdict, as_json=args.json, next_step=BANDWIDTH)
+        codes.append(verdict.exit_code)
+        return replace(verdict, reports=()).dumps()
+
+    try:
+        with shared_file(args.output_dir) as shared:
+            late = preside(
+                place,
+                lambda: replace(examine(), sees_shared_file=None if shared is None else True),
+                lambda own, attendance: tell(judge_meeting(place, own, attendance)),
+                opening=shared,
+                join_timeout_s=args.join_timeout,
+                started=started,
+            )
+    except MeetingFailed as error:
+        tell(judge(place.nodes, [examine()], [Finding.of("join", error.trouble)]))
+        late = ()
+    for trouble in late:
+        print(f"grpo doctor on {place.node}: FAIL: join: {trouble.message} → {trouble.fix}", file=sys.stderr)
+    return int(bool(late) or max(codes))
+
+
+def as_another(place: Place, examine: Examine, args: argparse.Namespace, started: float) -> int:
+    """Prints one line, or, without the head's verdict, what is wrong here."""
+
+    def bring(shared: list[str] | None) -> str:
+        report = examine()
+        sees = None if shared is None else find_shared_file(Path(shared[0]), shared[1])
+        return replace(report, sees_shared_file=sees).dumps()
+
+    try:
+        verdict = Verdict.loads(attend(place, bring, join_timeout_s=args.join_timeout, started=started))
+    except MeetingFailed as error:
+        verdict = judge(place.nodes, [examine()], [Finding.of("join", error.trouble)])
+        if args.json:
+            show(verdict, as_json=True)
+        else:
+            print_failures(place.node, verdict)
+    else:
+        print(one_line(place.node, place.head, verdict), file=sys.stderr if args.json else sys.stdout, flush=True)
+    return verdict.exit_code

@@ -1,0 +1,127 @@
+"""Open files, room at the output path, and what a node without network must hold already."""
+
+import json
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+from grpo.ops.doctor.records import Finding
+from grpo.preflight.model import has_tokenizer, local_model
+
+GIB = 1 << 30
+FEW_FILES = 8192  # NCCL, gloo and vLLM hold sockets to every peer; 1024 is the usual default
+LITTLE_BYTES, NO_BYTES = 50 * GIB, GIB
+FEW_INODES = 10_000
+
+
+def check_open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    shown = "unlimited" if soft == unlimited else str(soft)
+    if soft == unlimited or soft >= FEW_FILES:
+        return Finding.passed("open files", shown)
+    enough = hard == unlimited or hard >= FEW_FILES
+    fix = f"ulimit -n {65536 if hard == unlimited else min(hard, 65536)} before the launcher"
+    if not enough:
+        fix = "raise nofile in /etc/security/limits.conf (a service: LimitNOFILE), and with it ulimit -n"
+    return Finding.warn("open files", f"{shown}, hard limit {hard}", fix)
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def check_room(output_dir: Path) -> Finding:
+    """Free bytes and inodes at the output path, and whether this node may write there."""
+    folder = nearest_folder(output_dir.absolute())
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(65536))  # a quota that is used up shows here, not in statvfs
+    except OSError as error:
+        message = f"{folder}: cannot be written: {error.strerror}"
+        return Finding.fail("output path", message, "give another --output-dir, or free room")
+    stat = os.statvfs(folder)
+    free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
+    message = f"{folder}: {free / GIB:.0f} GiB free"
+    if stat.f_files:  # 0 on file systems that have no fixed number, like btrfs
+        message += f", {inodes:,} inodes"
+    if free < NO_BYTES or (stat.f_files and inodes < FEW_INODES // 10):
+        return Finding.fail("output path", message, "free room, or give another --output-dir")
+    if free < LITTLE_BYTES or (stat.f_files and inodes < FEW_INODES):
+        return Finding.warn("output path", message, "a checkpoint takes about 16 bytes per parameter: free room")
+    return Finding.passed("output path", message)
+
+
+# -- without network ----------------------------------------------------------------------------------------------
+
+
+def missing_model_files(folder: Path) -> list[str]:
+    """Files that a checkpoint folder lacks: its configuration, a tokenizer, weights, shards that its index names."""
+    missing = [] if (folder / "config.json").exists() else ["config.json"]
+    if not has_tokenizer(folder):
+        missing.append("a tokenizer")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing += sorted(shard for shard in shards if not (folder / shard).exists())
+    elif not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        missing.append("weights")
+    return missing
+
+
+def check_model(model: str) -> Finding:
+    """Whether this node can load `model`, a folder or a name on the hub, without network."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        is_folder = local_model(model, "--model") is not None
+    except ValueError as error:
+        return Finding.fail("model", str(error), "mount or copy it on this node, or mend the path")
+    found = str(Path(model) / "config.json") if is_folder else try_to_load_from_cache(model, "config.json")
+    if isinstance(found, str):
+        folder = Path(found).parent
+        lacks = missing_model_files(folder)
+        if not lacks:
+            return Finding.passed("model", f"{model}: complete in {folder}")
+        if is_folder:
+            return Finding.fail("model", f"{model} lacks {', '.join(lacks)}", "copy the rest of it")
+        where = f"lacks {', '.join(lacks)} in {folder}"
+    else:
+        where = f"is not in the cache in {constants.HF_HUB_CACHE}"
+    return _absent("model", f"{model} {where}", f"hf download {model}")
+
+
+def check_dataset(dataset: str, config: str | None = None) -> Finding:
+    """Whether this node can load `dataset`, a path or a name on the hub, without network.
+
+    Args:
+        config: which of the data set's configurations; None where it has one alone.
+    """
+    if Path(dataset).expanduser().exists():
+        return Finding.passed("dataset", f"{dataset}: a local path")
+    if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
+        return Finding.fail("dataset", f"{dataset}: there is no such path", "mount or copy it on this node")
+    from huggingface_hub import is_offline_mode
+
+    where = ""
+    if is_offline_mode():
+        import datasets
+
+        try:  # offline it takes what `load_dataset` has prepared before, not what was downloaded
+            prepared = datasets.load_dataset_builder(dataset, name=config).cache_dir
+            return Finding.passed("dataset", f"{dataset}: prepared in {prepared}")
+        except (OSError, ValueError):
+            where = f" is not prepared in {datasets.config.HF_DATASETS_CACHE}"
+    names = f"'{dataset}'" + (f", '{config}'" if config else "")
+    return _absent("dataset", f"{dataset}{where}", f'python -c "import datasets; datasets.load_dataset({names})"')
+
+
+def _absent(check: str, what: str, command: str) -> Finding:
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        fix = f"with network and the same HF_HOME: {command}"
+        return Finding.fail(check, f"HF_HUB_OFFLINE is set, and {what}", fix)
+    return Finding.passed(check, f"{what}: will be downloaded")

@@ -1,0 +1,85 @@
+"""The verdict for a person: one table, and one line for a node whose head prints the table."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from grpo.ops.doctor.records import Finding, Status, Verdict
+from grpo.ops.meeting.trouble import list_nodes
+
+_COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+_LOG_WIDTH = 120  # columns where the output is no terminal: srun's, a pod's log
+
+
+def rows(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings as the table shows them: checks in the order of their first finding, each check's failures first, and
+    its PASSes in one row, with the message of the first node where messages differ."""
+    by_check: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_check.setdefault(finding.check, []).append(finding)
+    shown = []
+    for of_check in by_check.values():
+        passed = [finding for finding in of_check if finding.status is Status.PASS]
+        shown += [finding for status in (Status.FAIL, Status.WARN) for finding in of_check if finding.status is status]
+        if passed:
+            first = passed[0]
+            nodes = tuple(dict.fromkeys(node for finding in passed for node in finding.nodes))
+            differ = len({finding.message for finding in passed}) > 1
+            message = f"e.g. {first.message}" if differ else first.message
+            shown.append(Finding.passed(first.check, message, nodes=nodes))
+    return shown
+
+
+def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
+    """The verdict to stdout, as one JSON document or as the table with a last line.
+
+    Args:
+        next_step: printed below a table whose verdict is no FAIL, where there are several nodes.
+    """
+    if as_json:
+        print(json.dumps({"status": verdict.status, **asdict(verdict)}, indent=2), flush=True)
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_LOG_WIDTH)
+    several = len(verdict.nodes) > 1
+    table = Table(pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("")
+    if several:
+        table.add_column("nodes", max_width=24)
+    table.add_column("what was seen, and → what to do", overflow="fold")
+    for row in rows(verdict.findings):
+        text = Text(row.message)
+        if row.fix:
+            text.append(f"\n→ {row.fix}")
+        nodes = "all" if set(row.nodes) == set(verdict.nodes) else list_nodes(row.nodes)
+        status = Text(row.status, style=_COLOURS[row.status])
+        table.add_row(row.check, status, *([nodes] if several else []), text)
+    console.print(table)
+    counts = [(status, sum(finding.status is status for finding in verdict.findings)) for status in reversed(Status)]
+    told = ", ".join(f"{count} {status}" for status, count in counts if count)
+    console.print(Text.assemble("grpo doctor: ", (verdict.status, _COLOURS[verdict.status]), f" ({told})"))
+    if next_step and several and verdict.exit_code == 0:
+        console.print(Text(next_step))
+    sys.stdout.flush()
+
+
+def print_failures(node: str, verdict: Verdict) -> None:
+    """What a node says that has no head to print the table: what is wrong, in lines that stand alone among others'."""
+    for finding in verdict.findings:
+        if finding.status is not Status.PASS:
+            print(f"grpo doctor on {node}: {finding.status}: {finding.check}: {finding.message} → {finding.fix}")
+    sys.stdout.flush()
+
+
+def one_line(node: str, head: str, verdict: Verdict) -> str:
+    """What a node says whose head prints the table."""
+    failed = dict.fromkeys(finding.check for finding in verdict.findings if finding.status is Status.FAIL)
+    why = f" ({', '.join(failed)})" if failed else ""
+    return f"grpo doctor on {node}: {verdict.status}{why}; the table is in the output of {head}"

@@ -1,0 +1,122 @@
+"""This attempt of the job, as its launcher knows it: where its run is, how to ask it to stop, what follows its end."""
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo.ops.launch import next_attempt
+from grpo.ops.launch.agent import Ending
+from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_mistake
+
+VISIBLE_S = 60.0  # until this node sees what rank 0 has written on another
+TOLD_S = 5.0  # the same, where this node's ranks know why they ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    output_dir: Path | None
+    """What the launcher was told; None: only the trainer knows."""
+    notes: Path
+    """A folder of this launcher's own, in which rank 0 says where its run is."""
+    launched: float
+    """`time.time()` when this node's launcher was started, before the nodes met. Older requests are not for it."""
+    started: float
+    """`time.time()` on the head, the same on all nodes."""
+    is_head: bool
+    env: Mapping[str, str]
+
+    def variables(self) -> dict[str, str]:
+        """What the ranks are told of it."""
+        times = {"GRPO_LAUNCHED": repr(self.launched), "GRPO_STARTED": repr(self.started)}
+        return {**times, NOTE_VARIABLE: str(self._note)}
+
+    @property
+    def _note(self) -> Path:
+        return self.notes / "run"
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the run, as this node's ranks have said; None while there is no trainer."""
+        return read_run_note(self._note)
+
+    def ask_to_stop(self) -> bool:
+        """Leave a request to checkpoint and end, to be started again; False when no trainer is there to read it."""
+        state = self._state(wait_s=0.0, of="running")
+        folder = self.folder or self.output_dir
+        if state is None or folder is None:
+            return False
+        try:
+            (folder / f"stop.{state['job']}.{state['attempt']}").touch()
+        except OSError:
+            return False
+        return True
+
+    def conclude(self, ending: Ending, *, max_crashes: int) -> tuple[int, str]:
+        """The exit code, and one line that says why. On the head it counts a crash."""
+        if ending.mistake is not None:
+            return next_attempt.FAILED, self._about(ending)
+        if ending.is_interrupted:
+            return next_attempt.INTERRUPTED, "interrupted: what came after the last checkpoint is lost"
+        if self.folder is None and ending.has_succeeded:  # there was no trainer: nobody will say more
+            return next_attempt.DONE, "the script has ended"
+        state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
+        if state is None and ending.has_succeeded:
+            return next_attempt.DONE, "the script has ended, and has not trained"
+        if self.folder is None and state is None and ending.is_terminated:
+            return next_attempt.START_AGAIN, "ended by a SIGTERM, before there was a trainer"
+        folder = self.folder or self.output_dir
+        if folder is None:
+            return next_attempt.FAILED, "the script has failed, without a trainer"
+        job, attempt = _names(self.env, state, self.started)
+        code, why = next_attempt.conclude(
+            folder,
+            state,
+            job=job,
+            attempt=attempt,
+            max_crashes=max_crashes,
+            follow=not self.is_head,
+            has_failed=not ending.has_succeeded,
+            is_terminated=ending.is_terminated,
+        )
+        return code, f"{why}; {folder}"
+
+    def _about(self, ending: Ending) -> str:
+        """Rank 0 has told its mistake itself; of another rank's its own launcher tells, unless rank 0 told the same."""
+        state = self._state(wait_s=0.0 if self.is_head else 5.0)
+        first = (ending.mistake or "").splitlines()[0]
+        if ending.rank == 0 or (state is not None and first in str(state.get("why"))):
+            return "not started again: this would fail again"
+        return f"rank {ending.rank}: {ending.mistake}"
+
+    def _state(self, *, wait_s: float, of: str | None = None) -> next_attempt.State | None:
+        folder = self.folder or self.output_dir
+        if folder is None:
+            return None
+        states = (of,) if of else next_attempt.ENDED
+        told = None if of else read_failure_note(self._note)
+        written = next_attempt.read_state(
+            folder,
+            lambda state: state.get("started") == self.started,
+            states=states,
+            wait_s=wait_s if told is None else min(wait_s, TOLD_S),
+        )
+        return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
+
+
+def record_no_start(output_dir: Path, env: Mapping[str, str], why: str, is_mistake: bool, *, max_crashes: int) -> int:
+    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code."""
+    started = time.time()
+    record_mistake(output_dir, {**env, "GRPO_STARTED": repr(started)}, RuntimeError(why), can_heal=not is_mistake)
+    state = next_attempt.read_state(output_dir, lambda state: state.get("started") == started)
+    job, attempt = _names(env, state, started)
+    code, _ = next_attempt.conclude(output_dir, state, job=job, attempt=attempt, max_crashes=max_crashes)
+    return code
+
+
+def _names(env: Mapping[str, str], state: next_attempt.State | None, started: float) -> tuple[str, str]:
+    """What the job and this attempt are called where crashes are counted."""
+    job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or socket.gethostname()  # the same at every start
+    attempt = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT") or (state and state.get("attempt"))
+    return job, str(started if attempt in (None, "") else attempt)

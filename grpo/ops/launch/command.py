@@ -1,0 +1,335 @@
+"""`grpo launch`: the same line on every node; the nodes meet, and each becomes its launcher.
+
+Ends with the codes of `grpo.ops.launch.next_attempt`: 0 done, 85 start again, 1 another start would not help; 2 for a
+command line that cannot be read, 130 for one that a person has interrupted.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.ops.launch import line, next_attempt
+from grpo.ops.launch.line import Rendezvous, Script
+from grpo.ops.launch.ranks import Asked
+from grpo.ops.meeting import expected
+from grpo.ops.meeting.expected import Place
+from grpo.place.files import flag_of, read_settings, read_wishes
+from grpo.place.startup import process_age_s
+from grpo.record.provenance import command_without_secrets
+
+DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
+JOIN_TIMEOUT_S = 120.0
+STOP_S = 600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options; what follows the script is the script's."""
+    parser.add_argument("--config_file", metavar="FILE", help="accelerate's; with --launcher torchrun DeepSpeed's")
+    parser.add_argument("--launcher", choices=("accelerate", "torchrun"), default="accelerate")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as many as leave the engines a GPU")
+    parser.add_argument(
+        "--main_process_port", type=int, metavar="PORT", help="of the ranks, on the head (default: a free one)"
+    )
+    run = parser.add_argument_group("the run", "for scripts that do not take these themselves")
+    run.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("GRPO_OUTPUT_DIR") or None,
+        help="of the trainer, whatever the script says (default: GRPO_OUTPUT_DIR, or what the script says)",
+    )
+    run.add_argument(
+        "--resume",
+        metavar="auto|CHECKPOINT",
+        default=os.environ.get("GRPO_RESUME") or None,
+        help="from where the trainer goes on (default: GRPO_RESUME, or what the script says)",
+    )
+    run.add_argument("--max-crashes", type=int, default=3, help="in a row without a newer checkpoint (default: 3)")
+    run.add_argument(
+        "--stop-s", type=int, default=STOP_S, help="the longest step and checkpoint, in seconds (default: %(default)s)"
+    )
+    run.add_argument(
+        "--doctor", action="store_true", help="`grpo doctor` on every node first; a FAIL counts as a crash"
+    )
+    expected.add_arguments(parser, default_port=_default_port(os.environ), join_timeout_s=JOIN_TIMEOUT_S)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: the store logs every wait that ends
+    script = Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
+    try:
+        place = expected.find_place(args, os.environ, command="grpo launch")
+        file = read_settings(args.config_file, "--config_file") if args.config_file else {}
+        _check_script(script)
+        asked, is_readable = _asked(args, script, file)
+    except (ValueError, OSError) as error:
+        print(f"grpo launch: {error}", file=sys.stderr)
+        return 2
+    # As process 1 of a container it would not hear a SIGTERM without a handler; torchrun brings its own later.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(next_attempt.START_AGAIN))
+    requests: list[int] = []  # to stop; heard by the trainer as soon as there is one
+    signal.signal(signal.SIGUSR1, lambda number, _: requests.append(number))
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
+            why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
+            return _not_started(args, place, is_mistake=found == 2, why=why)
+        return _meet_and_launch(args, place, script, file, asked, requests, interrupts)
+    except KeyboardInterrupt:
+        print("grpo launch: interrupted", file=sys.stderr)
+        return next_attempt.INTERRUPTED
+
+
+def _meet_and_launch(
+    args: argparse.Namespace,
+    place: Place,
+    script: Script,
+    file: Mapping[str, Any],
+    asked: Asked,
+    requests: list[int],
+    interrupts: list[int],
+) -> int:
+    from grpo.ops.launch.agreement import NodeReport, meet, report
+
+    def make_report() -> NodeReport:
+        made = report(asked.wishes.use_cpu, _inputs(args, script))
+        if interrupts:  # an import of a library may have caught the exception: a bare `except` does
+            raise KeyboardInterrupt
+        return made
+
+    verdict = meet(
+        place,
+        make_report,
+        asked,
+        port=args.main_process_port,
+        join_timeout_s=args.join_timeout,
+        started=time.monotonic(),
+    )
+    for trouble in verdict.troubles:
+        if trouble.is_fatal or place.is_head:
+            fix = f" → {trouble.fix}" if trouble.fix else ""
+            print(f"grpo launch: {trouble.message}{fix}", file=sys.stderr, flush=True)
+    if verdict.agreed is None:
+        return _not_started(args, place, verdict.is_mistake, "; ".join(one.message for one in verdict.troubles))
+    at = Rendezvous(
+        num_nodes=len(place.nodes),
+        node_rank=place.nodes.index(place.node),
+        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the meeting was
+        port=verdict.agreed.port,
+        ranks_per_node=verdict.agreed.ranks_per_node,
+    )
+    try:
+        words = _line(args, script, file, at, on_gpus=verdict.agreed.on_gpus)
+    except ValueError as error:
+        print(f"grpo launch: {error}", file=sys.stderr)
+        return _not_started(args, place, is_mistake=True, why=str(error))
+    if not verdict.agreed.on_gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
+    _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
+    return _launch(args, place, at, words, verdict.agreed.started, requests)
+
+
+def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> int:
+    """Its exit code on this node, which is that of all."""
+    words = ["--node-name", place.node, "--port", str(place.port), "--join-timeout", str(args.join_timeout)]
+    words += ["--nodes", ",".join(place.nodes)]
+    if place.head_address != place.head:
+        words += ["--head", place.head_address]
+    if args.output_dir is not None:
+        words += ["--output-dir", str(args.output_dir)]
+    if args.config_file is not None:
+        words += ["--config_file", args.config_file]
+    if train_flags and train_flags[0].startswith("-"):
+        words += ["--", *train_flags]
+    doctor = subprocess.Popen([sys.executable, "-m", "grpo", "doctor", *words])
+    try:
+        return doctor.wait()
+    finally:
+        doctor.kill()
+
+
+# -- the line -----------------------------------------------------------------------------------------------------
+
+
+def _default_port(env: Mapping[str, str]) -> int:
+    """Two jobs may share a node under Slurm. Below the kernel's range for outgoing connections (32768 and up)."""
+    job = env.get("SLURM_JOB_ID", "")
+    return 10000 + int(job) % 20000 if job.isdigit() else DEFAULT_PORT
+
+
+def _check_script(script: Script) -> None:
+    if not script.is_module and not Path(script.name).is_file():
+        raise ValueError(
+            f"there is no script {script.name} in {Path.cwd()}: options of grpo launch go before its name, its own "
+            "behind it"
+        )
+
+
+def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, bool]:
+    """What the job asks for; and whether the script's own arguments could be read as those of train.py."""
+    is_readable = True
+    try:
+        wishes = read_wishes(script.arguments, config_file=args.config_file)
+    except ValueError:  # another script's --config may be anything
+        is_readable = False
+        wishes = read_wishes(script.arguments, config_file=args.config_file, reads_files=False)
+    asked = Asked(
+        wishes=wishes,
+        flag=args.ranks_per_node,
+        scheduler=os.environ.get("PET_NPROC_PER_NODE"),
+        file=args.config_file or "",
+        num_processes=_count(file, "num_processes", args.config_file),
+        num_machines=_count(file, "num_machines", args.config_file),
+        resumed_ranks=_resumed_ranks(args),
+    )
+    return asked, is_readable
+
+
+def _count(file: Mapping[str, Any], name: str, path: str) -> int | None:
+    value = file.get(name)
+    if value is None or type(value) is int:
+        return value
+    raise ValueError(f"{path} has {name}: {value!r}: write a whole number, without quotes")
+
+
+def _resumed_ranks(args: argparse.Namespace) -> int | None:
+    """Of the newest complete checkpoint, where the job goes on from that."""
+    if args.resume != "auto" or args.output_dir is None:
+        return None
+    newest = args.output_dir / f"checkpoint-{next_attempt.newest_checkpoint(args.output_dir)}"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((newest / "complete.json").read_text())["world_size"])
+    return None
+
+
+def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
+    """What has to be the same on all nodes, by its name on the screen."""
+    from grpo.ops.launch.agreement import digest_of_file
+
+    files = {} if script.is_module else {f"script {script.name}": Path(script.name)}
+    if args.config_file:
+        files[f"--config_file {args.config_file}"] = Path(args.config_file)
+    for name in ("config", "deepspeed"):
+        if value := flag_of(script.arguments, name):
+            files[f"--{name} {value}"] = Path(value)
+    texts = {"launcher": args.launcher, "arguments": _compared(script.arguments)}
+    texts |= {"--output-dir": str(args.output_dir or ""), "--resume": args.resume or ""}
+    return texts | {name: digest_of_file(path) for name, path in files.items()}
+
+
+def _compared(arguments: Sequence[str]) -> str:
+    """What other nodes are told of them: of secrets, which a difference would show, a digest."""
+    from grpo.ops.launch.agreement import digest
+
+    given, shown = shlex.join(arguments), shlex.join(command_without_secrets(arguments))
+    return given if given == shown else f"{shown} (digest {digest(given.encode())})"
+
+
+def _line(
+    args: argparse.Namespace, script: Script, file: Mapping[str, Any], at: Rendezvous, *, on_gpus: bool
+) -> list[str]:
+    if file:
+        processes = at.num_nodes * at.ranks_per_node
+        line.check_file(file, args.config_file, launcher=args.launcher, processes=processes)
+    if args.launcher == "torchrun":
+        return line.torchrun_line(script, at)
+    return line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
+
+
+def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
+    where = f", head {place.head} ({at.head_address}:{at.port})" if at.num_nodes > 1 else ""
+    ranks = f"{at.ranks_per_node} rank{'s' if at.ranks_per_node > 1 else ''} per node"
+    print(f"[grpo] node {at.node_rank} of {at.num_nodes}: {ranks} ({why}){where}")
+    if replaced:
+        print(f"[grpo] instead of the file's {', '.join(replaced)}")
+    print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)
+
+
+# -- the job ------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, requests: list[int]
+) -> int:
+    """Becomes the launcher, and says what follows its end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from grpo.ops.launch.agent import run_launcher
+    from grpo.ops.launch.attempt import Attempt
+    from grpo.ops.launch.last_words import outlast_head, tell_waiting_ranks
+
+    with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
+        attempt = Attempt(
+            output_dir=args.output_dir,
+            notes=Path(notes),
+            launched=time.time() - process_age_s(),
+            started=started,
+            is_head=place.is_head,
+            env=os.environ,
+        )
+        _prepare_environment(args, attempt)
+        with _temporary_files_in(notes):
+            ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
+        with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
+            outlast_head(at, ending)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
+        tell_waiting_ranks(at, ending)
+        code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
+    print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
+    return code
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Of this process alone: torchrun makes folders for its logs, and leaves them behind (2.13)."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
+    """What the ranks inherit."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's defaults, behind the line's back
+    os.environ |= attempt.variables()
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    # After SIGTERM torchrun gives its ranks 30 s by default, less than a step and a checkpoint take.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(args.stop_s))
+    if args.output_dir is not None:
+        os.environ["GRPO_OUTPUT_DIR"] = str(args.output_dir.absolute())
+    if args.resume is not None:
+        os.environ["GRPO_RESUME"] = args.resume
+    if args.launcher == "torchrun" and args.config_file:
+        os.environ |= line.deepspeed_variables(str(Path(args.config_file).absolute()))
+
+
+def _not_started(args: argparse.Namespace, place: Place, is_mistake: bool, why: str) -> int:
+    """What follows when no launcher could be started; on the head it counts as this attempt's end."""
+    if not place.is_head or args.output_dir is None:
+        return next_attempt.FAILED if is_mistake else next_attempt.START_AGAIN
+    from grpo.ops.launch.attempt import record_no_start
+
+    return record_no_start(args.output_dir, os.environ, why, is_mistake, max_crashes=args.max_crashes)

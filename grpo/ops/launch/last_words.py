@@ -1,0 +1,60 @@
+"""What this node's launcher owes the others at its end: word to ranks that wait for its own, and patience."""
+
+import contextlib
+import socket
+import time
+from datetime import timedelta
+
+from grpo.ops.launch.agent import Ending
+from grpo.ops.launch.line import Rendezvous
+from grpo.ops.meeting.deadline import within
+
+STORE_S = 10.0
+LOOK_S = 2.0
+LONGEST_S = 6 * 3600.0  # that a model takes to be written; by then somebody else may have the port
+
+
+def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
+    """End what waits for a failed rank of this node before there is a watch (`agree_on_topology`).
+
+    Returns after `STORE_S` at the latest. On the first node there is nothing to do: the store has gone with the ranks'
+    launcher.
+    """
+    if ending.rank is None or at.node_rank == 0:
+        return
+    import torch.distributed as dist
+
+    from grpo.faults.failure import FailureRecord
+    from grpo.groups.agreement import PHASE, give_up
+
+    record = FailureRecord(
+        node=at.node_rank,
+        rank=ending.rank,
+        host=socket.gethostname(),
+        phase=PHASE,
+        cause=ending.mistake or f"rank {ending.rank} has failed: the output of its node says why",
+        can_heal=ending.mistake is None,
+    )
+
+    def tell() -> None:
+        timeout = timedelta(seconds=STORE_S)
+        store = dist.TCPStore(at.head_address, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        give_up(record, at.num_nodes * at.ranks_per_node, store)
+
+    with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it whoever waited
+        within(STORE_S, tell)
+
+
+def outlast_head(at: Rendezvous, ending: Ending) -> None:
+    """Until the first node's launcher has ended, if this one's ranks have ended well.
+
+    Rank 0 may still write a model, for longer than a scheduler lets a job's last node go on alone (`srun --wait`), and
+    than torchrun's launchers wait for each other (300 s, torch 2.13).
+    """
+    if at.node_rank == 0 or not ending.has_succeeded:
+        return
+    deadline = time.monotonic() + LONGEST_S
+    with contextlib.suppress(OSError):  # nobody holds the job's store any more
+        while time.monotonic() < deadline:
+            socket.create_connection((at.head_address, at.port), timeout=STORE_S).close()
+            time.sleep(LOOK_S)

@@ -1,0 +1,101 @@
+"""The command line that `grpo launch` becomes on one node: accelerate's, or torchrun's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+WRAPPER = "grpo.ops.launch.script"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What every rank runs."""
+
+    name: str
+    """A file, or with `is_module` a module."""
+    arguments: tuple[str, ...]
+    is_module: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        return ["-m", WRAPPER, *(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where this node's launcher finds the others."""
+
+    num_nodes: int
+    node_rank: int
+    head_address: str
+    port: int
+    ranks_per_node: int
+
+
+def own_file(*, on_gpus: bool) -> str:
+    """For a job that names none: ZeRO-3. Without a file accelerate would read the user's default one."""
+    return str(files("grpo") / "ops" / "init" / "files" / "configs" / ("1node.yaml" if on_gpus else "cpu.yaml"))
+
+
+def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list[str]:
+    """`accelerate launch …` for this node; what it fills in goes before what the file says."""
+    words = ["accelerate", "launch", "--config_file", config_file]
+    words += ["--num_machines", str(at.num_nodes), "--num_processes", str(at.num_nodes * at.ranks_per_node)]
+    words += ["--machine_rank", str(at.node_rank), "--main_process_port", str(at.port)]
+    if at.num_nodes > 1:
+        # The default, pdsh, starts the other nodes by itself and over ssh.
+        words += ["--main_process_ip", at.head_address, "--deepspeed_multinode_launcher", "standard"]
+    return [*words, *script.words]
+
+
+def torchrun_line(script: Script, at: Rendezvous) -> list[str]:
+    """`torchrun …` for this node."""
+    words = ["torchrun", "--nnodes", str(at.num_nodes), "--nproc_per_node", str(at.ranks_per_node)]
+    words += ["--node_rank", str(at.node_rank), "--master_addr", at.head_address, "--master_port", str(at.port)]
+    return [*words, *script.words]
+
+
+def deepspeed_variables(config_file: str) -> dict[str, str]:
+    """By which transformers takes a DeepSpeed file under torchrun; accelerate's launcher sets the same ones (1.15)."""
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": config_file,
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    }
+
+
+def replaced(file: Mapping[str, Any], at: Rendezvous) -> list[str]:
+    """What the file says of machines and addresses, where this job has other values: `num_machines: 4`."""
+    here = {
+        "num_machines": at.num_nodes,
+        "num_processes": at.num_nodes * at.ranks_per_node,
+        "machine_rank": at.node_rank,
+        "main_process_ip": at.head_address,
+        "main_process_port": at.port,
+    }
+    # The files in configs/ say in the place of a rank and an address that `grpo launch` fills them in.
+    given = {name: value for name, value in file.items() if " " not in str(value)}
+    return [f"{name}: {given[name]}" for name, value in here.items() if given.get(name) not in (None, value)]
+
+
+def check_file(file: Mapping[str, Any], name: str, *, launcher: str, processes: int) -> None:
+    """Raises ValueError for a file that is the other launcher's, or that would start something else."""
+    is_accelerates = "distributed_type" in file or "compute_environment" in file
+    if launcher == "torchrun" and is_accelerates:
+        raise ValueError(
+            f"{name} is a file of accelerate's; torchrun takes DeepSpeed's, such as configs/zero3.json: give that, or "
+            "leave --launcher torchrun out"
+        )
+    if launcher == "accelerate" and not is_accelerates:
+        raise ValueError(
+            f"{name} has no distributed_type: it is no file of accelerate's (configs/1node.yaml is one); DeepSpeed's "
+            "goes with --launcher torchrun"
+        )
+    kind = str(file.get("distributed_type")).upper()
+    if launcher == "accelerate" and kind in ("NO", "FALSE", "MULTI_CPU"):  # NO without quotes is YAML's false
+        raise ValueError(
+            f"{name} has distributed_type: {file['distributed_type']}, by which accelerate starts one process that "
+            f"knows no others and hears no signals; this job has {processes}: write DEEPSPEED (as configs/1node.yaml "
+            "and configs/cpu.yaml do) or MULTI_GPU, or take --launcher torchrun"
+        )

@@ -1,0 +1,136 @@
+"""Which nodes of a Slurm job are lost, while an attempt runs on some of them and when it has ended badly.
+
+    python -m grpo.ops.launch.lost_nodes OUTPUT_DIR --job 17 --attempt 0 --srun PID --nodes a,b,c,d,e --used 4
+
+In the job's batch script, beside the attempt's srun. A node is lost if Slurm cannot run `true` on it, or if the
+attempt's record says that it has not been heard of: its network may be gone where Slurm still reaches it. An attempt
+that fails for another reason finds all nodes well. An srun that would wait for a lost node is ended. Prints the names
+of the lost nodes, one a line. Needs nothing but Python and srun.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from grpo.ops.launch.next_attempt import State, read_state
+
+POLL_S = 2.0
+GRACE_S = 5.0  # for the other nodes' ranks, which end by themselves once the job has failed; then as long as a probe
+PROBE_S = 15.0  # srun itself gives up on a node after 10 s by default (MessageTimeout)
+SRUN_END_S = 5.0
+_SILENT = re.compile(
+    r"node (\d+) \([^)]*\), rank \d+, phase '[^']*': the node has not been heard of"
+)  # `FailureRecord`
+
+
+def silent_node(state: State | None) -> int | None:
+    """The node, counted as `grpo launch` counts them, that the attempt's record misses."""
+    found = _SILENT.search(str(state.get("why"))) if state and state["state"] == "failed" else None
+    return int(found[1]) if found else None
+
+
+def probe(nodes: Sequence[str]) -> set[str]:
+    """Those of `nodes` on which Slurm cannot run a step of this job within `PROBE_S`."""
+    options = ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--quiet"]
+    probes = {
+        node: subprocess.Popen(
+            ["srun", *options, f"--nodelist={node}", "--output=/dev/null", "--error=/dev/null", "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for node in nodes
+    }
+    lost, deadline = set(), time.monotonic() + PROBE_S
+    for node, process in probes.items():
+        try:
+            if process.wait(max(0.0, deadline - time.monotonic())):
+                lost.add(node)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            lost.add(node)
+    return lost
+
+
+def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: str) -> list[str]:
+    """The lost ones of the job's nodes, of which the attempt runs on the first `used`.
+
+    Args:
+        here: this node. If Slurm runs nothing here either, it is Slurm that does not answer, and no node is lost.
+    """
+    lost = probe(nodes)
+    if here in lost:
+        lost = set()
+    silent = silent_node(state)
+    if silent is not None and silent < used and nodes[silent] != here:
+        lost.add(nodes[silent])
+    return [node for node in nodes if node in lost]
+
+
+def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | None], list[str]]) -> list[str]:
+    """The nodes that an attempt has lost; waits for the end of its srun, or ends it where it waits for a lost node.
+
+    Args:
+        srun: pid.
+        state: how the attempt has ended, None while it has not.
+        find: `lost_nodes`; called when the attempt has failed, and when srun has ended without one that has finished.
+    """
+    pidfd: int | None = None
+    has_failed_since, has_looked = None, False
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        pidfd = os.pidfd_open(srun)
+    while pidfd is not None and not select.select([pidfd], [], [], POLL_S)[0]:
+        ended = state()
+        if has_looked or ended is None or ended["state"] != "failed" or not _may_be_a_nodes_fault(ended):
+            continue
+        has_failed_since = has_failed_since or time.monotonic()
+        if time.monotonic() - has_failed_since < GRACE_S:
+            continue
+        has_looked = True
+        if lost := find(ended):
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            if not select.select([pidfd], [], [], SRUN_END_S)[0]:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return lost
+    ended = state()
+    return find(ended) if _may_be_a_nodes_fault(ended) else []
+
+
+def _may_be_a_nodes_fault(ended: State | None) -> bool:
+    return ended is None or (ended["state"] != "finished" and bool(ended.get("can_heal", True)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
+    parser.add_argument("--attempt", required=True, help="GRPO_ATTEMPT of the attempt")
+    parser.add_argument("--srun", required=True, type=int, metavar="PID", help="of the attempt")
+    parser.add_argument("--nodes", required=True, help="of the job, with commas between them; this one is the first")
+    parser.add_argument("--used", required=True, type=int, metavar="N", help="the attempt runs on the first N of them")
+    args = parser.parse_args(argv)
+    nodes = args.nodes.split(",")
+    name = (args.job, args.attempt)
+
+    def state() -> State | None:
+        return read_state(args.output_dir, lambda each: (str(each.get("job")), str(each.get("attempt"))) == name)
+
+    def find(ended: State | None) -> list[str]:
+        return lost_nodes(ended, nodes, used=args.used, here=nodes[0])
+
+    for node in watch(args.srun, state, find):
+        print(node)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

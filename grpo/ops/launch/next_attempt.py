@@ -1,0 +1,187 @@
+"""What follows an attempt that has ended: nothing, another attempt, or a failure that another attempt cannot mend.
+
+    python -m grpo.ops.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0 --max_crashes 3
+
+Reads what rank 0 has left in OUTPUT_DIR/run_state.json, prints one line and exits with
+
+    0    it has finished, or a person has stopped it
+    85   start again: training resumes from the newest complete checkpoint
+    1    it has failed, and starting again would not help; or, with --failed, it has finished and failed after that
+
+An attempt that did not say how it ended has died without a word; that is a crash which another attempt may mend.
+Crashes are counted in OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed, each attempt's once: whoever
+asks a second time gets the same answer. Needs nothing but Python.
+"""
+
+import argparse
+import contextlib
+import errno
+import glob
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED, START_AGAIN = 0, 1, 85
+INTERRUPTED = 130  # by a person at the launcher; as shells say it
+
+ENDED = ("finished", "stopped", "failed")
+
+_NEVER_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+State = dict[str, Any]
+"""What `run_state.json` holds."""
+
+
+def read_state(
+    output_dir: Path, is_own: Callable[[State], bool], *, states: Sequence[str] = ENDED, wait_s: float = 0.0
+) -> State | None:
+    """How an attempt's rank 0 said that it ended; None if it has not said so within `wait_s`.
+
+    Args:
+        is_own: whether a state is that attempt's.
+        states: which are waited for.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            state = json.loads((output_dir / "run_state.json").read_text())
+        except (OSError, ValueError):  # not there, being replaced, or on a file system that does not answer now
+            state = {}
+        if is_own(state) and state.get("state") in states:
+            return state
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.5)
+
+
+def newest_checkpoint(output_dir: Path) -> int:
+    """Step of the newest complete checkpoint; -1 without one."""
+    found = [re.fullmatch(r"checkpoint-(\d+)", path.parent.name) for path in output_dir.glob("*/complete.json")]
+    return max((int(match[1]) for match in found if match), default=-1)
+
+
+def count_crash(record: Path, newest: int, attempt: str, *, limit: int) -> int:
+    """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before;
+    `limit` where they cannot be counted, now or later: such a job would be started again without end."""
+    before: State = {"crashes": 0, "checkpoint": -1, "attempt": None}
+    with contextlib.suppress(OSError, ValueError):  # none; or empty, where a machine has lost its power
+        before |= json.loads(record.read_text())
+    if before["attempt"] == attempt:
+        return int(before["crashes"])
+    crashes = 0 if newest > before["checkpoint"] else before["crashes"] + 1
+    try:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # of an attempt that died before it had a folder
+        written = record.with_suffix(".new")
+        written.write_text(json.dumps({"crashes": crashes, "checkpoint": newest, "attempt": attempt}) + "\n")
+        written.replace(record)
+    except OSError as error:
+        print(f"this crash cannot be counted in {record}: {error}", file=sys.stderr, flush=True)
+        if error.errno in _NEVER_WRITABLE:
+            return limit
+        if error.errno in _FULL:  # which may be why the attempt has failed, and may end
+            return _count_by_name(record, newest, attempt, crashes, limit=limit)
+    return crashes
+
+
+def _count_by_name(record: Path, newest: int, attempt: str, crashes: int, *, limit: int) -> int:
+    """`crashes` and those before it of which a full disk has taken no more than an empty file's name."""
+    name = f"{record.name}.full.{newest}."
+    try:
+        (record.parent / f"{name}{attempt}").touch()
+    except OSError:
+        return limit
+    return crashes - 1 + len(list(record.parent.glob(f"{glob.escape(name)}*")))
+
+
+def _forget_crashes(record: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in (record, *record.parent.glob(f"{glob.escape(record.name)}.full.*")):
+            path.unlink(missing_ok=True)
+
+
+def conclude(
+    output_dir: Path,
+    state: State | None,
+    *,
+    job: str,
+    attempt: str,
+    max_crashes: int,
+    follow: bool = False,
+    has_failed: bool = False,
+    is_terminated: bool = False,
+) -> tuple[int, str]:
+    """The exit code, and why.
+
+    Args:
+        state: how the attempt said that it ended.
+        attempt: what tells it from the job's others.
+        follow: another node counts the crashes: start again after any.
+        has_failed: whether a launcher has ended with an error.
+        is_terminated: whether that was a SIGTERM.
+    """
+    record = output_dir / f"crashes.{job}.json"
+    crashes = 0
+    if not follow and (state is None or state["state"] == "failed"):
+        crashes = count_crash(record, newest_checkpoint(output_dir), attempt, limit=max_crashes)
+    elif not follow:
+        _forget_crashes(record)
+    return decide(state, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
+
+
+def decide(
+    state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False, is_terminated: bool = False
+) -> tuple[int, str]:
+    """The exit code, and why. `crashes` counts this attempt, if it was one; the rest is its launcher's end."""
+    if state is None:
+        how = "died without a word"
+    else:
+        why, step = state.get("why") or "no reason given", state.get("step")
+        match state:
+            case {"state": "finished"} if is_terminated:  # while the script saved its model, say
+                return START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"
+            case {"state": "finished"} if has_failed:
+                return FAILED, "training has finished, but the script failed after it"
+            case {"state": "finished"}:
+                return DONE, "training has finished"
+            case {"state": "stopped", "requeue": True}:
+                return START_AGAIN, f"stopped after step {step} to go on later: {why}"
+            case {"state": "stopped"}:
+                return DONE, f"stopped after step {step}: {why}"
+            case {"can_heal": False}:
+                return FAILED, f"failed, and starting again would not help: {why}"
+        how = f"failed: {why}"
+    counted = f"crash {crashes} of {max_crashes} in a row without a newer complete checkpoint"
+    if crashes >= max_crashes:
+        return FAILED, f"{how} ({counted})"
+    return START_AGAIN, f"{how} ({counted})" if crashes else how
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
+    parser.add_argument("--attempt", required=True, type=int, help="GRPO_ATTEMPT of the attempt")
+    parser.add_argument("--failed", action="store_true", help="a node's launcher has ended with an error")
+    parser.add_argument("--max_crashes", type=int, default=3, help="crashes in a row without a newer checkpoint")
+    args = parser.parse_args(argv)
+    name = (args.job, str(args.attempt))
+    state = read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
+    code, why = conclude(
+        args.output_dir,
+        state,
+        job=args.job,
+        attempt=name[1],
+        max_crashes=args.max_crashes,
+        has_failed=args.failed,
+    )
+    print(f"job {args.job}, attempt {args.attempt}: {why}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Which nodes are expected, which one this is, and where they meet."""
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo.ops.meeting.addresses import is_local_address
+from grpo.ops.meeting.schedulers import Told, expand_hostlist, read_scheduler
+
+JOIN_TIMEOUT_S = 60.0
+POD_JOIN_TIMEOUT_S = 900.0  # pods of a job are scheduled, and pull their images, minutes apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This node among the expected ones."""
+
+    nodes: tuple[str, ...]
+    """All expected names, the head first."""
+    node: str
+    """This one's name."""
+    head_address: str
+    """Host name or IP address under which the others reach the head."""
+    port: int
+    """Of the store on the head."""
+    told_port: int | None = None
+    """The port that the scheduler has named for the job's own process group."""
+    command: str
+    """What is started on each of them, for messages: `grpo doctor`."""
+
+    @property
+    def head(self) -> str:
+        return self.nodes[0]
+
+    @property
+    def is_head(self) -> bool:
+        return self.node == self.head
+
+
+def read_hostfile(path: Path) -> list[str]:
+    """The first word of each line, without comments: also MPI's `host slots=8`."""
+    lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
+    return [host for words in lines if words for host in expand_hostlist(words[0])]
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *, default_port: int, join_timeout_s: float = JOIN_TIMEOUT_S
+) -> None:
+    """The options by which a command is told which nodes to expect; `find_place` reads them."""
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    nodes = parser.add_argument_group("which nodes", "by default what the scheduler says, or this machine alone")
+    nodes.add_argument("--nodes", metavar="A,B,C", help="expected nodes, the head first; Slurm's n[1-4] is understood")
+    nodes.add_argument(
+        "--hostfile", "--nodes-file", dest="nodes_file", type=Path, metavar="FILE", help="the same, one host per line"
+    )
+    nodes.add_argument(
+        "--node-rank", type=int, metavar="K", help="which of them this is, from 0; default: by host name"
+    )
+    nodes.add_argument("--node-name", metavar="NAME", help="the same by name")
+    nodes.add_argument("--head", metavar="ADDRESS", help="where the others reach the head; default: its name")
+    nodes.add_argument("--port", type=int, default=default_port, help="where the nodes meet (default: %(default)s)")
+    nodes.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=POD_JOIN_TIMEOUT_S if in_pod else join_timeout_s,
+        help=f"from the first node that is up (default: {join_timeout_s:.0f}; on Kubernetes {POD_JOIN_TIMEOUT_S:.0f})",
+    )
+
+
+def find_place(
+    args: argparse.Namespace,
+    env: Mapping[str, str],
+    *,
+    command: str,
+    hostname: str | None = None,
+    is_local: Callable[[str], bool] = is_local_address,
+) -> Place:
+    """This node's place, from the command line or else from the scheduler; a machine without either is alone.
+
+    Args:
+        args: what the options of `add_arguments` were parsed into.
+
+    Raises:
+        ValueError: the options contradict each other, or none of the expected names is this machine's.
+        OSError: the file of the nodes cannot be read.
+    """
+    hostname = socket.gethostname() if hostname is None else hostname
+    expected, told = _expected(args, env, hostname)
+    name, rank = args.node_name, args.node_rank
+    if name is None and rank is None and told is not None:
+        name, rank = told.name, told.rank
+    if name is None:
+        name = _name_of_rank(rank, expected) if rank is not None else _own_name(hostname, expected, is_local, command)
+    if name not in expected:
+        raise ValueError(f"--node-name {name} is none of the expected nodes {', '.join(expected)}")
+    if args.head in expected:  # that node holds the store; any other value is the address of the first
+        expected.insert(0, expected.pop(expected.index(args.head)))
+    return Place(
+        nodes=tuple(expected),
+        node=name,
+        head_address=args.head or (told and told.head_address) or expected[0],
+        port=args.port,
+        told_port=told.port if told else None,
+        command=command,
+    )
+
+
+def _expected(args: argparse.Namespace, env: Mapping[str, str], hostname: str) -> tuple[list[str], Told | None]:
+    """The expected names, and what the scheduler has told, where it has told them."""
+    told = None
+    if args.nodes is not None and args.nodes_file is not None:
+        raise ValueError("--nodes and --hostfile both say which nodes to expect: give one of them")
+    if args.nodes is not None:
+        expected = expand_hostlist(args.nodes)
+    elif args.nodes_file is not None:
+        expected = read_hostfile(args.nodes_file)
+    elif told := read_scheduler(env, hostname):
+        expected = list(told.nodes)
+    else:
+        expected = [args.node_name or hostname]
+    if not expected:
+        raise ValueError(f"{args.nodes_file or '--nodes'} names no node: give the host names, e.g. --nodes a,b,c")
+    if repeated := sorted({name for name in expected if expected.count(name) > 1}):
+        raise ValueError(f"{', '.join(repeated)} stands twice among the expected nodes: name every node once")
+    return expected, told
+
+
+def _name_of_rank(rank: int, expected: Sequence[str]) -> str:
+    if not 0 <= rank < len(expected):
+        raise ValueError(
+            f"node rank {rank} is outside 0 .. {len(expected) - 1}, the {len(expected)} expected nodes: ranks count "
+            "from 0, in the order of the list"
+        )
+    return expected[rank]
+
+
+def _own_name(hostname: str, expected: Sequence[str], is_local: Callable[[str], bool], command: str) -> str:
+    """The one that means this machine: by the whole host name, its first part, or an own address."""
+    short = hostname.partition(".")[0]
+    matches = (
+        [name for name in expected if name == hostname]
+        or [name for name in expected if name.partition(".")[0] == short and not name[0].isdigit()]
+        or [name for name in expected if is_local(name)]
+    )
+    if len(matches) == 1:
+        return matches[0]
+    found = f"the expected nodes {', '.join(matches)} all are" if matches else f"none of {', '.join(expected)} is"
+    raise ValueError(
+        f"{found} this machine ({hostname}): say which one it is with --node-name or --node-rank; inside a Slurm job, "
+        f"start one process per node: srun --ntasks-per-node=1 {command}"
+    )

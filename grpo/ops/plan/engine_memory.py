@@ -1,0 +1,115 @@
+"""Estimates of an engine's GPU memory.
+
+KV cache as vLLM lays it out: two vectors per token, layer and key-value head, in blocks of 16 tokens
+(https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager.html for layers that slide).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.config.models import CPU_KV_CACHE_BYTES
+from grpo.ops.plan.memory_budget import GIB
+from grpo.ops.plan.model_shape import ModelShape
+
+KV_BLOCK_TOKENS = 16
+ENGINE_OVERHEAD_BYTES = 3 * GIB  # an allowance, not measured: CUDA's context and graphs, NCCL, one batch's activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """One GPU of an engine (on a machine without GPUs: one worker), and what fits into its KV cache."""
+
+    capacity_bytes: int | None
+    """Of the GPU; None without GPUs."""
+    budget_bytes: int | None
+    """`vllm_gpu_memory_utilization` of it."""
+    weights_bytes: int
+    adapters_bytes: int
+    """Room for LoRA adapters, and the one that came; 0 where they are merged."""
+    overhead_bytes: int
+    kv_cache_bytes: int
+    """What is left, or what was asked for; negative when nothing is left."""
+    kv_bytes_per_token: int
+    """While a sequence is shorter than every window."""
+    kv_bytes_per_sequence: int
+    """At `sequence_tokens`, in whole blocks."""
+    sequence_tokens: int
+    sequences_at_once: int
+    """Full-length sequences whose keys and values fit at once."""
+    max_num_seqs: int
+    """vLLM's own limit of sequences at once."""
+
+
+def engine_memory(
+    shape: ModelShape,
+    *,
+    tensor_parallel_size: int,
+    dtype_bytes: int,
+    sequence_tokens: int,
+    utilization: float,
+    capacity_bytes: int | None,
+    engine_kwargs: dict[str, Any],
+    adapters_bytes: int = 0,
+) -> EngineMemory:
+    """What vLLM would give to its KV cache: its share of the GPU, less weights, adapters and overhead.
+
+    Args:
+        capacity_bytes: of one GPU; None without GPUs.
+        engine_kwargs: `vllm_engine_kwargs`.
+        adapters_bytes: on each GPU, whatever their number.
+    """
+    fp8 = str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8")
+    per_layer = _kv_elements(shape, tensor_parallel_size) * (1 if fp8 else dtype_bytes)
+    per_sequence = sum(
+        layers * _blocks(sequence_tokens if window is None else min(window, sequence_tokens)) * per_layer
+        for window, layers in shape.kv_windows
+    )
+    weights = -(-shape.num_parameters * dtype_bytes // tensor_parallel_size)
+    overhead = 0 if capacity_bytes is None else ENGINE_OVERHEAD_BYTES
+    budget = None if capacity_bytes is None else int(capacity_bytes * utilization)
+    kv_cache = engine_kwargs.get("kv_cache_memory_bytes")
+    if kv_cache is None:
+        kv_cache = CPU_KV_CACHE_BYTES if budget is None else budget - weights - adapters_bytes - overhead
+    return EngineMemory(
+        capacity_bytes=capacity_bytes,
+        budget_bytes=budget,
+        weights_bytes=weights,
+        adapters_bytes=adapters_bytes,
+        overhead_bytes=overhead,
+        kv_cache_bytes=kv_cache,
+        kv_bytes_per_token=per_layer * sum(layers for _, layers in shape.kv_windows),
+        kv_bytes_per_sequence=per_sequence,
+        sequence_tokens=sequence_tokens,
+        sequences_at_once=max(0, kv_cache) // per_sequence if per_sequence else 0,
+        max_num_seqs=engine_kwargs.get("max_num_seqs") or default_max_num_seqs(capacity_bytes, tensor_parallel_size),
+    )
+
+
+def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int) -> int:
+    """vLLM's own limit of sequences at once, for the offline use that our engines say they are for (0.31).
+
+    Of GPUs with 70 GiB and more it makes an exception for the A100, whose name a plan does not know: 256.
+    """
+    if capacity_bytes is None:
+        return 256 * tensor_parallel_size
+    return 1024 if capacity_bytes >= 70 * GIB else 256
+
+
+def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int, num_gpus: int) -> list[int]:
+    """Powers of two that split the model's heads, leave a GPU room for its share of the weights, and one of the node's
+    GPUs to a rank."""
+    sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0 and 2**power < num_gpus]
+    room = budget_bytes - ENGINE_OVERHEAD_BYTES
+    return [size for size in sizes if model_bytes / size < room]
+
+
+def _kv_elements(shape: ModelShape, tensor_parallel_size: int) -> int:
+    """Of a layer and token on one GPU: keys and values are split by head; heads are copied when GPUs outnumber them."""
+    if shape.latent_kv_elements is not None:
+        return shape.latent_kv_elements
+    return 2 * max(1, shape.key_value_heads // tensor_parallel_size) * shape.head_dim
+
+
+def _blocks(tokens: int) -> int:
+    """Tokens, rounded up to whole blocks."""
+    return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

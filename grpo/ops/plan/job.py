@@ -1,0 +1,161 @@
+"""A job as its files describe it, read on a machine that is not part of it: nothing is started, no group is joined."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.ops.train.arguments import Arguments, parse_arguments
+from grpo.place.files import read_settings
+from grpo.place.launch import accelerate_request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What accelerate, or torchrun, will be asked for."""
+
+    num_processes: int
+    """Training processes of all nodes."""
+    num_machines: int
+    use_cpu: bool = False
+    mixed_precision: str = "no"
+    """'no', 'bf16' or 'fp16'."""
+    zero_optimization: dict[str, Any] | None = None
+    """DeepSpeed's section of that name; None when the launcher brings no DeepSpeed."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_processes // self.num_machines
+
+
+def read_launcher(config_file: str | None, num_processes: int | None, num_machines: int | None) -> Launcher:
+    """The accelerate file with the flags that go before it; without a file, torchrun's numbers.
+
+    Raises ValueError for a file that accelerate would refuse and for numbers that are missing.
+    """
+    if config_file is None:
+        if num_processes is None:
+            raise ValueError("there is nothing to plan: give --config_file FILE (accelerate's), or --num_processes N")
+        return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    read_settings(config_file, "--config_file")  # in one line what is wrong with it
+    config = load_config_from_file(config_file)
+    if not isinstance(config, ClusterConfig):
+        raise ValueError(f"--config_file {config_file} is for {config.compute_environment}: only clusters are planned")
+    if config.distributed_type == "FSDP":
+        raise ValueError(
+            f"--config_file {config_file} has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one "
+            "process: take configs/1node.yaml or configs/4node.yaml as a start"
+        )
+    flags = {"--num_processes": num_processes, "--num_machines": num_machines}
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    processes, machines = accelerate_request(["accelerate", "launch", "--config_file", config_file, *words, "train.py"])
+    if processes is None or processes < 1 or machines is None or machines < 1:
+        raise ValueError(f"--config_file {config_file} leaves num_processes or num_machines open: write both into it")
+    zero = _zero_optimization(config.deepspeed_config) if config.distributed_type == "DEEPSPEED" else None
+    return Launcher(
+        num_processes=processes,
+        num_machines=machines,
+        use_cpu=bool(config.use_cpu),
+        mixed_precision=str(config.mixed_precision or "no"),
+        zero_optimization=zero,
+    )
+
+
+def _zero_optimization(deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+    """As accelerate's plugin builds it; what it leaves out is DeepSpeed's default."""
+    if file := deepspeed_config.get("deepspeed_config_file"):
+        return read_deepspeed(file)
+    return {
+        "stage": int(deepspeed_config.get("zero_stage", 2)),
+        "offload_optimizer": {"device": deepspeed_config.get("offload_optimizer_device", "none")},
+        "offload_param": {"device": deepspeed_config.get("offload_param_device", "none")},
+    }
+
+
+def zero_of(launcher: Launcher, training: "PlannedConfig") -> dict[str, Any]:
+    """DeepSpeed's `zero_optimization`: the launcher's, else the training file's.
+
+    Raises:
+        ValueError: its file cannot be read.
+    """
+    zero = launcher.zero_optimization
+    if zero is None and training.deepspeed_file is not None:
+        zero = read_deepspeed(training.deepspeed_file)
+    return zero or {"stage": 0}
+
+
+def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
+    """The `zero_optimization` section of a DeepSpeed configuration, which is a file or what stands in one."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the DeepSpeed configuration {config} cannot be read: {error}") from None
+    assert isinstance(config, dict)
+    return config.get("zero_optimization") or {"stage": 0}
+
+
+class PlannedConfig(GRPOConfig):
+    """`GRPOConfig` as it will be on a rank of the job, with all its checks; what it refuses is kept, not raised.
+
+    The number of ranks is told and not asked of a process group, and no accelerator is looked for.
+    """
+
+    planned_world_size = 1
+    """Set on a subclass by `read_training`."""
+    planned_precision = "no"
+    """The launcher's `mixed_precision`, which counts where bf16 and fp16 are off."""
+    refusal: str | None = None
+    """Why the trainer would stop at start; fields that are worked out may then be missing."""
+    deepspeed_file: "str | dict[str, Any] | None" = None
+    """What `--deepspeed` names. Loading it would switch ZeRO-3 on in this process."""
+
+    def __post_init__(self) -> None:
+        self.deepspeed_file = vars(self)["deepspeed"]
+        self.deepspeed = None
+        use_cpu, self.use_cpu = self.use_cpu, True
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            self.refusal = str(error)
+        self.use_cpu = use_cpu
+        if not (self.bf16 or self.fp16):
+            self.mixed_precision = self.planned_precision
+
+    @property
+    def world_size(self) -> int:
+        return self.planned_world_size
+
+    @property
+    def num_ranks(self) -> int:
+        return self.planned_world_size
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        self.distributed_state, self._n_gpu = None, 0
+        return torch.device("cpu")
+
+
+def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) -> Arguments:
+    """What `train.py --config CONFIG FLAGS` would be given; `training` is a `PlannedConfig`.
+
+    Without a model these are the demo's settings, as `train.py` has it. Raises ValueError for keys and flags that do
+    not exist and for a file that cannot be read.
+    """
+
+    class ConfigOfThisJob(PlannedConfig):
+        planned_world_size = launcher.num_processes
+        planned_precision = launcher.mixed_precision
+
+    argv = [*(["--config", config] if config is not None else []), *flags]
+    arguments = parse_arguments(argv, config_type=ConfigOfThisJob, world_size=launcher.num_processes)
+    model, training = arguments.model, arguments.training
+    init_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
+    training.model_init_kwargs = {**init_kwargs, **(training.model_init_kwargs or {})}
+    return arguments

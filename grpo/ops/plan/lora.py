@@ -1,0 +1,69 @@
+"""A model with LoRA adapters as a plan counts it: wrapped by PEFT without its weights, as a trainer's start sees it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.ops.plan.model_shape import meta_model
+from grpo.preflight.lora import LoraChoice, choose_way, wrapped_without_weights
+
+if TYPE_CHECKING:
+    from grpo.weights.adapters import Lora  # needs PEFT
+
+MERGE_BYTES = 16  # of an element: weight, change, scaled change and their sum, in float32 (`LayerAdapter.merged`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLora:
+    """A model with adapters, without its weights."""
+
+    choice: LoraChoice
+    wrapped: Any
+    """PEFT's model."""
+
+    @property
+    def adapters(self) -> "Lora":
+        """As a push sees them."""
+        from grpo.weights.adapters import Lora
+
+        return Lora(self.wrapped, merges=self.choice.way == "merge")
+
+    @property
+    def engine_elements(self) -> int:
+        """Of an engine's slot, and of the adapter as it came, which vLLM keeps beside it (0.31); 0 where it has none.
+
+        Counted whole for each GPU of an engine: of a layer's two matrices tensor parallelism cuts one, and which one
+        depends on the layer.
+        """
+        if self.choice.way == "merge":
+            return 0
+        slot_rank = self.choice.slot.engine_args["max_lora_rank"]
+        return sum((wide + tall) * (rank + slot_rank) for wide, tall, rank in self._sizes())
+
+    @property
+    def merge_bytes(self) -> int:
+        """While one adapter is merged into its weight, the largest; 0 where none is."""
+        if self.choice.way == "adapter":
+            return 0
+        return MERGE_BYTES * max(wide * tall for wide, tall, _ in self._sizes())
+
+    def _sizes(self) -> list[tuple[int, int, int]]:
+        """(in, out, rank) of each adapted layer."""
+        matrices = [[part for part in layer.parts.values() if part.dim() == 2] for layer in self.adapters.layers()]
+        return [(down.shape[1], up.shape[0], down.shape[0]) for down, up in matrices]
+
+
+def planned_lora(peft_config: Any, args: GRPOConfig, config: Any, dtype: torch.dtype, *, has_gpus: bool) -> PlannedLora:
+    """What `peft_config`, which `check_lora` has passed, makes of the model that `config` describes.
+
+    Args:
+        dtype: the engine's.
+
+    Raises:
+        ValueError: as `choose_way`.
+    """
+    wrapped = wrapped_without_weights(meta_model(config, trust_remote_code=args.trust_remote_code), peft_config)
+    choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus)
+    return PlannedLora(choice=choice, wrapped=wrapped)

@@ -1,0 +1,165 @@
+"""Estimates of what a training rank holds beside ZeRO's states: activations, logits, and all of it added up.
+
+Activations follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(https://arxiv.org/abs/2205.05198), counted again for what transformers' layers keep; a test compares
+them with autograd.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from grpo.ops.plan.memory_budget import GIB, Budget, Line, Phase, make_budget, readable, short_count
+from grpo.ops.plan.model_shape import LayerShape, ModelShape
+from grpo.ops.plan.zero_memory import MASTER_BYTES, Sharding, base_of, buffer_lines, gather_lines, states_of, step_lines
+
+CUDA_CONTEXT_BYTES = 2 * GIB  # an allowance, not measured: CUDA's context, NCCL's buffers, fragmentation
+
+# Tiles of TRL's fused language head (trl/kernels/chunked_logprob.py, 1.16): tokens, and columns of the vocabulary.
+HEAD_TILE_TOKENS = 4096
+HEAD_TILE_COLUMNS = 32768
+
+PASS: Phase = "forward and backward"
+# Of that phase, held one after the other: while the head's gradient is computed, and the layers'.
+AT_THE_HEAD = ("logits",)
+AT_THE_LAYERS = ("recomputed_layer", "layer_gradients", "reduce_copy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What a rank computes in one forward and backward."""
+
+    sequences: int
+    sequence_tokens: int
+    """Of each: prompt and completion at their full length."""
+    completion_tokens: int
+    """Of them those whose log-probabilities are computed."""
+    dtype_bytes: int
+    checkpointing: bool
+    """Gradient checkpointing."""
+    flash_attention: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence_tokens
+
+
+def saved_bytes_per_token(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
+    """What one decoder layer keeps per token for its backward, without checkpointing.
+
+    - a norm: its input in float32, the normalised value, if its weight is trained, and the result: 4 + 2 e per element;
+    - attention: queries, keys, values and result, e each, and a float32 log-sum per head. With padding, transformers
+      repeats keys and values for grouped heads, and every layer keeps a mask of the sequence's square; flash attention
+      does neither;
+    - the MLP or the experts (`LayerShape.mlp_elements`), e per element;
+    - LoRA: what is between its two matrices, e per rank. The adapters keep what frozen weights would not: their input.
+      Where they are on some layers alone, this is more than is kept.
+    """
+    is_trained = layer.adapter_ranks is None
+    query = shape.attention_heads * shape.head_dim
+    key = shape.key_value_heads * shape.head_dim if batch.flash_attention else query
+    mask = 0 if batch.flash_attention else batch.sequence_tokens
+    norms = (4 + (2 if is_trained else 1) * batch.dtype_bytes) * layer.norm_elements
+    attention = batch.dtype_bytes * (2 * query + 2 * key + mask) + 4 * shape.attention_heads
+    return norms + attention + batch.dtype_bytes * (layer.mlp_elements + (layer.adapter_ranks or 0))
+
+
+def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+    """Activations of one micro-batch with and without gradient checkpointing; the one that is not used is not counted.
+
+    With checkpointing each layer keeps its input, and one layer at a time is computed again (section 5 of the paper).
+    """
+    element, tokens, layers = batch.dtype_bytes, batch.tokens, shape.num_layers
+    per_token = [saved_bytes_per_token(shape, layer, batch) for layer in shape.layers]
+    inputs = layers * shape.hidden_size * element
+    largest = max(per_token)
+    gradients = max(layer.mlp_elements for layer in shape.layers) // 2 * element
+    whole = sum(layer.count * saved for layer, saved in zip(shape.layers, per_token, strict=True))
+    lines = [
+        ("activations_checkpointed", "activations with gradient checkpointing", inputs, f"of {layers} layers' inputs"),
+        ("recomputed_layer", "one layer, computed again", largest, ""),
+        ("layer_gradients", "gradients inside one layer", gradients, "of two factors in its MLP"),
+        ("activations", "activations without gradient checkpointing", whole, f"of {layers} layers"),
+    ]
+    not_held = ("activations",) if batch.checkpointing else ("activations_checkpointed", "recomputed_layer")
+    return [
+        Line(
+            key,
+            what,
+            PASS,
+            tokens * each,
+            f"{short_count(tokens)} tokens x {readable(each)} {how}".rstrip(),
+            counted=key not in not_held,
+        )
+        for key, what, each, how in lines
+    ]
+
+
+def head_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+    """TRL's fused language head: it never holds all logits, but gradients of the head in float32, and a copy of them.
+
+    While it works: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's.
+    What it leaves to the layers' backward is the head's gradient in the dtype of training, which in float32 is no copy.
+    A frozen head has no gradient there either (`needs_input_grad` in `ChunkedLogProbFunction`, TRL 1.16).
+    """
+    tokens, element = batch.sequences * batch.completion_tokens, batch.dtype_bytes
+    copy_bytes = 0 if element == MASTER_BYTES else element
+    tile = min(tokens, HEAD_TILE_TOKENS) * HEAD_TILE_COLUMNS * element
+    hidden = tokens * shape.hidden_size * (MASTER_BYTES + element + copy_bytes)
+    elements = shape.vocab_size * shape.hidden_size if shape.trains_head else 0
+    in_float32 = elements * MASTER_BYTES if copy_bytes else 0
+    weight = f"{shape.vocab_size} x {shape.hidden_size} x {element} B"
+    how = f"a tile {readable(tile)}, {short_count(tokens)} scored tokens {readable(hidden)}"
+    how += f", the gradient {readable(in_float32)}" if in_float32 else ""
+    if not elements:
+        return [Line("logits", "logits", PASS, tile + hidden, how)]
+    return [
+        Line("head_gradient", "the language head's gradient", PASS, elements * element, weight),
+        Line("logits", "logits, and that gradient in float32", PASS, tile + hidden + in_float32, how),
+    ]
+
+
+def at_the_worst_moment(lines: Sequence[Line]) -> list[Line]:
+    """The lines of two moments of one phase, of which only those of the worse one are counted."""
+
+    def together(keys: tuple[str, ...]) -> int:
+        return sum(line.num_bytes for line in lines if line.counted and line.key in keys)
+
+    passed = AT_THE_LAYERS if together(AT_THE_HEAD) > together(AT_THE_LAYERS) else AT_THE_HEAD
+    return [replace(line, counted=False) if line.key in passed else line for line in lines]
+
+
+def training_budget(
+    shape: ModelShape,
+    sharding: Sharding,
+    batch: MicroBatch,
+    *,
+    frozen: Sequence[Line] = (),
+    push: Sequence[Line] = (),
+    gpu_bytes: int | None,
+) -> Budget:
+    """All of one rank.
+
+    Args:
+        frozen: reference and reward models.
+        push: weights on their way to the engines (`push_lines`).
+        gpu_bytes: memory of its GPU; None without one.
+    """
+    states, base = states_of(shape, sharding), base_of(shape, sharding)
+    name = f"ZeRO-{sharding.stage} states" if sharding.stage else "states"
+    lines = [
+        Line("states", name, "always", states.device_bytes, states.how),
+        *([Line("base", "the frozen base", "always", base.device_bytes, base.how)] if base is not None else []),
+        *buffer_lines(shape, sharding),
+        *frozen,
+    ]
+    if gpu_bytes is not None:
+        how = "an allowance: context, NCCL, fragmentation"
+        lines.append(Line("context", "CUDA context", "always", CUDA_CONTEXT_BYTES, how))
+    lines += [
+        *gather_lines(shape, sharding),
+        *activation_lines(shape, batch),
+        *head_lines(shape, batch),
+        *step_lines(shape, sharding),
+        *push,
+    ]
+    return make_budget(at_the_worst_moment(lines), gpu_bytes)

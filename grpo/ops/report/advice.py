@@ -1,0 +1,346 @@
+"""Advice: each a small function of the figures that names one option, or says nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from grpo.ops.report import shares
+from grpo.ops.report.reading import Run
+from grpo.ops.report.shares import Parts, Slowest
+from grpo.record.timeline import records
+
+CONVERSING = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
+MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to change, and why."""
+
+    setting: str
+    """Option and value, as they are written in a configuration."""
+    finding: str
+    """What was seen, in numbers: the beginning of a sentence."""
+    do: str
+    """What to do about it: its end."""
+    why: str
+    """What that changes, and what it costs."""
+    weight: float
+    """About which share of the time, or of the completions, it concerns: the largest stands first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What advice goes by."""
+
+    run: Run
+    parts: Parts
+    slowest: Slowest | None
+    wait_share: float
+    idle_share: float
+
+    def option(self, name: str, default: Any) -> Any:
+        """A setting of the last attempt that tells its own; the default where it is not known, or of another type."""
+        value = self.run.settings.arguments.get(name)
+        return value if isinstance(value, type(default)) else default
+
+    def of_topology(self, name: str, default: int) -> int:
+        value = self.run.settings.topology.get(name)
+        return value if isinstance(value, int) else default
+
+    def share(self, *phases: str) -> float:
+        return sum(self.parts.shares.get(phase, 0.0) for phase in phases)
+
+    @property
+    def node_is_slow(self) -> bool:
+        """Whether one node holds up the others: most of the time, and by much."""
+        return self.slowest is not None and self.slowest.share >= 0.5 and self.slowest.ratio >= 1.25
+
+    @property
+    def converses(self) -> bool:
+        """Whether there are tools, environments or a rollout function: nothing is sampled ahead then, or elsewhere."""
+        return any(self.option(name, False) for name in CONVERSING)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether ranks and engines wait for each other by turns, and need not."""
+        has_rows, corrects = not self.option("streams", False), self.option("vllm_importance_sampling_correction", True)
+        can = has_rows and corrects and not self.converses and self.option("generation_lookahead", 0) == 0
+        return can and min(self.wait_share, self.idle_share) >= 0.15
+
+    @property
+    def steps_between_saves(self) -> int | None:
+        """As `save_steps` has it, which may be a share of all; None where saves do not go by steps."""
+        every = self.run.settings.arguments.get("save_steps", 500)
+        if self.option("save_strategy", "steps") != "steps" or not isinstance(every, int | float) or every <= 0:
+            return None
+        return round(every) if every >= 1 else max(1, round(every * (shares.total_steps(self.run) or 500 / every)))
+
+
+def figures_of(run: Run, parts: Parts) -> Figures:
+    return Figures(
+        run=run,
+        parts=parts,
+        slowest=shares.slowest_of(run),
+        wait_share=shares.mean(run, "rollout/wait_share") or parts.shares.get(records.WAIT_GENERATE, 0.0),
+        idle_share=shares.mean(run, "engine/idle_share") or 0.0,
+    )
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def slow_node(figures: Figures) -> Advice | None:
+    slowest = figures.slowest
+    moves = figures.option("vllm_balance_nodes", False) or figures.converses
+    if slowest is None or not figures.node_is_slow or moves:
+        return None
+    return Advice(
+        setting="vllm_balance_nodes: true",
+        finding=f"node {slowest.node} was slowest in {percent(slowest.share)} of the steps "
+        f"({slowest.ratio:.1f} times the others' time)",
+        do="set vllm_balance_nodes to true",
+        why="Prompts then move from slow nodes to fast ones. `grpo doctor` on that node may say why it is slow.",
+        weight=figures.wait_share,
+    )
+
+
+def turns(figures: Figures) -> Advice | None:
+    if not figures.takes_turns:
+        return None
+    wait, idle = percent(figures.wait_share), percent(figures.idle_share)
+    return Advice(
+        setting="generation_lookahead: 1",
+        finding=f"engines idle {idle} and ranks wait {wait}",
+        do="set generation_lookahead to 1",
+        why=f"They take turns; sampling ahead lets them work at the same time and saves up to "
+        f"{percent(min(figures.wait_share, figures.idle_share))} of a step. Completions are then one push older.",
+        weight=min(figures.wait_share, figures.idle_share),
+    )
+
+
+def more_engines(figures: Figures) -> Advice | None:
+    left = figures.wait_share - (figures.idle_share if figures.takes_turns else 0.0)
+    if figures.node_is_slow or left < 0.35:
+        return None
+    also = " even if they sample ahead" if figures.takes_turns else ""
+    finding = f"ranks wait {percent(left)} for engines{also}"
+    why = "Generation takes longer than training: engines with more devices shorten it, and fewer ranks train."
+    if not figures.run.settings.topology.get("has_gpus", True):
+        option, value = "vllm_engines_per_node", figures.of_topology("engines_per_node", 1) + 1
+    else:
+        each = figures.of_topology("tensor_parallel_size", 1)
+        option, value = "vllm_reserved_gpus", (figures.of_topology("engines_per_node", 1) + 1) * each
+        if figures.of_topology("ranks_per_node", 2) <= each:
+            return None  # nothing would be left to train on
+    return Advice(
+        setting=f"{option}: {value}",
+        finding=finding,
+        do=f"set {option} to {value}",
+        why=why,
+        weight=0.9 * figures.idle_share if figures.takes_turns else left,  # sampling ahead costs no GPU: that first
+    )
+
+
+def fewer_engines(figures: Figures) -> Advice | None:
+    engines, each = figures.of_topology("engines_per_node", 1), figures.of_topology("tensor_parallel_size", 1)
+    ahead = figures.option("generation_lookahead", 0) > 0
+    if not ahead or figures.idle_share < 0.35 or engines < 2 or not figures.run.settings.topology.get("has_gpus"):
+        return None
+    return Advice(
+        setting=f"vllm_reserved_gpus: {(engines - 1) * each}",
+        finding=f"engines idle {percent(figures.idle_share)} although they sample ahead",
+        do=f"set vllm_reserved_gpus to {(engines - 1) * each}",
+        why="Training takes longer than generation: a device that engines give back becomes a rank.",
+        weight=figures.idle_share,
+    )
+
+
+def slow_rewards(figures: Figures) -> Advice | None:
+    share = figures.share(records.SCORE)
+    if share < 0.2:
+        return None
+    spans = figures.run.timeline.spans
+    keep = spans.in_phases(records.SCORE)
+    seconds = np.bincount(spans.name[keep], (spans.end - spans.begin)[keep], len(spans.names))
+    name = spans.names[int(np.argmax(seconds))] or "the reward function"
+    return Advice(
+        setting=f"reward_funcs: {name} as async def",
+        finding=f"rewards take {percent(share)} of the time, most of it {name}",
+        do=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
+        why="Ranks wait for it in every step. `async def` functions run side by side, declared ones beside sampling.",
+        weight=share,
+    )
+
+
+def slow_push(figures: Figures) -> Advice | None:
+    share = figures.share(records.PUSH, records.PROOF)
+    if share < 0.15:
+        return None
+    finding = f"pushes take {percent(share)} of the time"
+    if figures.option("vllm_sync_backend", "auto") == "shm" and figures.run.settings.topology.get("has_gpus"):
+        return Advice(
+            setting="vllm_sync_backend: nccl",
+            finding=finding,
+            do="set vllm_sync_backend to nccl",
+            why="Shared memory takes the way over the host; NCCL goes from GPU to GPU.",
+            weight=share,
+        )
+    now = max(figures.option("steps_per_generation", 0), figures.option("gradient_accumulation_steps", 1))
+    return Advice(
+        setting=f"steps_per_generation: {2 * now}",
+        finding=finding,
+        do=f"set steps_per_generation to {2 * now}",
+        why="More is then trained for each push, and completions are older. Where `push/gather_s` is most of it, the "
+        "network between nodes is slow: `grpo doctor` measures it.",
+        weight=share,
+    )
+
+
+def slow_saves(figures: Figures) -> Advice | None:
+    share, every = figures.share(records.SAVE), figures.steps_between_saves
+    if share < 0.1 or every is None:
+        return None
+    rarer = every * max(2, round(share / 0.03))
+    return Advice(
+        setting=f"save_steps: {rarer}",
+        finding=f"saving takes {percent(share)} of the time",
+        do=f"set save_steps to {rarer}",
+        why=f"A save holds training {shares.mean(figures.run, 'run/save_s') or _longest_save(figures):.0f} s, every "
+        f"{every} steps. A failure then loses more steps. A faster disk under output_dir helps as well.",
+        weight=share,
+    )
+
+
+def _longest_save(figures: Figures) -> float:
+    spans = figures.run.timeline.spans
+    return float((spans.end - spans.begin)[spans.in_phases(records.SAVE)].max(initial=0.0))
+
+
+def no_spread(figures: Figures) -> Advice | None:
+    share = shares.mean(figures.run, "frac_reward_zero_std", shares.RECENT_LOGS) or 0.0
+    if share < 0.6:
+        return None
+    more = 2 * figures.option("num_generations", 8)
+    return Advice(
+        setting=f"num_generations: {more}",
+        finding=f"{percent(share)} of the groups had the same reward for all their completions",
+        do=f"set num_generations to {more}, or leave out prompts that are always or never solved",
+        why="Such a group has no advantage, and nothing is learnt from it. Larger groups differ more often.",
+        weight=share,
+    )
+
+
+def cut_off(figures: Figures) -> Advice | None:
+    share = shares.mean(figures.run, "completions/clipped_ratio", shares.RECENT_LOGS) or 0.0
+    if share < 0.3:
+        return None
+    longer = 2 * figures.option("max_completion_length", 256)
+    return Advice(
+        setting=f"max_completion_length: {longer}",
+        finding=f"{percent(share)} of the completions ended at their longest length",
+        do=f"set max_completion_length to {longer}",
+        why="What is cut off is mostly rewarded as wrong. Longer completions take more time and memory: `grpo plan`.",
+        weight=share,
+    )
+
+
+def refused(figures: Figures) -> Advice | None:
+    most = shares.maximum(figures.run, "rollout/refused")
+    if not most:
+        return None
+    return Advice(
+        setting="vllm_max_model_length: longer than the longest prompt and its completion",
+        finding=f"up to {most:g} completions of a batch were left out, because no engine takes their prompts",
+        do="raise vllm_max_model_length, or leave out prompts that are too long",
+        why="They count for no reward and no gradient; more than vllm_max_refused of them end the job.",
+        weight=0.1,
+    )
+
+
+def deaths(figures: Figures) -> Advice | None:
+    died = count_deaths(figures.run)
+    if died < 2 or figures.option("vllm_standby", False):
+        return None
+    return Advice(
+        setting="vllm_standby: true",
+        finding=f"engines died {died} times and came back",
+        do="read why in their logs (Failures), and set vllm_standby to true",
+        why="A process that has imported vLLM then waits on each node, so that an engine is back sooner, for 1 GB.",
+        weight=0.2,
+    )
+
+
+def count_deaths(run: Run) -> int:
+    """Engines that died and came back, over all attempts."""
+    died = run.metrics.get("engine/respawns")
+    if died is None:
+        return int(run.timeline.spans.in_phases(records.RESPAWN).sum())
+    attempts = run.metrics.columns.get("attempt", np.zeros(len(died)))
+    most = [np.nanmax(died[attempts == each], initial=0) for each in np.unique(attempts[np.isfinite(attempts)])]
+    return round(float(np.sum(most)))
+
+
+def gap(figures: Figures) -> Advice | None:
+    apart = shares.mean(figures.run, "push/logprob_gap_mean", shares.RECENT_LOGS)
+    limit = shares.mean(figures.run, "push/logprob_gap_limit", shares.RECENT_LOGS)
+    if not apart or not limit or apart < 0.6 * limit:
+        return None
+    return Advice(
+        setting="vllm_engine_kwargs, model_init_kwargs: the same attention and dtype on both sides",
+        finding=f"log-probabilities of engine and trainer are {apart:.2g} nats apart, {percent(apart / limit)} of the "
+        "limit",
+        do="let both compute alike (vllm_engine_kwargs, model_init_kwargs)",
+        why="At the limit the job ends. Importance sampling corrects less well the further they are apart.",
+        weight=0.3,
+    )
+
+
+def lost_steps(figures: Figures) -> Advice | None:
+    trained = [each for each in figures.run.attempts if each.step]  # others have not come so far
+    goes_on = [(each, after) for each, after in pairwise(trained) if each.state != "finished"]
+    lost = sum(max(0, each.step - after.from_step) for each, after in goes_on)
+    done, every = max(1, figures.run.step), figures.steps_between_saves
+    if lost < max(10, 0.05 * done) or every is None or every < 2:
+        return None
+    return Advice(
+        setting=f"save_steps: {max(1, every // 4)}",
+        finding=f"{lost} steps were lost between attempts",
+        do=f"set save_steps to {max(1, every // 4)}",
+        why="An attempt goes on from the newest complete checkpoint, and does the steps after it again.",
+        weight=lost / (lost + done),
+    )
+
+
+ADVICE: tuple[Callable[[Figures], Advice | None], ...] = (
+    slow_node,
+    turns,
+    more_engines,
+    fewer_engines,
+    slow_rewards,
+    slow_push,
+    slow_saves,
+    no_spread,
+    cut_off,
+    refused,
+    deaths,
+    gap,
+    lost_steps,
+)
+
+
+def is_judged(figures: Figures) -> bool:
+    """Whether there is enough to advise by."""
+    return max(len(figures.run.metrics.steps), len(figures.parts.steps)) >= MIN_LOGS
+
+
+def advice_for(figures: Figures) -> list[Advice]:
+    """The weightiest first; none for a run that has hardly begun."""
+    if not is_judged(figures):
+        return []
+    found = [advice for each in ADVICE if (advice := each(figures)) is not None]
+    return sorted(found, key=lambda advice: -advice.weight)

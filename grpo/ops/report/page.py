@@ -1,0 +1,176 @@
+"""`write_report`: one run, or several, as one HTML file that opens from disk and asks nobody for anything."""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import vl_convert
+
+from grpo import __version__
+from grpo.ops.report import lanes as timeline
+from grpo.ops.report.advice import figures_of, percent
+from grpo.ops.report.compare import MAX_RUNS, compare, text_of
+from grpo.ops.report.completions import read_completions
+from grpo.ops.report.curves import Multiples, learning
+from grpo.ops.report.failures import deaths_of, failures_of
+from grpo.ops.report.reading import Run, read_run
+from grpo.ops.report.shares import parts_of
+from grpo.ops.report.steps import step_figures
+from grpo.ops.report.symptoms import code
+from grpo.ops.report.thinning import bins_of
+from grpo.ops.report.verdict import verdict_of
+from grpo.record.durable import write_atomically
+
+FILES = Path(__file__).parent
+
+
+def write_report(runs: Sequence[Path], out: Path) -> list[Run]:
+    """Write the page of a run, or of two to eight over each other. `out` appears whole or not at all.
+
+    Returns:
+        the runs as they were read.
+
+    Raises:
+        ValueError: a folder is no run's, or they are too many.
+        OSError: `out` cannot be written.
+    """
+    if not 1 <= len(runs) <= MAX_RUNS:
+        raise ValueError(f"{len(runs)} runs are given: a page holds 1 to {MAX_RUNS}")
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ValueError("a run is given twice: name each once")
+    read = [read_run(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out.absolute().parent} is no folder: make it, or set another --out")
+    html = page_of_run(read[0]) if len(read) == 1 else page_of_runs(read)
+    write_atomically(out, html)
+    return read
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of their parents as it takes to tell them apart."""
+    parts = [run.resolve().parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def page_of_run(run: Run) -> str:
+    missing = list(run.missing)
+    figures = figures_of(run, parts_of(run.timeline.spans, run.step))
+    verdict, steps, learnt = verdict_of(figures), step_figures(figures), learning(run)
+    lanes, browser = timeline.lanes_of(run), read_completions(run.folder, missing)
+    failures, deaths = failures_of(run), deaths_of(run)
+    data = page_data([steps, learnt])
+    data |= {"lanes": lanes.for_page() if lanes else None, "completions": browser.for_page() if browser else None}
+    count = len(failures) + len(deaths)
+    tabs = {"time": "Time", "learning": "Learning", "completions": "Completions"}
+    tabs |= {"failures": f"Failures ({count})" if count else "Failures", "setup": "Setup"}
+    phases = [(each, timeline.colour_of(each, lanes.phases)) for each in lanes.phases] if lanes else []
+    return render(
+        "page.html.jinja",
+        data,
+        run=run,
+        verdict=verdict,
+        missing=missing,
+        lanes=lanes,
+        phases=phases,
+        last_steps=min(timeline.LAST_STEPS, lanes.detail_steps) if lanes else 0,
+        steps=steps,
+        learning=learnt,
+        browser=browser,
+        failures=failures,
+        deaths=deaths,
+        setup=setup_of(run),
+        tabs=list(tabs.items()),
+        thinned=thinned_note([run]),
+    )
+
+
+def page_of_runs(runs: Sequence[Run]) -> str:
+    comparison = compare(runs)
+    return render(
+        "compare.html.jinja",
+        page_data([comparison.curves]) | {"lanes": None, "completions": None},
+        comparison=comparison,
+        missing=[f"{run.name}: {line}" for run in runs for line in run.missing],
+        tabs=[("curves", "Curves"), ("settings", "Settings")],
+        thinned=thinned_note(runs),
+    )
+
+
+def thinned_note(runs: Sequence[Run]) -> str:
+    most = max(bins_of(len(run.metrics.steps)).rows_per_point for run in runs)
+    return f"Long series are thinned out: a point stands for up to {most} logs, as their mean." if most > 1 else ""
+
+
+def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Tables of what the last attempt was started with."""
+    last = run.last
+    software = [*last.versions.items(), *([("python", last.python)] if last.python else [])]
+    software += [("commit", last.commit)] if last.commit else []
+    topology = [(name, text_of(value)) for name, value in last.topology.items()]
+    arguments = [(name, text_of(value)) for name, value in sorted(last.arguments.items())]
+    return [("Topology", topology), ("Software", software), ("Arguments", arguments)]
+
+
+def page_data(parts: Sequence[Multiples]) -> dict[str, Any]:
+    """What the script of the page reads."""
+    tables = {name: table for part in parts for name, table in part.tables.items()}
+    charts = {chart.id: chart.for_page() for part in parts for chart in part.charts}
+    return {"tables": tables, "charts": charts}
+
+
+def in_script(data: Any) -> str:
+    """JSON that may stand in a <script>: whatever texts it holds, none of them ends it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.encode("utf-8", errors="replace").decode()  # half of a surrogate pair
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def vega() -> str:
+    """Vega, Vega-Lite and vega-embed as one script; it takes seconds to put them together."""
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+@cache
+def environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FILES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    filters: dict[str, Callable[..., str]] = {"moment": moment, "figure": short, "share": share, "code": code}
+    environment.filters |= filters
+    return environment
+
+
+def moment(time: float | None) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S") if time else "–"
+
+
+def short(value: float | None, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.0f}{unit}" if abs(value) >= 1000 else f"{value:.3g}{unit}"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else percent(value)
+
+
+def render(template: str, data: dict[str, Any], **values: Any) -> str:
+    page = environment().get_template(template)
+    html = page.render(
+        **values,
+        version=__version__,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        css=(FILES / "page.css").read_text(encoding="utf-8"),
+        js=(FILES / "page.js").read_text(encoding="utf-8"),
+        vega=vega(),
+        data=in_script(data),
+    )
+    return html.encode("utf-8", errors="replace").decode()

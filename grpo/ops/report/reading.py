@@ -1,0 +1,295 @@
+"""A run's folder as records. Nothing in it has to be there or whole: what is not is said in `missing`."""
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from grpo.faults.failure import FailureRecord
+from grpo.ops.report.timelines import Timeline, read_timelines
+from grpo.record.timeline.records import TIMELINE_FOLDER
+
+METRICS_FILE, RUN_FILE, STATE_FILE = "metrics.jsonl", "run.json", "run_state.json"
+COMPLETIONS_FOLDER, LOGS_FOLDER = "completions", "logs"
+ENDED = ("finished", "stopped", "failed")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """One attempt of a run, as `run.json` tells it; what is not told has its default."""
+
+    attempt: int = 0
+    job: str = ""
+    started: float | None = None
+    ended: float | None = None
+    """Unix seconds; None while it runs."""
+    state: str = ""
+    why: str = ""
+    from_step: int = 0
+    step: int = 0
+    failure: FailureRecord | None = None
+    respawns: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    python: str = ""
+    commit: str = ""
+    topology: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """`metrics.jsonl`: each step once, in order."""
+
+    steps: np.ndarray  # [S] int64
+    times: np.ndarray  # [S] float64, Unix seconds; nan where a line has none
+    columns: dict[str, np.ndarray]  # each [S] float64; nan where a step has no such value
+    by_node: dict[str, np.ndarray]  # each [S, N] float64
+
+    @property
+    def reward_functions(self) -> list[str]:
+        """Their names, in alphabetical order."""
+        parts = (name.split("/") for name in sorted(self.columns))
+        return ["/".join(part[1:-1]) for part in parts if len(part) > 2 and (part[0], part[-1]) == ("rewards", "mean")]
+
+    def get(self, name: str) -> np.ndarray | None:
+        """A column that holds at least one value."""
+        column = self.columns.get(name)
+        return None if column is None or not np.isfinite(column).any() else column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that is known of a run, without its completions."""
+
+    folder: Path
+    name: str
+    state: str
+    """running, finished, stopped, failed; empty where nothing says it."""
+    why: str
+    is_requeued: bool
+    """Whether the job asks to be started again."""
+    attempts: tuple[AttemptRecord, ...]
+    metrics: Metrics
+    timeline: Timeline
+    missing: tuple[str, ...]
+    """One line for each file, or part of one, that is not there or cannot be read."""
+
+    @property
+    def last(self) -> AttemptRecord:
+        return self.attempts[-1] if self.attempts else AttemptRecord()
+
+    @property
+    def settings(self) -> AttemptRecord:
+        """The newest attempt that says what it was started with: one that failed before a trainer stood does not."""
+        return next((each for each in reversed(self.attempts) if each.arguments or each.topology), self.last)
+
+    @property
+    def num_nodes(self) -> int:
+        told = self.settings.topology.get("num_nodes")
+        widths = [figures.shape[1] for figures in self.metrics.by_node.values()]
+        found = [int(self.timeline.spans.node.max()) + 1] if len(self.timeline.spans) else []
+        return told if isinstance(told, int) and told > 0 else max([1, *widths, *found])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        logged = int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
+        return max(logged, self.last.step)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED and not self.is_requeued
+
+
+def read_run(folder: Path, name: str = "") -> Run:
+    """Read what is there.
+
+    Raises:
+        ValueError: it is no folder, or no run has written into it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give a run's output_dir")
+    parts = (METRICS_FILE, RUN_FILE, STATE_FILE, TIMELINE_FOLDER, COMPLETIONS_FOLDER)
+    if not any((folder / part).exists() for part in parts):
+        raise ValueError(f"{folder} holds none of {', '.join(parts)}: give a run's output_dir")
+    missing: list[str] = []
+    state = read_object(folder / STATE_FILE, missing, "how the last attempt stands")  # first: no later than the rest
+    attempts = read_attempts(folder / RUN_FILE, missing)
+    said = typed(state, "state", str, attempts[-1].state if attempts else "")
+    is_running = said == "running"
+    metrics = read_metrics(folder / METRICS_FILE, missing, is_running=is_running)
+    nodes = next((each.topology["num_nodes"] for each in reversed(attempts) if "num_nodes" in each.topology), None)
+    timeline = read_timelines(folder, nodes if isinstance(nodes, int) else 0, missing, is_running=is_running)
+    begins = sorted(each.started for each in attempts if each.started)
+    if begins:
+        metrics, timeline = numbered_by(begins, metrics), timeline.numbered_by(begins)
+    return Run(
+        folder=folder,
+        name=name or folder.resolve().name,
+        state=said,
+        why=typed(state, "why", str, ""),
+        is_requeued=typed(state, "requeue", bool, False),
+        attempts=attempts,
+        metrics=metrics,
+        timeline=timeline,
+        missing=tuple(missing),
+    )
+
+
+def typed(content: Any, name: str, kind: type[T], default: T) -> T:
+    """A value of a JSON object if it is of that type, else the default."""
+    value = content.get(name) if isinstance(content, dict) else None
+    if isinstance(default, float) and isinstance(value, int):  # JSON may write whole seconds without a point
+        value = float(value)
+    return value if isinstance(value, kind) else default
+
+
+def read_object(path: Path, missing: list[str], what: str) -> dict[str, Any]:
+    """A file of one JSON object; {} and a line in `missing` if it is not one."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        missing.append(f"{path.name} is not there: {what} is not known")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        missing.append(f"{path.name} cannot be read ({first_line(error)}): {what} is not known")
+        return {}
+    if not isinstance(content, dict):
+        missing.append(f"{path.name} holds no JSON object: {what} is not known")
+        return {}
+    return content
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def read_attempts(path: Path, missing: list[str]) -> tuple[AttemptRecord, ...]:
+    told = read_object(path, missing, "what the run was started with, and its failures,")
+    found = told.get("attempts", [])
+    if not isinstance(found, list) or (told and not found):
+        missing.append(f"{path.name} lists no attempts")
+        return ()
+    attempts = [read_attempt(number, each) for number, each in enumerate(found) if isinstance(each, dict)]
+    if len(attempts) < len(found):
+        missing.append(f"{path.name}: {len(found) - len(attempts)} of {len(found)} attempts cannot be read")
+    return tuple(attempts)
+
+
+def read_attempt(number: int, told: dict[str, Any]) -> AttemptRecord:
+    ended = typed(told, "ended", float, -1.0)
+    started = typed(told, "started", float, -1.0)
+    return AttemptRecord(
+        attempt=typed(told, "attempt", int, number),
+        job=str(told.get("job") or ""),
+        started=started if started > 0 else None,
+        ended=ended if ended > 0 else None,
+        state=typed(told, "state", str, ""),
+        why=typed(told, "why", str, ""),
+        from_step=typed(told, "from_step", int, 0),
+        step=typed(told, "step", int, 0),
+        failure=read_failure(told.get("failure")),
+        respawns=tuple(str(each) for each in typed(told, "respawns", list, [])),
+        command=tuple(str(each) for each in typed(told, "command", list, [])),
+        arguments=typed(told, "arguments", dict, {}),
+        versions={str(name): str(version) for name, version in typed(told, "versions", dict, {}).items()},
+        python=str(told.get("python") or ""),
+        commit=str(told.get("commit") or ""),
+        topology=typed(told, "topology", dict, {}),
+    )
+
+
+def read_failure(told: Any) -> FailureRecord | None:
+    if not isinstance(told, dict):
+        return None
+    return FailureRecord(
+        node=typed(told, "node", int, -1),
+        rank=typed(told, "rank", int, -1),
+        host=typed(told, "host", str, "?"),
+        phase=typed(told, "phase", str, "?"),
+        cause=typed(told, "cause", str, ""),
+        can_heal=typed(told, "can_heal", bool, True),
+    )
+
+
+def read_metrics(path: Path, missing: list[str], *, is_running: bool = False) -> Metrics:
+    """Lines of the same step are put together; those of a later attempt stand for those of an earlier one."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        why = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        missing.append(f"{path.name} {why}: no curves")
+        return metrics_of({})
+    lines: dict[int, dict[str, Any]] = {}
+    unread = 0
+    for number, line in enumerate(raw := text.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            step = int(content["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            unread += not (is_running and number == len(raw) - 1)  # that one is being written
+            continue
+        before = lines.get(step)
+        if before is not None and before.get("attempt") == content.get("attempt"):
+            before.update(content)
+        else:
+            lines[step] = content
+    if unread:
+        missing.append(f"{path.name}: {unread} line{'s' * (unread > 1)} cannot be read (cut off, or damaged)")
+    if not lines:
+        missing.append(f"{path.name} holds no step: no curves")
+    return metrics_of(lines)
+
+
+def metrics_of(lines: dict[int, dict[str, Any]]) -> Metrics:
+    steps = sorted(lines)
+    columns: dict[str, np.ndarray] = {}
+    by_node: dict[str, dict[int, list[Any]]] = {}
+    for row, step in enumerate(steps):
+        for name, value in lines[step].items():
+            if type(value) in (int, float):
+                if name not in columns:
+                    columns[name] = np.full(len(steps), np.nan)
+                columns[name][row] = value
+            elif name == "by_node" and isinstance(value, dict):
+                for metric, figures in value.items():
+                    if isinstance(figures, list):
+                        by_node.setdefault(metric, {})[row] = figures
+    times = columns.get("time", np.full(len(steps), np.nan))
+    table = {name: column for name, column in columns.items() if name not in ("step", "time")}
+    return Metrics(
+        steps=np.array(steps, dtype=np.int64),
+        times=times,
+        columns=table,
+        by_node={name: node_table(rows, len(steps)) for name, rows in by_node.items()},
+    )
+
+
+def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
+    """With attempts counted by when they began: a second job in a folder begins at 0 again."""
+    known = np.isfinite(metrics.times)
+    if not known.any():
+        return metrics
+    numbers = np.where(known, np.searchsorted(begins, metrics.times, side="right") - 1.0, np.nan)
+    return replace(metrics, columns={**metrics.columns, "attempt": numbers})
+
+
+def node_table(rows: dict[int, list[Any]], num_steps: int) -> np.ndarray:
+    """[S, N], nan where a step has no figure of a node."""
+    table = np.full((num_steps, max(map(len, rows.values()), default=0)), np.nan)
+    for row, figures in rows.items():
+        table[row, : len(figures)] = [each if type(each) in (int, float) else np.nan for each in figures]
+    return table
+
+
+def attempt_of_log(path: Path) -> tuple[int, int] | None:
+    """Node and attempt of an engine's log, by its name."""
+    found = re.fullmatch(r"engine-node(\d+)-\d+\.attempt-(\d+)\.log", path.name)
+    return (int(found[1]), int(found[2])) if found else None

@@ -1,0 +1,185 @@
+"""What the time of a run went into: seconds of each part of each step, who waited for whom, and how long is left."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from grpo.ops.report.reading import Run
+from grpo.ops.report.timelines import Spans
+from grpo.record.timeline import records
+
+# A rank's phases in the order of a step. What is called otherwise is the user's.
+PARTS = (
+    records.WAIT_GENERATE,
+    records.SCORE,
+    records.OLD_LOGPROBS,
+    records.REFERENCE_LOGPROBS,
+    records.FORWARD,
+    records.BACKWARD,
+    records.OPTIMIZER,
+    records.PUSH,
+    records.PROOF,
+    records.SAVE,
+    records.EVALUATE,
+)
+OTHER = "other"
+RECENT_LOGS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Of each step the seconds of its parts, as a mean over the nodes' local mains."""
+
+    steps: np.ndarray  # [S] int64: optimizer steps that were done when it began
+    attempts: np.ndarray  # [S] int64
+    names: tuple[str, ...]
+    seconds: np.ndarray  # [S, P]; of `OTHER` what no span tells
+    lengths_s: np.ndarray  # [S]: the whole step
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Of all the time that was spent on steps."""
+        total = float(self.lengths_s.sum())
+        return dict(zip(self.names, (self.seconds.sum(0) / total).tolist(), strict=True)) if total > 0 else {}
+
+
+def parts_of(spans: Spans, done: int = 0) -> Parts:
+    """A step counts as the last attempt made it. Empty without spans of ranks.
+
+    Args:
+        done: how many steps are; what comes after them is left out. 0: not known.
+    """
+    keep = spans.in_lanes("rank ") & ~spans.in_phases(records.START)
+    if done:
+        keep &= spans.step < done
+    if not keep.any():
+        none = np.zeros(0, dtype=np.int64)
+        return Parts(steps=none, attempts=none, names=(), seconds=np.zeros((0, 0)), lengths_s=np.zeros(0))
+    step, attempt = spans.step[keep], spans.attempt[keep]
+    steps, row = np.unique(step, return_inverse=True)
+    counts = made_last(row, attempt)
+    row, index = row[counts], np.flatnonzero(keep)[counts]
+    newest = np.zeros(len(steps), dtype=np.int64)
+    newest[row] = spans.attempt[index]
+    begin, end = spans.begin[index], spans.end[index]
+
+    found = {spans.phases[code] for code in np.unique(spans.phase[index])}
+    names = (*(part for part in PARTS if part in found), *sorted(found - {*PARTS, OTHER}), OTHER)
+    column = np.array([names.index(phase) if phase in found else 0 for phase in spans.phases])[spans.phase[index]]
+    summed = np.bincount(row * len(names) + column, end - begin, len(steps) * len(names)).reshape(-1, len(names))
+    pairs = np.unique(row * (spans.node.max() + 1) + spans.node[index])
+    seconds = summed / np.bincount(pairs // (spans.node.max() + 1), minlength=len(steps))[:, None]
+
+    first, last = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
+    np.minimum.at(first, row, begin)
+    np.maximum.at(last, row, end)
+    lengths = last - first
+    follows = (np.diff(steps) == 1) & (np.diff(newest) == 0)
+    lengths[:-1] = np.where(follows, np.maximum(first[1:] - first[:-1], 0), lengths[:-1])
+    seconds[:, -1] = np.maximum(lengths - seconds[:, :-1].sum(1), 0)
+    return Parts(steps=steps, attempts=newest, names=names, seconds=seconds, lengths_s=lengths)
+
+
+def made_last(row: np.ndarray, attempt: np.ndarray) -> np.ndarray:
+    """[P] bool: of spans with their steps' rows, those of the last attempt that made the step."""
+    newest = np.full(int(row.max()) + 1, -1)
+    np.maximum.at(newest, row, attempt)
+    return attempt == newest[row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowest:
+    """The node that the others wait for most often."""
+
+    node: int
+    share: float
+    """Of the steps in which it took longest to generate."""
+    ratio: float
+    """Its time to that of the others' median, in the middle step."""
+
+
+def slowest_of(run: Run) -> Slowest | None:
+    """None for one node, or where nothing tells it."""
+    nodes = slowest_by_step(run)
+    figures = of_present_nodes(run, "rollout/generate_s")
+    if figures is None or not (nodes >= 0).any():
+        return None
+    node, times = np.unique(nodes[nodes >= 0], return_counts=True)
+    worst = int(node[np.argmax(times)])
+    full = figures[np.isfinite(figures).all(1)]
+    others = np.median(np.delete(full, worst, axis=1), axis=1)
+    ratios = full[:, worst] / np.where(others > 0, others, np.nan)
+    ratio = float(np.nanmedian(ratios)) if np.isfinite(ratios).any() else 1.0
+    return Slowest(node=worst, share=float(times.max() / times.sum()), ratio=ratio)
+
+
+def slowest_by_step(run: Run) -> np.ndarray:
+    """[S] for each logged step the node that generated longest; -1 where a figure is missing, or there is one node."""
+    figures = of_present_nodes(run, "rollout/generate_s")
+    if figures is None or figures.shape[1] < 2:
+        return np.full(len(run.metrics.steps), -1)
+    is_whole = np.isfinite(figures).all(1)
+    return np.where(is_whole, np.argmax(np.where(is_whole[:, None], figures, 0), axis=1), -1)
+
+
+def of_present_nodes(run: Run, name: str) -> np.ndarray | None:
+    """[S, N] a metric by node, as many as the run has by now; nan in steps of attempts that had more."""
+    table = run.metrics.by_node.get(name)
+    if table is None:
+        return None
+    had_more = np.isfinite(table[:, run.num_nodes :]).any(1)
+    return np.where(had_more[:, None], np.nan, table[:, : run.num_nodes])
+
+
+def mean(run: Run, name: str, recent: int | None = None) -> float | None:
+    """A metric's mean over the logs that have it, or over the last of them; None where none has."""
+    column = run.metrics.get(name)
+    if column is None:
+        return None
+    values = column[np.isfinite(column)]
+    return float(values[-recent:].mean() if recent else values.mean())
+
+
+def maximum(run: Run, name: str) -> float:
+    """A metric's largest value; 0 where there is none."""
+    column = run.metrics.get(name)
+    return 0.0 if column is None else float(np.nanmax(column))
+
+
+def total_steps(run: Run) -> int | None:
+    """How many steps the run is to have; None where nothing tells it."""
+    arguments = run.settings.arguments
+    wanted = arguments.get("max_steps")
+    if isinstance(wanted, int) and wanted > 0:
+        return wanted
+    epochs, epoch = arguments.get("num_train_epochs"), run.metrics.get("epoch")
+    if not isinstance(epochs, int | float) or epoch is None:
+        return None
+    row = np.flatnonzero(np.isfinite(epoch) & (epoch > 0))
+    return round(run.metrics.steps[row[-1]] / epoch[row[-1]] * epochs) if len(row) else None
+
+
+def step_s(run: Run) -> float | None:
+    """Seconds of a step: the median of the last ones."""
+    seconds, steps = _recent(run)
+    return float(np.median(seconds / steps)) if len(steps) else None
+
+
+def _recent(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Of the last logs the seconds since the one before, and the steps; not across attempts."""
+    seconds, steps = np.diff(run.metrics.times), np.diff(run.metrics.steps)
+    usable = np.isfinite(seconds) & (seconds > 0)
+    attempts = run.metrics.columns.get("attempt")
+    if attempts is not None:
+        usable &= np.diff(attempts) == 0
+    return seconds[usable][-RECENT_LOGS:], steps[usable][-RECENT_LOGS:]
+
+
+def left_s(run: Run) -> float | None:
+    """Seconds until the last step at the present speed, saves and evaluations with it; None for a run that has ended,
+    or where nothing tells it."""
+    wanted, (seconds, steps) = total_steps(run), _recent(run)
+    if run.has_ended or wanted is None or not len(steps):
+        return None
+    return max(0, wanted - run.step) * float(seconds.sum() / steps.sum())

@@ -1,0 +1,141 @@
+"""The first line of the page: a verdict in a sentence, and how the run stands."""
+
+import time
+from dataclasses import dataclass
+
+from grpo.faults.failure import FailureRecord
+from grpo.ops.report import shares
+from grpo.ops.report.advice import Advice, Figures, advice_for, count_deaths, is_judged, percent
+from grpo.ops.report.reading import Run
+
+MANY_S = 600  # a running job that has logged nothing for so long, and for ten steps, may hang
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One figure at the head of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a reader should know first."""
+
+    sentence: str
+    is_good: bool
+    advice: tuple[Advice, ...]
+    tiles: tuple[Tile, ...]
+
+
+def verdict_of(figures: Figures) -> Verdict:
+    advice = advice_for(figures)
+    trouble = trouble_of(figures.run)
+    said = [*([trouble] if trouble else []), *(f"{each.finding}: {each.do}" for each in advice[:2])]
+    more = len(advice) - 2
+    if more > 0:
+        said.append(f"{more} more below")
+    return Verdict(
+        sentence=_sentence("; ".join(said) if said else _all_well(figures)),
+        is_good=not said,
+        advice=tuple(advice),
+        tiles=tuple(tiles_of(figures)),
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def _all_well(figures: Figures) -> str:
+    if not figures.run.step:
+        return "no step is done yet"
+    if not is_judged(figures):
+        return f"{figures.run.step} step{'s' * (figures.run.step > 1)} are too few to advise by"
+    seen = [
+        f"{words} {percent(share)}"
+        for words, share, name in (
+            ("engines idle", figures.idle_share, "engine/idle_share"),
+            ("ranks wait", figures.wait_share, "rollout/wait_share"),
+        )
+        if figures.run.metrics.get(name) is not None
+    ]
+    return "nothing to change was found" + (f": {', '.join(seen)}" if seen else "")
+
+
+def trouble_of(run: Run) -> str:
+    """How the run ended where it did not end well, or what of it failed on the way; '' where nothing did."""
+    failed = [each for each in run.attempts if each.state == "failed"]
+    if run.state == "failed":
+        record = run.last.failure
+        where = f" on node {record.node} in the phase '{record.phase}'" if record else ""
+        return f"the run failed{where} after {run.step} steps"
+    if failed:
+        return f"{len(failed)} of {len(run.attempts)} attempts failed" + _where(failed[-1].failure)
+    silent = silent_s(run)
+    if silent:
+        return f"no step was logged for {duration(silent)}, although the run is said to go on"
+    return ""
+
+
+def _where(record: FailureRecord | None) -> str:
+    return f" (node {record.node}, {record.phase})" if record else ""
+
+
+def silent_s(run: Run) -> float:
+    """Seconds since the last log of a run that should be logging; 0 where that is not long."""
+    taken, times = shares.step_s(run), run.metrics.times
+    if run.state != "running" or not taken or not len(times) or not times[-1] > 0:
+        return 0.0
+    silent = time.time() - float(times[-1])
+    return silent if silent > max(MANY_S, 10 * taken) else 0.0
+
+
+def tiles_of(figures: Figures) -> list[Tile]:
+    run = figures.run
+    wanted, left, taken = shares.total_steps(run), shares.left_s(run), shares.step_s(run)
+    tiles = [Tile(label="State", value=run.state or "not known", note=_state_note(run))]
+    of = f"of {wanted:,}" if wanted else ""
+    tiles.append(Tile(label="Steps", value=f"{run.step:,}", note=of))
+    if left is not None:
+        tiles.append(Tile(label="Time left", value=duration(left), note="at the present speed"))
+    if taken is not None:
+        tiles.append(Tile(label="Step time", value=duration(taken), note=f"median of the last {shares.RECENT_LOGS}"))
+    tokens = shares.mean(run, "rollout/tokens_per_s", shares.RECENT_LOGS)
+    if tokens is not None:
+        nodes = run.num_nodes
+        tiles.append(
+            Tile(label="Tokens/s", value=f"{tokens * nodes:,.0f}", note=f"sampled, {nodes} node{'s' * (nodes > 1)}")
+        )
+    reward = shares.mean(run, "reward", 20)
+    if reward is not None:
+        tiles.append(Tile(label="Reward", value=f"{reward:.3f}", note="mean of the last 20"))
+    tiles.append(Tile(label="Attempts", value=str(len(run.attempts)) if run.attempts else "?"))
+    failures = sum(each.failure is not None or each.state == "failed" for each in run.attempts)
+    failures = failures or int(run.state == "failed")
+    died = count_deaths(run)
+    note = f"{died} engine{'s' * (died > 1)} died and came back" if died else ""
+    tiles.append(Tile(label="Failures", value=str(failures) if run.attempts or failures else "?", note=note))
+    return tiles
+
+
+def _state_note(run: Run) -> str:
+    began = next((each.started for each in run.attempts if each.started), None)
+    ended = run.last.ended or (float(run.metrics.times[-1]) if len(run.metrics.times) else None)
+    if began is None or ended is None or not ended > began:
+        return ""
+    return f"{'after' if run.has_ended else 'for'} {duration(ended - began)}"
+
+
+def duration(seconds: float) -> str:
+    """In two units at most."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

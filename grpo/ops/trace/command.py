@@ -1,0 +1,112 @@
+"""`grpo trace RUN`: a run's timelines as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing."""
+
+import argparse
+import gzip
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from grpo.ops.trace.events import Trace, trace_of
+from grpo.record.timeline.records import TIMELINE_FOLDER, Timeline, read_timelines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's output_dir")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="the file to write, compressed if it ends in .gz; it is replaced (default: RUN/trace.json)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command: 0, or 1 with the reason on stderr."""
+    out = args.out or args.run / "trace.json"
+    try:
+        trace, notes = make_trace(args.run)
+        size_bytes = write_trace(trace, out)
+    except (OSError, ValueError) as error:
+        print(f"grpo trace: {error}", file=sys.stderr)
+        return 1
+    for note in notes:
+        print(f"grpo trace: WARNING: {note}", file=sys.stderr)
+    print(
+        f"{out}: {trace.num_spans} spans of {trace.num_nodes} node(s), {size_bytes / 1e6:.1f} MB; "
+        "open it in https://ui.perfetto.dev, which keeps it in the browser"
+    )
+    return 0
+
+
+def make_trace(output_dir: Path) -> tuple[Trace, list[str]]:
+    """The trace of the run in `output_dir`, and what is missing in it.
+
+    Raises:
+        ValueError: there is no timeline that can be read.
+    """
+    folder = output_dir / TIMELINE_FOLDER
+    if not output_dir.is_dir():
+        raise ValueError(f"{output_dir} is no folder: give a run's output_dir")
+    timelines = read_timelines(output_dir)
+    if not timelines:
+        raise ValueError(
+            f"{folder} has no node<k>.jsonl: give the output_dir of a run in local mode, which writes them"
+        )
+    trace = trace_of(timelines)
+    if trace.num_nodes == 0:
+        raise ValueError(f"nothing in {folder} can be read as a timeline: {trace.unreadable} damaged line(s)")
+    return trace, _what_is_missing(output_dir, timelines, trace)
+
+
+def _what_is_missing(output_dir: Path, timelines: list[Timeline], trace: Trace) -> list[str]:
+    notes = []
+    there = {each.node for each in timelines if each.attempts or each.spans or each.usages}
+    expected = max(_nodes_of(output_dir), max(each.node for each in timelines) + 1)
+    if missing := [str(node) for node in range(expected) if node not in there]:
+        which = f"node {missing[0]}" if len(missing) == 1 else f"nodes {', '.join(missing)}"
+        notes.append(f"{which} of {expected}: no timeline in {output_dir / TIMELINE_FOLDER}, so not in the trace")
+    if trace.unreadable:
+        notes.append(f"{trace.unreadable} line(s) that cannot be read were left out")
+    return notes
+
+
+def _nodes_of(output_dir: Path) -> int:
+    """How many nodes the run had at most, as run.json says; 0 where it does not."""
+    try:
+        attempts = json.loads((output_dir / "run.json").read_text())["attempts"]
+        return max((int(each["topology"]["num_nodes"]) for each in attempts), default=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def write_trace(trace: Trace, out: Path) -> int:
+    """Write it whole or not at all; how many bytes the file has. Raises OSError."""
+    if out.is_dir():
+        raise IsADirectoryError(f"--out {out} is a folder: name a file in it, as {out / 'trace.json'}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as raw:
+            if out.suffix == ".gz":
+                with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
+                    _write_events(trace, packed)
+            else:
+                _write_events(trace, raw)
+        os.replace(draft, out)
+    finally:
+        draft.unlink(missing_ok=True)
+    return out.stat().st_size
+
+
+def _write_events(trace: Trace, file: io.BufferedIOBase) -> None:
+    """One event a line: a trace of a long run is looked at with other tools, too."""
+    said = {"displayTimeUnit": "ms", "otherData": {"began_unix_s": trace.began}}
+    head = json.dumps(said)[:-1] + ', "traceEvents": [\n'
+    file.write(head.encode())
+    for number, event in enumerate(trace.events):
+        line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+        file.write((line if number == 0 else ",\n" + line).encode())
+    file.write(b"\n]}\n")

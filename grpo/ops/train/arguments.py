@@ -1,0 +1,174 @@
+"""The arguments of `train.py`: TRL's own, three more that adapt a data set, and the demo's where no model is named."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+import trl
+from trl import DatasetMixtureConfig, ModelConfig
+from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
+
+from grpo.config import GRPOConfig, own_fields
+from grpo.faults.mistakes import did_you_mean
+from grpo.ops.train.adapters import ADAPTERS
+from grpo.ops.train.parser import StrictParser, TaskParser
+from grpo.place.files import settings_of
+from grpo.place.launch import read_launch
+
+# The demo's settings; configs/train/demo.yaml holds the same for people to copy. Every one can be overridden.
+DEMO_DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/demo",
+    "reward_funcs": ["exact_match"],
+    "max_steps": 150,
+    "num_generations": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "learning_rate": 4.0e-4,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_steps": 10,
+    "beta": 0.0,
+    "temperature": 1.0,
+    "max_completion_length": 4,
+    "vllm_max_model_length": 32,
+    "vllm_engine_kwargs": {"enforce_eager": True},
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 5,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
+
+
+@dataclass
+class GRPOScriptArguments(TrlScriptArguments):
+    """TRL's script arguments, plus three that turn a data set of questions into prompts."""
+
+    dataset_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rows become prompts and what rewards read, for data sets that are known by name: "
+            f"{', '.join(ADAPTERS)}. Other columns are dropped."
+        },
+    )
+    dataset_columns: dict[str, str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Columns to rename, old name to new (a JSON object on the command line), for example "
+            '\'{"question": "prompt", "answer": "solution"}\'.'
+        },
+    )
+    system_prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Makes a prompt of plain text a conversation: this system message, then the text as the user's."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset_columns, str):
+            try:
+                self.dataset_columns = json.loads(self.dataset_columns)
+            except ValueError as error:
+                raise ValueError(
+                    f"dataset_columns is {self.dataset_columns!r}, which is no JSON object ({error}): write "
+                    '\'{"question": "prompt"}\''
+                ) from None
+        if self.dataset_adapter is not None and self.dataset_adapter not in ADAPTERS:
+            raise ValueError(
+                f"there is no dataset_adapter {self.dataset_adapter!r}{did_you_mean(self.dataset_adapter, ADAPTERS)}: "
+                f"write one of {', '.join(ADAPTERS)}, or rename columns with dataset_columns"
+            )
+        if self.dataset_adapter is not None and self.dataset_columns is not None:
+            raise ValueError("dataset_adapter and dataset_columns both say what rows become: remove one of the two")
+        reward_funcs: Any = vars(self)["reward_funcs"]
+        if isinstance(reward_funcs, str):  # a single name in a YAML file
+            self.reward_funcs = [reward_funcs]
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's, without dropout in adapters: two forwards of the same tokens would differ by it, as if the policy had."""
+
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; TRL's own script has 0.05."})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The parsed command line."""
+
+    script: GRPOScriptArguments
+    training: GRPOConfig
+    model: ModelArguments
+    mixture: DatasetMixtureConfig
+
+    @property
+    def is_demo(self) -> bool:
+        return self.model.model_name_or_path is None
+
+
+def parse_arguments(
+    argv: Sequence[str],
+    *,
+    check: Callable[[Arguments], None] = lambda arguments: None,
+    config_type: type[GRPOConfig] = GRPOConfig,
+    world_size: int | None = None,
+) -> Arguments:
+    """Parses flags over `--config FILE` over defaults, the demo's where no model is named.
+
+    `--resume auto` is short for `--resume_from_checkpoint auto`.
+
+    Args:
+        check: called before `training` is made, which joins the process group: with a `training` that has the values
+            of the fields and `local_mode`, but nothing that follows from them.
+        config_type: what `training` is.
+        world_size: ranks of the job; None: what the launcher says.
+
+    Raises:
+        ValueError: names the flags and YAML keys that do not exist, and values that cannot be read.
+    """
+    argv = _spell_out(argv)
+    settings_of(argv)  # TRL would read it as it is: this says in one line what is wrong with it
+
+    def check_values(values: argparse.Namespace) -> None:
+        given = vars(values)
+        local_mode = given["use_vllm"] and given["vllm_mode"] == "local"
+        kinds = {"script": GRPOScriptArguments, "model": ModelArguments, "mixture": DatasetMixtureConfig}
+        parts = {
+            name: kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
+            for name, kind in kinds.items()
+        }
+        check(Arguments(training=SimpleNamespace(**given, local_mode=local_mode), **parts))  # type: ignore[arg-type]
+
+    parser = TaskParser(
+        (GRPOScriptArguments, config_type, ModelArguments, DatasetMixtureConfig),
+        own=(*own_fields(GRPOScriptArguments, TrlScriptArguments), *own_fields(GRPOConfig, trl.GRPOConfig)),
+        check=check_values,
+        prog="train.py",
+    )
+    # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
+    peek = StrictParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)[0]
+    if peek.model_name_or_path is None:
+        world_size = read_launch(os.environ).world_size if world_size is None else world_size
+        parser.set_defaults_with_config(**demo_defaults(world_size=world_size))
+    script, training, model, mixture = parser.parse_args_and_config(argv)
+    return Arguments(script=script, training=training, model=model, mixture=mixture)
+
+
+def demo_defaults(*, world_size: int) -> dict[str, Any]:
+    """`DEMO_DEFAULTS` with the batch of a rank: about `DEMO_COMPLETIONS` over all ranks, whole groups of 8 on each."""
+    per_rank = max(8, DEMO_COMPLETIONS // world_size // 8 * 8)
+    return DEMO_DEFAULTS | {"per_device_train_batch_size": per_rank, "per_device_eval_batch_size": per_rank}
+
+
+def _spell_out(argv: Sequence[str]) -> list[str]:
+    """`--config=FILE` as two words, which TRL's parser wants, and `--resume` as `--resume_from_checkpoint`."""
+    words = [
+        word for arg in argv for word in (arg.split("=", 1) if arg.startswith(("--config=", "--resume=")) else [arg])
+    ]
+    return ["--resume_from_checkpoint" if word == "--resume" else word for word in words]

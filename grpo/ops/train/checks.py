@@ -1,0 +1,94 @@
+"""What is wrong with a task by its arguments alone: `train.py` ends with it before anything starts, a plan names it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo.ops.train.arguments import Arguments, ModelArguments
+from grpo.ops.train.data import local_data
+from grpo.ops.train.rewards import RewardFunc, load_reward_funcs
+from grpo.place.launch import read_launch
+from grpo.preflight.model import check_model, local_model
+from grpo.preflight.rewards import check_reward_list
+from grpo.record.folder import check_writable
+
+
+def check_weights_trained(arguments: Arguments) -> None:
+    """Refuses quantised models, before TRL asks for the libraries that they need."""
+    model = arguments.model
+    if not arguments.training.local_mode:
+        return
+    if not model.use_peft:
+        flags = ("lora_r", "lora_target_modules")
+        given = [name for name in flags if getattr(model, name) != getattr(ModelArguments, name)]
+        if given:
+            raise ValueError(f"{', '.join(given)} without use_peft: add --use_peft, or remove them")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, name):
+            raise ValueError(
+                f"{name}: local mode cannot push quantised weights yet: remove it, or set vllm_mode to 'server' or "
+                "'colocate', where TRL takes it"
+            )
+
+
+def check_task(arguments: Arguments) -> None:
+    """Refuses data without a model, and a model without data or rewards."""
+    script, mixture = arguments.script, arguments.mixture
+    has_data = bool(script.dataset_name or mixture.datasets)
+    if arguments.is_demo:
+        if has_data or script.dataset_adapter or script.dataset_columns or script.system_prompt:
+            raise ValueError(
+                "a data set is given, but no model: name one with --model_name_or_path. Without a model the demo task "
+                "runs, which has a data set of its own"
+            )
+        return
+    if not has_data:
+        raise ValueError("there is no data to train on: name it with --dataset_name, or list `datasets` in a YAML file")
+    if script.dataset_name and not mixture.datasets:
+        local_data(script.dataset_name)
+
+
+def check_rewards(arguments: Arguments) -> None:
+    """Refuses rewards that are not there, or not as many as `reward_weights`; imports the modules that hold them."""
+    check_reward_list(rewards_of(arguments), arguments.training)
+
+
+def rewards_of(arguments: Arguments) -> "list[RewardFunc | str]":
+    """The reward model's name, where there is one, and the functions.
+
+    Raises ValueError when there is none, or a name leads nowhere.
+    """
+    script = arguments.script
+    model = script.reward_model_name_or_path
+    rewards = [*([model] if model else []), *load_reward_funcs(script.reward_funcs or [])]
+    if not rewards:
+        raise ValueError(
+            "there is nothing to score completions with: name reward functions with --reward_funcs, or a reward model "
+            "with --reward_model_name_or_path"
+        )
+    return rewards
+
+
+def check_local_models(arguments: Arguments) -> None:
+    """Refuses models that are paths to nowhere."""
+    for setting in ("model_name_or_path", "reward_model_name_or_path"):
+        name = getattr(arguments.model, setting, None) or getattr(arguments.script, setting, None)
+        if name is not None:
+            local_model(name, setting)
+
+
+CHECKS: tuple[Callable[[Arguments], None], ...] = (check_weights_trained, check_task, check_local_models, check_rewards)
+"""What every rank and a plan look at; each raises ValueError, or what the module of a reward function raises."""
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """All of `CHECKS`; and on rank 0 whether the output folder can be written, and the model read."""
+    for check in CHECKS:
+        check(arguments)
+    if read_launch(os.environ).rank != 0:
+        return
+    name, training = arguments.model.model_name_or_path, arguments.training
+    check_writable(Path(training.output_dir or "trainer_output"))
+    if name is not None:
+        revision = (training.model_init_kwargs or {}).get("revision") or arguments.model.model_revision
+        check_model(name, "model_name_or_path", revision=revision, trust_remote_code=training.trust_remote_code)

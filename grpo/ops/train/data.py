@@ -1,0 +1,126 @@
+"""The data set of `train.py`: a mixture, a hub data set, or a local file or folder, made into prompts."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl import get_dataset
+
+from grpo.faults.mistakes import is_mistake
+from grpo.ops.train.adapters import ADAPTERS
+from grpo.ops.train.arguments import Arguments, GRPOScriptArguments
+from grpo.preflight.data import check_columns
+from grpo.preflight.model import close_name, reason_of
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+
+_DATA_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
+    """The data set by split: a mixture, a hub data set, or a local file or folder, its columns renamed as asked.
+
+    Raises `ValueError` when a local path does not hold one, or columns are not there.
+    """
+    from datasets import load_dataset
+    from transformers import set_seed
+
+    script = arguments.script
+    if arguments.mixture.datasets:
+        # TRL splits a mixture with numpy's global generator: without the same seed, every rank has rows of its own.
+        set_seed(arguments.training.seed)
+        dataset = get_dataset(arguments.mixture)
+    else:
+        assert script.dataset_name, "`check_task` has seen a name"
+        path = local_data(script.dataset_name)
+        streaming = script.dataset_streaming
+        try:
+            if path is not None and path.is_file():
+                files = {script.dataset_train_split: str(path)}
+                dataset = load_dataset(_DATA_BUILDERS[path.suffix], data_files=files, streaming=streaming)
+            else:
+                name = script.dataset_name if path is None else str(path)
+                dataset = load_dataset(name, name=script.dataset_config, streaming=streaming)
+        except Exception as error:
+            cause = error.__cause__ or error  # `datasets` says of a broken file that an error occurred
+            if not (is_mistake(error, before_first_step=True) and is_mistake(cause, before_first_step=True)):
+                raise
+            what = f"{type(cause).__name__}: {reason_of(cause)}"
+            raise ValueError(f"dataset_name is {script.dataset_name!r}, which cannot be loaded: {what}") from error
+    return _adapt(dataset, script)
+
+
+def local_data(name: str) -> Path | None:
+    """The local path that a data set's name stands for; None for a hub id.
+
+    Raises `ValueError` for a path that does not exist or holds no data that can be read.
+    """
+    path = Path(name).expanduser()
+    kinds = ", ".join(_DATA_BUILDERS)
+    if path.is_file():
+        if path.suffix not in _DATA_BUILDERS:
+            raise ValueError(f"dataset_name is the file {name}, but only {kinds} can be read")
+        if not path.stat().st_size:
+            raise ValueError(f"dataset_name is the file {name}, which is empty")
+        return path
+    if path.is_dir():
+        if not any(file.suffix in _DATA_BUILDERS for file in path.rglob("*")):
+            raise ValueError(f"dataset_name is the folder {name}, which holds none of {kinds}")
+        return path
+    if path.suffix in _DATA_BUILDERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(
+            f"dataset_name is {name}, but {path.absolute()} does not exist{close_name(path)}: a data set is a hub id "
+            f"such as openai/gsm8k, or a local file ({kinds}) or a folder of such files"
+        )
+    return None
+
+
+def split_of(dataset: "DatasetDict | IterableDatasetDict", split: str, option: str) -> Any:
+    if split not in dataset:
+        raise ValueError(
+            f"{option} is {split!r}, but the data set has the splits {', '.join(map(repr, dataset))}: set {option} to "
+            "one of them (a local folder has those that its files are named after, such as train.jsonl and test.jsonl)"
+        )
+    return dataset[split]
+
+
+def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
+    """Rows as `dataset_adapter` or `dataset_columns` say, and conversations as `system_prompt` does."""
+    if script.dataset_adapter is not None:
+        dataset = _adapt_rows(dataset, script.dataset_adapter)
+    columns = script.dataset_columns or {}
+    assert not isinstance(columns, str), "__post_init__ parses it"
+    for split in dataset:
+        names = dataset[split].column_names
+        missing = [column for column in columns if names is not None and column not in names]
+        if missing:
+            raise ValueError(f"dataset_columns renames {', '.join(missing)}, but the data set has {', '.join(names)}")
+    if columns:
+        dataset = dataset.rename_columns(columns)
+    if script.system_prompt is not None:
+        check_columns(dataset, "the data set")
+        dataset = dataset.map(_to_conversation, fn_kwargs={"system_prompt": script.system_prompt})
+    return dataset
+
+
+def _adapt_rows(dataset: Any, name: str) -> Any:
+    """Every split through the adapter; a split of another form is a mistake, for its rows would be nobody's."""
+    adapter = ADAPTERS[name]
+    adapted = {}
+    for split in dataset:
+        names = dataset[split].column_names
+        missing = [column for column in adapter.columns if names is not None and column not in names]
+        if missing:
+            raise ValueError(
+                f"dataset_adapter is {name}, which reads {', '.join(adapter.columns)}, but the data set has "
+                f"{', '.join(names)}: take another adapter ({', '.join(ADAPTERS)}), or dataset_columns"
+            )
+        adapted[split] = dataset[split].map(adapter.to_prompt, remove_columns=names)
+    return type(dataset)(adapted)
+
+
+def _to_conversation(row: dict[str, Any], system_prompt: str) -> dict[str, Any]:
+    if not isinstance(row["prompt"], str):
+        raise ValueError("system_prompt is set, but the prompts of the data set are conversations already: remove it")
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["prompt"]}]
+    return {"prompt": messages}

@@ -1,0 +1,83 @@
+"""Reward functions by name: TRL's, ours, and any that a dotted path imports."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.faults.mistakes import did_you_mean
+from grpo.ops.train.code_reward import code_reward
+
+RewardFunc = Callable[..., Any]
+
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+REWARD_NAMES = ("exact_match", "code_reward", *TRL_REWARDS)
+
+
+def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
+    """1.0 where a completion is its row's `answer`, spaces around both aside, else 0.0.
+
+    A conversational completion (a list of messages) counts by the content of its last message.
+    """
+    return [
+        float(_text(completion).strip() == str(a).strip()) for completion, a in zip(completions, answer, strict=True)
+    ]
+
+
+def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
+    """The functions that `names` stand for: `REWARD_NAMES`, or dotted paths with the working directory importable.
+
+    Raises `ValueError` for a name that leads nowhere. An error inside an imported module is raised as it is.
+    """
+    return [_load(name) for name in names]
+
+
+def _text(completion: str | Sequence[dict[str, Any]]) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _load(name: str) -> RewardFunc:
+    if name == "exact_match":
+        return exact_match
+    if name == "code_reward":
+        return code_reward
+    if name in TRL_REWARDS:
+        import trl.rewards
+
+        if name == "get_soft_overlong_punishment":  # makes a function; these values are those of TRL's own script
+            return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+        return getattr(trl.rewards, name)
+    if "." in name:
+        return _import(name)
+    raise ValueError(f"there is no reward function {name!r}{did_you_mean(name, REWARD_NAMES)}: {_choices()}")
+
+
+def _import(path: str) -> RewardFunc:
+    module_name, function_name = path.rsplit(".", 1)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:  # launchers put the script's folder there instead
+        sys.path.insert(0, working_directory)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that the user's module asks for is the user's own error, not a wrong path.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"reward function {path!r}: there is no module {error.name!r} in {working_directory} or on sys.path; "
+            f"otherwise, {_choices()}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        callables = sorted(k for k, v in vars(module).items() if callable(v) and not k.startswith("_"))
+        what = "is not callable" if hasattr(module, function_name) else "does not exist"
+        raise ValueError(
+            f"reward function {path!r}: {function_name!r} {what} in {module.__file__}, which has "
+            f"{', '.join(callables) or 'no functions'}"
+        )
+    return function
+
+
+def _choices() -> str:
+    return f"write one of {', '.join(REWARD_NAMES)}, or a dotted path such as my_rewards.my_function"

@@ -1,0 +1,46 @@
+"""What `train.py` runs: TRL's `trl grpo` script with this project's trainer, and the demo task when no model is named.
+
+Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds three that adapt a data set. What can be
+said of the command line without TRL is said before it is imported.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo.place.files import flag_of, settings_of
+from grpo.place.importing import importing
+from grpo.place.quiet import quiet
+from grpo.record.telling import telling_mistakes
+
+if TYPE_CHECKING:
+    from grpo.ops.train.training import DemoModel
+
+
+def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = None) -> None:
+    """Trains as `argv` says (default: the command line). Called by every rank.
+
+    Args:
+        demo_model: puts the demo's model where it is told to; None: a model has to be named.
+    """
+    quiet()
+    argv = sys.argv[1:] if argv is None else argv
+    with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
+        settings = settings_of(argv)
+        if teller.output_dir is None and "output_dir" in settings:
+            teller.output_dir = Path(str(settings["output_dir"]))
+
+        with importing():
+            from grpo.ops.train.arguments import parse_arguments
+            from grpo.ops.train.checks import check_arguments
+
+        arguments = parse_arguments(argv, check=check_arguments)
+        teller.output_dir = Path(arguments.training.output_dir)
+
+        with importing():
+            from grpo.ops.train.training import run, run_demo
+
+        trainer = run_demo(arguments, demo_model) if arguments.is_demo else run(arguments)
+        trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit

@@ -1,0 +1,117 @@
+"""Trains what the arguments of `train.py` name, or the demo."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl import get_peft_config, get_quantization_config
+
+from grpo.ops.train.arguments import Arguments
+from grpo.ops.train.checks import rewards_of
+from grpo.ops.train.data import load_data, split_of
+from grpo.ops.train.demo import demo_dataset
+from grpo.place.importing import importing
+from grpo.place.launch import read_launch
+from grpo.record.screen import say
+
+if TYPE_CHECKING:
+    from grpo.trainer import GRPOTrainer
+
+DemoModel = Callable[..., Path]  # (folder, *, is_local_main) -> folder, as `examples.demo_model.ensure_demo_model`
+
+
+def run(arguments: Arguments) -> "GRPOTrainer":
+    """Trains the named model on the named data, saves it, and pushes it to the hub if asked to."""
+    script, training = arguments.script, arguments.training
+    dataset = load_data(arguments)
+    trainer = build_trainer(
+        arguments,
+        model=arguments.model.model_name_or_path,
+        reward_funcs=rewards_of(arguments),
+        train_dataset=split_of(dataset, script.dataset_train_split, "dataset_train_split"),
+        eval_dataset=(
+            split_of(dataset, script.dataset_test_split, "dataset_test_split")
+            if training.eval_strategy != "no"
+            else None
+        ),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"model saved to {training.output_dir}")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.accelerator.print(f"model pushed to https://huggingface.co/{trainer.hub_model_id}")
+    return trainer
+
+
+def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer":
+    """Trains the demo model on two-digit addition and prints on rank 0 in one line what came of it."""
+    training = arguments.training
+    if demo_model is None:
+        raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
+    launch, folder = read_launch(os.environ), Path(training.output_dir) / "model"
+    if launch.rank == 0:
+        say(
+            "no model is named: the demo, two-digit addition. A model of 0.6 M parameters is warmed up until 4 of 10 "
+            f"sums are right (once, in {folder}); {training.max_steps} steps of GRPO have the rest to do"
+        )
+    folder = demo_model(folder, is_local_main=launch.local_rank == 0)
+    trainer = build_trainer(
+        arguments,
+        model=str(folder),
+        reward_funcs=rewards_of(arguments),
+        train_dataset=demo_dataset("train"),
+        eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if launch.rank == 0:
+        say(
+            "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of "
+            "configs/ (README, 'One node')"
+        )
+    trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
+    return trainer
+
+
+def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
+    """A `GRPOTrainer` from the parsed arguments; `kwargs` are its `model`, `reward_funcs`, data sets and the like."""
+    with importing():
+        from grpo.trainer import GRPOTrainer
+
+    model, training = arguments.model, arguments.training
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    return GRPOTrainer(
+        args=training,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        **kwargs,
+    )
+
+
+def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) -> str:
+    """One line: reward of the first 10 and the last 20 steps, steps, seconds, tokens (prompts too) per second.
+
+    Args:
+        first_step: steps that earlier attempts have done; seconds and tokens are counted from there.
+    """
+    logs = [log for log in log_history if log.get("reward") is not None]
+    totals = next(log for log in reversed(log_history) if "train_runtime" in log)
+    steps, seconds = totals["step"], totals["train_runtime"]
+    if not logs:
+        return f"demo: {steps} steps in {seconds:.0f} s, none of them logged (logging_steps)"
+    first = [log["reward"] for log in logs if log["step"] <= max(10, logs[0]["step"])]
+    last = [log["reward"] for log in logs if log["step"] > min(steps - 20, logs[-1]["step"] - 1)]
+    before = [log["num_tokens"] for log in logs if log["step"] <= first_step]
+    tokens_per_s = (logs[-1]["num_tokens"] - (before[-1] if before else 0)) / seconds
+    reached = f"{steps} steps" if not first_step else f"{steps - first_step} steps to step {steps}"
+    return (
+        f"demo: reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
+        f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
+    )

@@ -1,0 +1,148 @@
+"""Which GPUs this process has, by the names that an engine's CUDA_VISIBLE_DEVICES takes; and why it has none.
+
+    python -m grpo.place.devices [--config_file FILE] ARGUMENTS OF train.py...
+
+prints how many GPUs torch sees, for the scripts in launch/, and ends with 1 where none is a mistake.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from grpo.place.files import is_on, read_wishes
+
+UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
+_BESIDE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # of ROCm alone
+
+
+class DeviceMistake(ValueError):
+    """GPUs that are missing, or that engines cannot be given."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}: {fix}")
+        self.what, self.fix = what, fix
+
+
+def visible_devices(env: Mapping[str, str]) -> tuple[str, ...]:
+    """`device_tokens` of the GPUs that torch counts, without initialising CUDA."""
+    import torch
+
+    return device_tokens(env, torch.cuda.device_count(), rocm=torch.version.hip is not None)
+
+
+def device_tokens(env: Mapping[str, str], device_count: int, *, rocm: bool = False) -> tuple[str, ...]:
+    """What to write into a child's CUDA_VISIBLE_DEVICES for each of this process's `device_count` GPUs, in their order.
+
+    A child's value replaces the inherited one, so device i of this process is the inherited list's entry i (an id or a
+    GPU UUID), not "i". The list ends at the first entry that is negative, of another kind, or there already; what else
+    CUDA refuses (a device that does not exist; the whole list when an entry repeats) only `device_count` tells: entries
+    beyond it are dropped.
+
+    Args:
+        rocm: whether torch is built for ROCm.
+
+    Raises:
+        DeviceMistake: entries are fewer than devices; they are MIG slices; or, with `rocm`, another list stands beside.
+    """
+    if rocm:
+        _refuse_other_lists(env)
+    value = env.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return tuple(str(index) for index in range(device_count))
+    if value.strip().startswith("MIG-"):
+        # vLLM turns an entry into a number by nvmlDeviceGetIndex, which NVML has for whole GPUs alone (0.31,
+        # platforms/cuda.py).
+        raise DeviceMistake(
+            f"CUDA_VISIBLE_DEVICES is {value!r}, but vLLM cannot serve on slices of a GPU (MIG)",
+            "ask for whole GPUs (Slurm: --gres=gpu:N without a MIG type; Kubernetes: nvidia.com/gpu), or have MIG "
+            "turned off (nvidia-smi -mig 0, as root) and name the GPUs by number or UUID",
+        )
+    is_uuid = value.strip().startswith("GPU-")
+    tokens: list[str] = []
+    for entry in value.split(","):
+        if is_uuid:
+            token = entry.strip() if entry.strip().startswith("GPU-") else None
+        else:  # CUDA reads "1x" as 1, and stops at "-1", "" and "x"
+            number = re.match(r"\+?([0-9]+)", entry.strip())
+            token = str(int(number[1])) if number else None
+        if token is None or token in tokens:
+            break
+        if is_uuid and len(token) < UUID_LENGTH:
+            raise DeviceMistake(
+                f"CUDA_VISIBLE_DEVICES names a GPU by the beginning of its UUID, {token}, and vLLM wants all of it",
+                "write whole UUIDs (nvidia-smi -L), or numbers",
+            )
+        tokens.append(token)
+    if len(tokens) < device_count:
+        raise DeviceMistake(
+            f"torch sees {device_count} GPUs, but CUDA_VISIBLE_DEVICES={value!r} names {len(tokens)}",
+            "set it before the script starts and do not change it afterwards",
+        )
+    return tuple(tokens[:device_count])
+
+
+def _refuse_other_lists(env: Mapping[str, str]) -> None:
+    """An engine's list is its CUDA_VISIBLE_DEVICES, which HIP reads as well, unless there is a list of HIP's own.
+
+    Beside HIP_VISIBLE_DEVICES vLLM stops ("Inconsistent GPU visibility env vars", 0.31, platforms/rocm.py), beside
+    ROCR_VISIBLE_DEVICES torch passes over it (2.13, `_parse_visible_devices`) while HIP counts it from that list.
+    """
+    found = {name: env[name] for name in _BESIDE if env.get(name)}
+    if not found:
+        return
+    shown, names = " ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
+    devices = next(iter(found.values())) if len(found) == 1 else "THE GPUS OF THIS JOB"
+    raise DeviceMistake(
+        f"the environment has {shown}, but an engine is given its GPUs by CUDA_VISIBLE_DEVICES, which ROCm reads as "
+        "well and which must be the only list",
+        f"export CUDA_VISIBLE_DEVICES={devices}; unset {names}",
+    )
+
+
+def torch_build() -> str | None:
+    """What torch is built for: 'CUDA 12.9', 'ROCm 7.0'; None for a build without GPUs."""
+    import torch
+
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
+    """GPUs of a job on this machine: 0 with `use_cpu`, or where accelerate was told so (ACCELERATE_USE_CPU).
+
+    Raises DeviceMistake where torch is built for GPUs and sees none, or where engines cannot be given what it sees.
+
+    Args:
+        use_cpu: whether the user has asked for CPUs, wherever that is written.
+    """
+    if use_cpu or is_on(env.get("ACCELERATE_USE_CPU")) or (build := torch_build()) is None:
+        return 0
+    import torch
+
+    # It counts some by NVML where the driver is too old to use them.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device_tokens(env, count, rocm=build.startswith("ROCm"))
+    if count:
+        return count
+    lists = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", *_BESIDE) if name in env}
+    shown = " ".join(f"{name}={value!r}" for name, value in lists.items()) or "CUDA_VISIBLE_DEVICES is unset"
+    raise DeviceMistake(
+        f"torch is built for {build}, but sees no GPU ({shown})",
+        "ask the scheduler for them (Slurm: --gres=gpu:8 or --gpus-per-node=8; Kubernetes: nvidia.com/gpu: 8), look at "
+        "CUDA_VISIBLE_DEVICES and at the driver (nvidia-smi), or write use_cpu: true (--use_cpu) to train on CPUs",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        print(count_gpus(os.environ, use_cpu=read_wishes(argv).use_cpu))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""What a job's own files and flags ask for before anything of it runs: CPUs, a backend, number formats.
+
+For the scripts in launch/ and for the doctor, which load neither TRL nor transformers: `grpo plan` reads all of it.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from grpo.faults.mistakes import did_you_mean
+
+FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What stands in the files and on the command line."""
+
+    use_cpu: bool
+    """Whether any of them says so: the launcher's file, the training file, or a flag."""
+    backend: str | None
+    """`ddp_backend`; None: nccl with GPUs, gloo without."""
+    dtypes: tuple[str, ...]
+    """Of the tensors that the ranks exchange, as torch names them; float32 is always among them."""
+    reserved_gpus: int | None
+    """`vllm_reserved_gpus`."""
+    tensor_parallel_size: int | None
+    """`vllm_tensor_parallel_size`."""
+    dataset_config: str | None
+    has_engines: bool
+    """Whether the nodes host engines: not in TRL's own modes."""
+
+
+def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, reads_files: bool = True) -> Wishes:
+    """What a job with these arguments of `train.py` will be.
+
+    Args:
+        arguments: flags go before the file that `--config` names; others than those that are read here are ignored.
+        config_file: the launcher's file, or DeepSpeed's; may stand among the arguments.
+        reads_files: False: those that the arguments name are another script's, and may be anything.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    valued = (
+        "config",
+        "config_file",
+        "deepspeed",
+        "ddp_backend",
+        "model_name_or_path",
+        "vllm_mode",
+        "dataset_config",
+        "vllm_reserved_gpus",
+        "vllm_tensor_parallel_size",
+    )
+    for name in valued:
+        # Without a value it is another script's own flag.
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    for name in ("use_cpu", "use_vllm", "bf16", "fp16"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
+    if not reads_files:
+        flags = {name: value for name, value in flags.items() if name not in ("config", "config_file", "deepspeed")}
+    training = {**_read(flags.get("config")), **flags}
+    launcher = _read(flags.get("config_file", config_file))
+    plugin = launcher.get("deepspeed_config") or {}
+    files = (training.get("deepspeed"), plugin.get("deepspeed_config_file"))
+    deepspeed = [launcher, *map(_read, files)]
+    return Wishes(
+        use_cpu=is_on(training.get("use_cpu")) or is_on(launcher.get("use_cpu")),
+        backend=training.get("ddp_backend"),
+        dtypes=_dtypes(training, str(launcher.get("mixed_precision") or "no"), deepspeed),
+        reserved_gpus=_count(training, "vllm_reserved_gpus"),
+        tensor_parallel_size=_count(training, "vllm_tensor_parallel_size"),
+        dataset_config=training.get("dataset_config"),
+        has_engines=training.get("vllm_mode", "local") == "local" and is_on(training.get("use_vllm", True)),
+    )
+
+
+def _count(training: dict[str, Any], name: str) -> int | None:
+    """None where it is not set; what is no number is for the trainer to refuse."""
+    value = training.get(name)
+    return int(str(value)) if str(value).isdigit() else None
+
+
+def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """The options by which a command is told of a job; `wishes_of` reads them."""
+    parser.add_argument("--config_file", metavar="FILE", help="of the launcher: accelerate's, or DeepSpeed's")
+    parser.add_argument("--config", metavar="FILE", help="the training file of train.py")
+    parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
+
+
+def wishes_of(args: argparse.Namespace) -> Wishes | None:
+    """None when the command was told of no job. Raises ValueError for a file that cannot be read, or a stray word."""
+    if args.train_flags and not args.train_flags[0].startswith("-"):
+        raise ValueError(f"{args.train_flags[0]} is no option; flags of train.py follow behind ` -- `")
+    if not (args.config_file or args.config or args.train_flags):
+        return None
+    config = ["--config", args.config] if args.config else []
+    return read_wishes([*config, *args.train_flags], config_file=args.config_file)
+
+
+def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """float32 (norms, losses, and gradients where they are reduced in it), and what weights and gradients travel in."""
+    fp16 = is_on(training.get("fp16"))
+    bf16 = not fp16 and bool(training.get("model_name_or_path"))  # the defaults: TRL's, and those of the demo
+    if training.get("bf16") is not None:
+        bf16 = is_on(training["bf16"])
+    found = {name for name, is_on in (("bf16", bf16), ("fp16", fp16)) if is_on} or {mixed_precision}
+    for file in deepspeed:
+        found |= {name for name in ("bf16", "fp16") if is_on((file.get(name) or {}).get("enabled"))}
+        found.add(str(file.get("communication_data_type")))
+    return ("float32", *sorted({FORMATS[name] for name in found & FORMATS.keys()} - {"float32"}))
+
+
+def _read(file: Any) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
+    if not isinstance(file, str):
+        return file or {}
+    if file.lstrip().startswith("{"):
+        return _parse(file, "the settings in braces")
+    return read_settings(file)
+
+
+def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Args:
+        option: by which it was named, for the message.
+        takes_json: whether its reader takes JSON that is no YAML, for it is indented with tabs.
+
+    Raises:
+        ValueError: it cannot be read, in one line with the place of what is wrong.
+    """
+    path, what = Path(file), f"{option} {file}".strip()
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        where = f"{path.absolute().parent}{did_you_mean(path.name, names)}"
+        raise ValueError(f"{what} cannot be read: there is no such file in {where}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _parse(text, what, takes_json=takes_json)
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """What stands in the file that `--config` names on a command line; {} without one. Raises as `read_settings`."""
+    if "--config" in argv[-1:]:
+        raise ValueError("--config is followed by no file: write --config FILE.yaml")
+    file = flag_of(argv, "config")
+    return {} if file is None else read_settings(file, "--config", takes_json=False)
+
+
+def flag_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name` on a command line that may not parse."""
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    return dict(itertools.pairwise(words)).get(f"--{name}")
+
+
+def _parse(text: str, what: str, *, takes_json: bool = True) -> dict[str, Any]:
+    try:
+        node = yaml.compose(text)
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
+        if takes_json and "'\\t'" in problem and text.lstrip().startswith("{"):
+            return _parse_json(text, what)
+        fix = ": YAML is indented with spaces, not with tabs" if "'\\t'" in problem else ""
+        raise ValueError(f"{what} cannot be read{place}: {problem.splitlines()[0]}{fix}") from None
+    if not isinstance(found, dict):
+        shown = "nothing" if found is None else json.dumps(found, default=str)[:40]
+        raise ValueError(f"{what} holds no settings, but {shown}: write lines like `max_steps: 100`")
+    keys: dict[str, int] = {}
+    for key, _ in node.value:
+        if key.value in keys:
+            line = key.start_mark.line + 1
+            raise ValueError(f"{what}, line {line}: {key.value} stands in line {keys[key.value]} already: remove one")
+        keys[key.value] = key.start_mark.line + 1
+    return found
+
+
+def _parse_json(text: str, what: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{what} cannot be read: {place}: {error.msg}") from None
+
+
+def is_on(value: Any) -> bool:
+    """`true` as files and command lines write it; DeepSpeed's `auto` follows another setting."""
+    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")

@@ -1,0 +1,344 @@
+"""The output folder, which attempts of a run share: who is in it, how the last one ended, who wants it to stop.
+
+Global rank 0 alone reads and writes here; the others hear from it what it found. The scripts in `launch/` read
+`run_state.json` because no exit code of a worker gets past torchrun or accelerate.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from grpo.faults.failure import FailureRecord
+from grpo.faults.signals import StopRequest
+from grpo.place.launch import read_launch
+from grpo.record.durable import write_atomically
+from grpo.record.history import RunHistory
+
+STATE_FILE = "run_state.json"
+NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
+LOST_S = 150.0  # until a network file system lets go of what a node held that is off
+LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What `run_state.json` holds: how this attempt stands."""
+
+    state: str
+    """running, finished, stopped or failed."""
+    why: str
+    """For a person: the request, or the failure record."""
+    job: str
+    """The scheduler's id (GRPO_JOB, SLURM_JOB_ID), or host and pid."""
+    attempt: int
+    """0 for the first start, 1 after the first requeue …"""
+    step: int = 0
+    """Optimizer steps that are done."""
+    checkpoint: str | None = None
+    """The newest complete one."""
+    requeue: bool = False
+    """Whether the job asks to be started again."""
+    can_heal: bool = True
+    """False for a failure that the next start would meet again: placement, configuration, an import."""
+    respawns: tuple[str, ...] = ()
+    """Engines that died in this attempt and came back; the last ones."""
+    tracker_run: str = ""
+    """The id under which W&B and Trackio go on."""
+    started: float = 0.0
+    """When the launcher began this attempt, by which it knows it again (GRPO_STARTED)."""
+
+
+def _is_taken(lock: IO[str]) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def make_run_folder(path: Path) -> None:
+    """Where there is none, one that only its owner reads: it holds prompts, completions, and arguments with tokens."""
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+
+
+class RunFolder:
+    """`output_dir` in the hands of one job.
+
+    Raises:
+        ValueError: another job is in it.
+    """
+
+    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+        self.path = path
+        check_writable(path)
+        make_run_folder(path)
+        started = float(env.get("GRPO_STARTED") or time.time())
+        self._launched = float(env.get("GRPO_LAUNCHED") or started)  # before the nodes met, which takes minutes
+        self._updating = threading.Lock()
+        self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
+        self._lock = self._take_lock()
+        previous = read_run_state(path)
+        self.previous_attempt = previous.attempt if previous else 0
+        self._history = RunHistory(path)
+        given = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT")
+        following = max(previous.attempt + 1 if previous else 0, self._history.next_attempt())
+        self.attempt = int(given) if given else following
+        self.state = RunState(
+            state="running",
+            why="",
+            job=self.job,
+            attempt=self.attempt,
+            tracker_run=previous.tracker_run if previous else "",
+            started=started,
+        )
+        self._own_request = path / f"stop.{self.job}.{self.attempt}"
+        self._person_request = path / "stop"
+
+    def _take_lock(self) -> IO[str] | None:
+        # The kernel drops it with this process, however that ends; a file that says "running" would stay.
+        path = self.path / LOCK_FILE
+        lock = path.open("a+")
+        deadline = time.monotonic() + LOST_S
+        try:
+            while not _is_taken(lock):
+                lock.seek(0)
+                owner = lock.read().strip() or "unknown"
+                is_ours = owner.startswith(f"{self.job} (pid ") and not owner.endswith(f" on {socket.gethostname()})")
+                if not is_ours:
+                    raise ValueError(
+                        f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's "
+                        "checkpoints; end that job, or set another output_dir"
+                    )
+                if time.monotonic() > deadline:  # its own attempt before, on a node that is off or does not answer
+                    raise TimeoutError(f"{self.path} is still held by this job's attempt before: {owner}")
+                time.sleep(0.5)
+        except (ValueError, TimeoutError):
+            lock.close()
+            raise
+        except OSError as error:
+            lock.close()
+            warnings.warn(f"{path} cannot be locked ({error}): a second job here would go unnoticed", stacklevel=2)
+            return None
+        lock.truncate(0)
+        lock.write(f"{self.job} (pid {os.getpid()} on {socket.gethostname()})")
+        lock.flush()
+        return lock
+
+    def release(self) -> None:
+        """Let another job in. Safe to call twice."""
+        with self._updating:
+            self._history.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # -- the state ------------------------------------------------------------------------------------------------
+
+    def begin_attempt(
+        self,
+        arguments: Mapping[str, Any] | None = None,
+        topology: Mapping[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Add this attempt to `run.json`, which follows the state from now on. Asks git: may take `GIT_S`.
+
+        Args:
+            goes_on: whether it is the one that this process has begun already, if it has.
+        """
+        with self._updating:
+            weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
+            self._history.begin(
+                attempt=self.attempt,
+                job=self.job,
+                started=self.state.started,
+                arguments=arguments,
+                topology=topology,
+                goes_on=goes_on,
+            )
+
+    def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
+        """Change fields of the state and write it, in `run.json` too. From any thread.
+
+        The first failure counts, and what stopped as asked has not failed; only another start changes either.
+
+        Args:
+            from_step: of an attempt that begins to train.
+            failure: the job's record, for `run.json`; it may come after a failure that this rank has told by itself.
+        """
+        with self._updating:
+            over = {"failed"} if changes.get("state") != "failed" else {"failed", "stopped"}
+            is_over = self.state.state in over and changes.get("state") != "running"
+            try:
+                if not is_over:
+                    self.state = replace(self.state, **changes)
+                    write_atomically(self.path / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+            finally:
+                if not is_over or failure is not None:
+                    record = None if failure is None else failure.as_dict()
+                    self._history.follow(asdict(self.state), from_step=from_step, failure=record)
+
+    def tracker_run(self, *, resumed: bool) -> str:
+        """The id for W&B and Trackio: the last attempt's when this one goes on where that one was."""
+        if not resumed or not self.state.tracker_run:
+            self.state = replace(self.state, tracker_run=uuid.uuid4().hex[:8])
+        return self.state.tracker_run
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def drop_old_requests(self) -> list[str]:
+        """Remove requests that were meant for an earlier attempt; a line about each."""
+        notes = []
+        for path in [self._person_request, *self.path.glob("stop.*.*")]:
+            try:
+                too_old = path.stat().st_mtime < self._launched
+            except OSError:
+                continue
+            if path != self._own_request and (too_old or path != self._person_request):
+                path.unlink(missing_ok=True)
+                notes.append(f"{path} was left for an earlier attempt: ignored and removed")
+        return notes
+
+    def stop_request(self) -> StopRequest | None:
+        """What a file asks for. Two stats: cheap enough for every step."""
+        for path, requeue in ((self._person_request, False), (self._own_request, True)):
+            with contextlib.suppress(OSError):  # a file system that does not answer asks for nothing
+                if path.exists():
+                    return StopRequest(why=f"{path} was written", requeue=requeue)
+        return None
+
+    @property
+    def a_person_asks(self) -> bool:
+        """Whether a person wants the run to end; that counts more than a scheduler's request."""
+        return self._person_request.exists()
+
+    def answer_requests(self) -> None:
+        """Remove them: what they asked for is done."""
+        self._person_request.unlink(missing_ok=True)
+        self._own_request.unlink(missing_ok=True)
+
+    # -- metrics --------------------------------------------------------------------------------------------------
+
+    def cut_metrics(self, step: int) -> None:
+        """Keep the lines of `metrics.jsonl` up to `step`; later ones go to `metrics.attempt-<k>.jsonl`."""
+        path = self.path / METRICS_FILE
+        kept: list[str] = []
+        dropped: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in path.read_text().splitlines(keepends=True):
+                try:
+                    is_kept = json.loads(line)["step"] <= step and step > 0
+                except (ValueError, KeyError, TypeError):  # a line that was cut off when its writer was killed
+                    is_kept = False
+                (kept if is_kept else dropped).append(line)
+        if dropped:
+            with (self.path / f"metrics.attempt-{self.previous_attempt}.jsonl").open("a") as lines:
+                lines.writelines(dropped)
+        write_atomically(path, "".join(kept))
+
+
+def check_writable(path: Path) -> None:
+    """That a run can write into the folder, which need not be there yet. Leaves nothing behind.
+
+    Raises:
+        ValueError: says what stands in the way.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise ValueError(f"output_dir {path} cannot be written: {existing} is no folder; set another output_dir")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{existing}: {error.strerror}"
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTSUP):
+            raise
+        raise ValueError(
+            f"output_dir {path} cannot be written ({why}): set one on a disk that you may write to"
+        ) from None
+
+
+def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, can_heal: bool = False) -> None:
+    """Say in `run_state.json` that this attempt failed before there was a trainer; by what the user wrote, if it cannot
+    heal."""
+    try:
+        folder = RunFolder(path, env)
+    except (OSError, ValueError):  # no folder, or another job's
+        return
+    previous = read_run_state(path)
+    # A scheduler's job keeps its name over its attempts; without one the name holds this process's pid.
+    named = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID")
+    is_told = (
+        previous is not None
+        and (previous.state, previous.job) == ("failed", folder.job)
+        and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
+    )
+    try:
+        if not is_told:  # else the trainer has said more
+            folder.begin_attempt(goes_on=True)
+            folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
+    except OSError as problem:  # a full disk must not hide the mistake
+        warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
+    finally:
+        folder.release()
+
+
+def note_run(path: Path, env: Mapping[str, str]) -> None:
+    """Tell this node's launcher where the run is, if it wants to know. Called by every rank; one writes."""
+    if (note := env.get(NOTE_VARIABLE)) and read_launch(env).local_rank == 0:
+        write_atomically(Path(note), str(path.absolute()))
+
+
+def note_failure(env: Mapping[str, str], why: str, *, can_heal: bool) -> None:
+    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full.
+
+    The first failure counts.
+    """
+    if (note := env.get(NOTE_VARIABLE)) and not _failure_note(Path(note)).exists():
+        with contextlib.suppress(OSError):  # it must not hide the failure
+            write_atomically(
+                _failure_note(Path(note)), json.dumps({"state": "failed", "why": why, "can_heal": can_heal})
+            )
+
+
+def read_failure_note(note: Path) -> dict[str, Any] | None:
+    """Of `run_state.json` what a rank of this node knows of the failure; None where none has failed."""
+    try:
+        return dict(json.loads(_failure_note(note).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _failure_note(note: Path) -> Path:
+    return note.with_name(f"{note.name}.failure")
+
+
+def read_run_note(note: Path) -> Path | None:
+    """The output folder that a rank has noted for its launcher; None while there is no trainer."""
+    try:
+        return Path(note.read_text())
+    except OSError:
+        return None
+
+
+def read_run_state(path: Path) -> RunState | None:
+    """The last attempt's state; None when there is none that can be read."""
+    try:
+        return RunState(**json.loads((path / STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

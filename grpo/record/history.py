@@ -1,0 +1,212 @@
+"""`run.json`: what every attempt of a run was, and how it ended. docs/metrics.md says what stands in it.
+
+Whoever holds the run's folder writes it. That it cannot be written is told once, and is no reason to fail.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from grpo.record.durable import write_atomically
+from grpo.record.provenance import provenance
+
+HISTORY_FILE = "run.json"
+TAIL_BYTES = 2**18
+WITHOUT_A_WORD = "ended without a word"
+WITHOUT_TRAINING = "the script ended without training"
+FOLLOWED = ("state", "why", "can_heal", "step", "respawns")
+"""What it takes from the run's state whenever that is written."""
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+_WRITTEN = ("metrics.jsonl", "run_state.json", HISTORY_FILE)  # by an attempt, while it lived
+
+Entry = dict[str, Any]
+
+
+class RunHistory:
+    """The attempts of the run in `folder`, of which this process may be the newest. For one thread at a time."""
+
+    _begun: ClassVar[dict[Path, tuple[int, float]]] = {}
+    """By folder, the attempt that this process has begun last: its number and its start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / HISTORY_FILE
+        self._folder = folder.absolute()
+        self._pid = os.getpid()
+        self._attempts: list[Entry] = []
+        self._own: Entry | None = None
+        self._has_warned = False
+
+    def next_attempt(self) -> int:
+        """Above every one that another process has begun; 0 where there is none."""
+        begun = self._begun.get(self._folder)
+        try:
+            attempts = self._read()
+        except (OSError, *DAMAGED):
+            return 0
+        return max((each["attempt"] for each in attempts if _key(each) != begun), default=-1) + 1
+
+    def begin(
+        self,
+        *,
+        attempt: int,
+        job: str,
+        started: float,
+        arguments: Mapping[str, Any] | None = None,
+        topology: Mapping[str, Any] | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        """Add this process's attempt. What still says that it runs was killed: nobody else is in the folder.
+
+        Args:
+            started: Unix seconds.
+            goes_on: whether this is the attempt that this process has begun already, if it has.
+        """
+        try:
+            self._attempts = self._read_or_set_aside()
+        except OSError as error:
+            self._warn(f"cannot read {self.path}: {error}; this attempt is not in it")
+            return
+        begun = self._begun.get(self._folder)
+        own = next((each for each in self._attempts if _key(each) == begun), None)
+        for each in self._attempts:
+            if each["state"] == "running" and each is not own:
+                self._mark_silent(each)
+        if own is not None and not goes_on:
+            if own["state"] == "running":
+                own.update(state="finished", why=WITHOUT_TRAINING, ended=time.time())
+            own = None
+        if own is None:
+            if any(each["started"] == started for each in self._attempts):
+                started = time.time()  # a second trainer of a process, or a rank that torchrun has started again
+            own = {
+                "attempt": attempt,
+                "job": job,
+                "started": started,
+                "ended": None,
+                "state": "running",
+                "why": "",
+                "can_heal": True,
+                "from_step": 0,
+                "step": 0,
+                "respawns": [],
+                "failure": None,
+                **provenance(),
+                "arguments": dict(arguments or {}),
+                "topology": dict(topology or {}),
+            }
+            self._attempts.append(own)
+        self._own = own
+        self._begun[self._folder] = _key(own)
+        self._write(own)
+
+    def follow(
+        self, state: Mapping[str, Any], *, from_step: int | None = None, failure: Mapping[str, Any] | None = None
+    ) -> None:
+        """Say what the run's state says now; without effect before `begin`.
+
+        Args:
+            from_step: of an attempt that begins to train.
+            failure: the job's record; the first one stays.
+        """
+        own = self._own
+        if own is None:
+            return
+        was = own["state"]
+        own.update({name: state[name] for name in FOLLOWED})
+        if own["state"] == "running":
+            own["ended"] = None
+            own["failure"] = None
+        elif own["state"] != was or own["ended"] is None:
+            own["ended"] = time.time()
+        if from_step is not None:
+            own["from_step"] = from_step
+        if failure is not None and own["failure"] is None and own["state"] == "failed":
+            own["failure"] = dict(failure)
+        self._write(own)
+
+    def close(self) -> None:
+        """This process leaves the folder: what still runs has ended, by the exception that is under way, if one is."""
+        own, self._own = self._own, None
+        if own is None or own["state"] != "running" or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(OSError, *DAMAGED):
+            if any(each["state"] != "running" for each in self._read() if _key(each) == _key(own)):
+                return  # `record_mistake` has told
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        own["state"] = "failed" if has_failed else "finished"
+        own["why"] = f"{type(error).__name__}: {error}" if has_failed else WITHOUT_TRAINING
+        own["ended"] = time.time()
+        self._write(own)
+
+    # -- the file -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> list[Entry]:
+        """Raises one of `DAMAGED`, or OSError."""
+        try:
+            attempts = json.loads(self.path.read_text())["attempts"]
+        except FileNotFoundError:
+            return []
+        for each in attempts:
+            _key(each), each["state"].strip(), each["step"] + 0
+        return list(attempts)
+
+    def _read_or_set_aside(self) -> list[Entry]:
+        try:
+            return self._read()
+        except DAMAGED as problem:
+            number = 1
+            while (aside := self.path.with_name(f"run.damaged-{number}.json")).exists():
+                number += 1
+            self.path.rename(aside)
+            self._warn(f"{self.path} is damaged ({type(problem).__name__}: {problem}): begun anew; it is now {aside}")
+            return []
+
+    def _write(self, own: Entry) -> None:
+        """`own` in its place among what stands there by now, for `record_mistake` may have been in the folder."""
+        with contextlib.suppress(OSError, *DAMAGED):
+            there = self._read()
+            if any(_key(each) == _key(own) for each in there):
+                self._attempts = [own if _key(each) == _key(own) else each for each in there]
+        try:
+            write_atomically(self.path, json.dumps({"attempts": self._attempts}, indent=1))
+        except OSError as error:  # a full disk may be what the attempt fails of, which the caller is telling
+            if not self._has_warned:
+                self._warn(f"cannot write {self.path}: {error}")
+            self._has_warned = True
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, stacklevel=4)
+
+    def _mark_silent(self, entry: Entry) -> None:
+        """Of an attempt whose process was killed: when it wrote last, and which step it had told of."""
+        entry.update(state="failed", why=WITHOUT_A_WORD, can_heal=True)
+        times = [entry["started"]]
+        for name in _WRITTEN:
+            with contextlib.suppress(OSError):
+                times.append((self._folder / name).stat().st_mtime)
+        entry["ended"] = max(times)
+        line = _last_line(self._folder / "metrics.jsonl")
+        if line.get("attempt") == entry["attempt"]:
+            entry["step"] = max(entry["step"], line.get("step", 0))
+
+
+def _key(entry: Entry) -> tuple[int, float]:
+    return int(entry["attempt"]), float(entry["started"])
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    """The last whole line; {} where there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):
+                if isinstance(told := json.loads(line), dict):
+                    return told
+    return {}

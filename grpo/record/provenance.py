@@ -1,0 +1,166 @@
+"""What an attempt runs: its arguments and command without secrets, the versions of what is installed, its commit."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from grpo.place.launch import Launch
+from grpo.place.same_everywhere import DISTRIBUTION, read_versions
+from grpo.place.topology import NodeTopology
+
+GIT_S = 2.0
+MASK = "<masked>"
+MAX_TEXT = 10_000  # characters of one value
+
+_SECRET_NAME = re.compile(r"token|key|secret|passw|credential|authorization", re.IGNORECASE)
+# By their looks, whatever they stand behind: tokens of Hugging Face and OpenAI, credentials in a URL.
+_SECRET_TEXT = re.compile(r"\b(hf_|api_org_|sk-)[A-Za-z0-9_\-]{16,}|(?<=://)[^/\s@]+(?=@)")
+_NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+
+
+def arguments_of(args: Any) -> dict[str, Any]:
+    """A dataclass of arguments as JSON holds it, without secrets. Changes nothing in it.
+
+    transformers' `to_dict` (5.17) would: it writes dtypes and quantisation settings into the user's dicts as text.
+    """
+    return {each.name: without_secrets(getattr(args, each.name), each.name) for each in fields(args) if each.init}
+
+
+def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """Of a trainer's other arguments those that decide which options it takes, for who reads `run.json`."""
+    from datasets import IterableDataset  # a launcher and a script's first lines have no need of it
+
+    said = {name: True for name in ("tools", "environment_factory", "rollout_func") if arguments[name]}
+    return said | ({"streams": True} if isinstance(arguments["train_dataset"], IterableDataset) else {})
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """`value` as JSON holds it; texts whose name is a secret's are masked, as are texts that look like one."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Enum):
+        return without_secrets(value.value, name)
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(each, f"{name} {key}") for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [without_secrets(each, name) for each in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return arguments_of(value)
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return without_secrets(value.to_dict(), name)
+    text = str(value).removeprefix("torch.")[:MAX_TEXT]
+    return MASK if text and _SECRET_NAME.search(name) else _SECRET_TEXT.sub(MASK, text)
+
+
+def command_without_secrets(argv: Sequence[str]) -> list[str]:
+    """A command line whose secrets are masked: `--hub_token X`, `--hub_token=X`, and inside JSON. Numbers stay."""
+    told = []
+    is_secret = False
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-") and not _NUMBER.fullmatch(argument):
+            is_secret = bool(_SECRET_NAME.search(name)) and not equals
+            told.append(f"{name}={_shown(value, name)}" if equals else _SECRET_TEXT.sub(MASK, argument))
+        else:
+            told.append(_shown(argument, "token" if is_secret else ""))
+    return told
+
+
+def _shown(value: str, name: str) -> str:
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(without_secrets(json.loads(value), name))
+        except ValueError:
+            pass
+    return value if _NUMBER.fullmatch(value) else without_secrets(value, name)
+
+
+def installed_versions() -> dict[str, str]:
+    """Of what trains and samples, imported or not; what is not installed is left out."""
+    return {"grpo" if name == DISTRIBUTION else name: version for name, version in read_versions().items()}
+
+
+def commit_of(script: str, *, timeout_s: float = GIT_S) -> tuple[str | None, bool | None]:
+    """The commit of the repository that `script` lies in, and whether files that it tracks have changed since.
+
+    None for what is not known: no script, no repository, no git, or no answer in time. Runs no hook and takes no lock.
+    """
+    folder = Path(script).absolute().parent
+    if not Path(script).is_file():
+        return None, None
+    deadline = time.monotonic() + timeout_s
+    commit = _git(folder, ["rev-parse", "--verify", "HEAD"], deadline)
+    if not commit:
+        return None, None
+    changes = _git(folder, ["status", "--porcelain", "--untracked-files=no", "--ignore-submodules"], deadline)
+    return commit, None if changes is None else bool(changes)
+
+
+def _git(folder: Path, words: Sequence[str], deadline: float) -> str | None:
+    # No fsmonitor: it is a program that the repository names. No lock: a commit may be under way.
+    line = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks", *words]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        git = subprocess.Popen(
+            line,
+            cwd=folder,
+            env={**env, "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+    except OSError:
+        return None
+    try:
+        said, _ = git.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        git.kill()  # not waited for: a file system that hangs holds it, and would hold us
+        return None
+    return said.strip() if git.returncode == 0 else None
+
+
+def provenance() -> dict[str, Any]:
+    """Of this process: what does not depend on the arguments."""
+    commit, is_dirty = commit_of(sys.argv[0])
+    return {
+        "command": command_without_secrets(sys.argv),
+        "versions": installed_versions(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "commit": commit,
+        "dirty": is_dirty,
+    }
+
+
+def where_it_runs(launch: Launch, topology: NodeTopology | None, hosts: Sequence[str]) -> dict[str, Any]:
+    """The `topology` of `run.json`.
+
+    Args:
+        topology: node 0's; None for a job without engines of its own.
+        hosts: of every rank.
+    """
+    told = {
+        "num_nodes": launch.num_nodes,
+        "world_size": launch.world_size,
+        "ranks_per_node": launch.local_world_size,
+        "hosts": list(hosts[:: launch.local_world_size]),
+    }
+    if topology is None:
+        return told
+    return told | {
+        "engines_per_node": topology.num_engines,
+        "tensor_parallel_size": topology.tensor_parallel_size,
+        "has_gpus": bool(topology.devices),
+    }

@@ -1,0 +1,95 @@
+"""What a run says of itself on rank 0's screen: what runs where when it begins, what came of it when it ends."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from grpo.place.topology import NodeTopology
+from grpo.record.folder import METRICS_FILE
+
+_bar_console: Console | None = None
+
+
+def speak_above(console: Console | None) -> None:
+    """Until the next call `say` writes above the bar that is drawn on this console."""
+    global _bar_console
+    _bar_console = console
+
+
+def say(*lines: str) -> None:
+    """Beside a progress bar, not into it. From any thread; a screen that is gone or full is no reason to fail."""
+    try:
+        for line in lines:
+            if (console := _bar_console) is not None:
+                console.print(f"[grpo] {line}", markup=False, highlight=False, soft_wrap=True)
+            elif sys.stdout is not None:  # None where the process began without one
+                tqdm.write(f"[grpo] {line}")
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            _write_to_nobody()
+    except ValueError:  # a closed file
+        sys.stdout = None  # print takes it for no screen
+
+
+def _write_to_nobody() -> None:
+    """Whoever read standard output is gone: what others print, and Python at its end, would fail as well."""
+    with open(os.devnull, "w") as nobody, contextlib.suppress(OSError, ValueError):
+        os.dup2(nobody.fileno(), sys.stdout.fileno())
+
+
+def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
+    """Of this node by name, of the others by number: where the ranks train, where the engines generate."""
+    nodes, engines = _count(topology.num_nodes, "node"), _count(topology.num_engines, "engine")
+    ranks = _span("rank", [str(rank) for rank in topology.node_ranks])
+    if topology.devices:
+        trained_on = _span("GPU", topology.devices[: topology.local_world_size])
+        served_on = _span("GPU", topology.reserved_devices)
+        where = f"{ranks} on {trained_on}, {engines} on {served_on}"
+    else:
+        where = f"{ranks} and {engines} on its CPUs"
+    others = f", and so on the others; {_count(topology.world_size, 'rank')} in all" if topology.num_nodes > 1 else ""
+    return [
+        f"{nodes}; on {topology.host}: {where}{others}",
+        f"model: {model}; the run's folder: {output_dir} (the engines' logs: {output_dir / 'logs'})",
+    ]
+
+
+def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, first_step: int) -> list[str]:
+    """Steps, seconds, the reward at both ends; and where everything is.
+
+    Args:
+        first_step: steps that earlier attempts have done; the seconds are this one's.
+    """
+    totals = next((log for log in reversed(log_history) if "train_runtime" in log), None)
+    rewards = [log["reward"] for log in log_history if log.get("reward") is not None]  # TRL's log of no reward at all
+    lines = []
+    if totals is not None:
+        reward = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
+        steps = _count(totals["step"], "step")
+        done = f"{steps}, the last {totals['step'] - first_step} of them" if first_step else steps
+        lines.append(f"done: {done} in {totals['train_runtime']:.0f} s{reward}")
+    logs = output_dir / "logs"
+    engines = f", the engines' logs in {logs}" if logs.exists() else ""
+    lines.append(f"every step's metrics are in {output_dir / METRICS_FILE}{engines}")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _span(what: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{what} {names[0]}"
+    if names[0].isdigit() and list(names) == [str(int(names[0]) + index) for index in range(len(names))]:
+        return f"{what}s {names[0]}-{names[-1]}"
+    return f"{what}s {', '.join(names)}"

@@ -1,0 +1,148 @@
+"""Telling a mistake: one message from one rank, a record for torchrun and one for the scheduler, no traceback."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from grpo.faults.failure import JobFailed
+from grpo.faults.mistakes import is_before_first_step, is_mistake, users_frame
+from grpo.place.launch import read_launch
+from grpo.record.durable import write_atomically
+from grpo.record.folder import record_mistake
+
+MAX_LINES = 6
+MISTAKE_MARK = "grpo_mistake"
+"""In `extraInfo` of torchelastic's error file: "true" where the failure is a mistake, whose message stands there."""
+TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
+RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
+
+_IS_MISTAKE = "_grpo_is_mistake"  # on an error that is told already
+
+
+@dataclass(slots=True)
+class Teller:
+    """What `telling_mistakes` knows of the job so far."""
+
+    output_dir: Path | None
+    """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
+
+
+@contextlib.contextmanager
+def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
+    """Around a rank's whole program: tells what fails in it, once, and raises it on.
+
+    A mistake (`grpo.faults.mistakes`): rank 0 writes at most `MAX_LINES` lines to stderr, and the interpreter then ends
+    with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1; `run_state.json` says that it cannot heal. On
+    every rank torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors
+    keep their traceback, and are recorded for torchrun as its `@record` does. Nests: the innermost one tells.
+    """
+    teller = Teller(None if output_dir is None else Path(output_dir))
+    _silence_what_is_told()
+    try:
+        yield teller
+    except BaseException as error:
+        if not hasattr(error, _IS_MISTAKE):
+            setattr(error, _IS_MISTAKE, is_mistake(error, before_first_step=is_before_first_step()))
+            _tell(error, teller.output_dir)
+        raise
+
+
+def message_of(error: BaseException) -> str:
+    """A mistake in at most `MAX_LINES` lines: value and fix, and where in the user's own code it was raised."""
+    if isinstance(error, JobFailed):
+        own, record = error.__cause__, error.record
+        if own is None or f"{type(own).__name__}: {own}" != record.cause:
+            place = f" (rank {record.rank} on {record.host})" if record.rank else ""
+            return _cut(record.cause.removeprefix("ValueError: ") + place, MAX_LINES)
+        return message_of(own)  # which says the same, of this rank
+    if isinstance(error, SyntaxError):
+        return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
+    text = str(error) if type(error) is ValueError and str(error) else f"{type(error).__name__}: {error}"
+    where = users_frame(error)
+    return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
+
+
+def _cut(text: str, lines: int) -> str:
+    kept = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(kept if len(kept) <= lines else [*kept[: lines - 1], f"… ({len(kept) - lines + 1} more lines)"])
+
+
+def _tell(error: BaseException, output_dir: Path | None) -> None:
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
+        return
+    if not getattr(error, _IS_MISTAKE):
+        _write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
+        return
+    message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
+    callstack = traceback.format_exc() if _shows_tracebacks() else message
+    rank, local_rank = _place()
+    if rank == 0:
+        if not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
+            print(f"[grpo] {message}", file=sys.stderr, flush=True)
+        if output_dir is not None:
+            record_mistake(output_dir, os.environ, error)
+    _write_error_file(message, callstack, is_mistake=True)
+    _await_rank_zero(local_rank)
+
+
+def _shows_tracebacks() -> bool:
+    return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
+
+
+def _place() -> tuple[int, int]:
+    try:
+        launch = read_launch(os.environ)
+    except ValueError:  # which may be the mistake
+        return 0, 0
+    return launch.rank, launch.local_rank
+
+
+def _error_file() -> Path | None:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file else None
+
+
+def _write_error_file(message: str, callstack: str, *, is_mistake: bool) -> None:
+    """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
+    file = _error_file()
+    if file is None:
+        return
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), MISTAKE_MARK: str(is_mistake).lower()}
+    with contextlib.suppress(OSError):  # it must not hide the error
+        write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _await_rank_zero(local_rank: int) -> None:
+    """Until this node's first rank has told: torchrun keeps the files of a node's ranks next to each other."""
+    file = _error_file()
+    if file is None or not local_rank:
+        return
+    deadline = time.monotonic() + RANK_ZERO_S
+    while not (file.parent.parent / "0" / file.name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+class _Hook:
+    """An excepthook for what nobody catches: nothing more about what is told, unless the traceback is asked for.
+
+    The failure watch puts its own before it, and calls this one.
+    """
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not getattr(error, _IS_MISTAKE, False) or _shows_tracebacks():
+            self._before(kind, error, trace)
+
+
+def _silence_what_is_told() -> None:
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook()

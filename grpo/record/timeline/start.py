@@ -1,0 +1,45 @@
+"""Opens a node's timeline: who is here, and how its clock differs from node 0's."""
+
+import time
+from pathlib import Path
+from statistics import median
+
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import Attempt, timeline_path
+
+_READINGS = 5
+
+
+def open_timeline(output_dir: Path, groups: NodeGroups, watch: FailureWatch, *, attempt: int) -> Recorder:
+    """A recorder that writes, on a local main; on other ranks one that does not. Collective over the job."""
+    topology = groups.topology
+    offset_s = clock_offset_s(groups, watch)
+    if not topology.is_local_main:
+        return Recorder()
+    begins = Attempt(
+        attempt=attempt,
+        node=topology.node,
+        host=topology.host,
+        time=round(time.time() - offset_s, 6),
+        clock_offset_s=round(offset_s, 6),
+        ranks=[*topology.node_ranks],
+        rank_devices=list(topology.devices[: topology.local_world_size]),
+        engine_devices=[list(engine) for engine in topology.engines],
+    )
+    return Recorder(timeline_path(output_dir.absolute(), topology.node), begins)
+
+
+def clock_offset_s(groups: NodeGroups, watch: FailureWatch) -> float:
+    """This node's clock minus node 0's: all read theirs when they come out of the same collective. Collective.
+
+    The median of a few readings: what one rank comes out later, milliseconds at most, is the error.
+    """
+    topology, readings = groups.topology, []
+    for _ in range(_READINGS):
+        groups.exchange(watch, None)
+        readings.append(time.time())
+    everyone: list[list[float]] = groups.exchange(watch, None, readings, list[float])
+    own, first = everyone[topology.node_ranks[0]], everyone[0]
+    return 0.0 if topology.node == 0 else median(mine - zeros for mine, zeros in zip(own, first, strict=True))

@@ -1,0 +1,151 @@
+"""A batch of conversations on a rank: it goes its own way, and meets the others when it is done."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from grpo.faults.failure import StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import MARGIN_S, NodeGroups
+from grpo.place.wire import Wire
+from grpo.rollout.node import Stalled
+from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.report import ConversationReport
+
+PHASE = "rollout"
+POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    batch_s: float
+    """Of a batch, from its first turn to the end of its last conversation, without what engines took to return."""
+    turn_s: float
+    """Of one turn, in the engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End(Wire):
+    """What a rank says when it is done, or cannot go on for now."""
+
+    report: ConversationReport | None = None
+    stalled: Stalled | None = None
+
+
+class Conversations:
+    """Runs batches of conversations; every rank has one, and `run` is collective over the job.
+
+    A rank's conversations run in threads and event loops that no other rank waits for. Its main thread waits, and sees
+    to what all ranks have to do together: the end of the batch, and the return of engines that a node has lost.
+
+    Args:
+        revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
+        pending: what a rank's own code waits for, in words.
+    """
+
+    def __init__(
+        self,
+        channel: TurnChannel,
+        groups: NodeGroups,
+        watch: FailureWatch,
+        limits: Limits,
+        *,
+        revive: Callable[[], None],
+        pending: Callable[[], str],
+    ) -> None:
+        self._channel = channel
+        self._groups, self._watch, self._limits = groups, watch, limits
+        self._revive, self._pending = revive, pending
+
+    def run(
+        self, start: "Callable[[], Future[Result]]", report: Callable[[Result], ConversationReport]
+    ) -> tuple[Result, list[ConversationReport]]:
+        """Have this rank's conversations, and meet the others at their end.
+
+        Args:
+            start: begins; the conversations end with the future.
+            report: of this rank, made of what the future brings.
+
+        Returns:
+            What the future brings, and the reports of all ranks, in rank order.
+
+        Raises:
+            JobFailed: the job has failed elsewhere.
+            TimeoutError: a limit was reached; says by what.
+            Exception: what the future brings instead.
+        """
+        self._channel.begin()
+        future = start()
+        until = time.monotonic() + self._limits.batch_s
+        try:
+            mine: ConversationReport | None = None
+            while True:
+                if mine is None and self._wait(future, until):
+                    mine = report(future.result())
+                begun = time.monotonic()
+                if reports := self._meet(mine):
+                    return future.result(), reports
+                self._revive()
+                until += time.monotonic() - begun
+        except BaseException:
+            future.cancel()
+            if self._channel.is_gone:  # the consequence of a death that has a record
+                self._watch.await_cause()
+                self._watch.check()
+            raise
+        finally:
+            self._channel.begin()  # what a rollout has asked for and not waited for
+
+    def _wait(self, future: "Future[Any]", until: float) -> bool:
+        """Until the conversations have ended, or the node has no engine left."""
+        changed = self._channel.changed
+        future.add_done_callback(lambda done: _notify(changed))
+        # Above what this thread looks at by itself: for code that holds the interpreter's lock.
+        limit_s = max(0.0, until - time.monotonic()) + MARGIN_S
+        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
+        with self._watch.limits.around(PHASE, limit_s, cause):
+            while True:
+                self._watch.check()
+                with changed:
+                    if not future.done() and not self._channel.is_stalled:
+                        changed.wait(POLL_S)
+                    if future.done():
+                        return True
+                    if self._channel.is_stalled:
+                        return False
+                self._check_limits(until)
+
+    def _check_limits(self, until: float) -> None:
+        slowest = self._channel.slowest()
+        if slowest is not None and slowest[0] > self._limits.turn_s:
+            raise TimeoutError(
+                f"the engines of node {self._watch.node} have not answered {slowest[1]} after "
+                f"{self._limits.turn_s:g} s (vllm_generate_timeout)"
+            )
+        if time.monotonic() > until:
+            waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
+            raise TimeoutError(
+                f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout); it waits "
+                f"for {waits}"
+            )
+
+    def _meet(self, mine: ConversationReport | None) -> list[ConversationReport]:
+        """The reports of all ranks, or nothing if a node has no engine left."""
+        trouble = self._channel.trouble
+        record = None if trouble is None else self._watch.make_record(trouble)
+        end = _End(report=mine, stalled=Stalled(for_good=record) if mine is None or record is not None else None)
+        ends = self._groups.exchange(self._watch, None, end, _End)
+        for each in ends:
+            if each.stalled is not None and each.stalled.for_good is not None:
+                raise StepFailed(each.stalled.for_good)
+        reports = [each.report for each in ends if each.report is not None]
+        return reports if len(reports) == len(ends) else []
+
+
+def _notify(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()

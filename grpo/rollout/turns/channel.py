@@ -1,0 +1,144 @@
+"""A rank's side of its node's broker: turns go out, answers come back in any order."""
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Open:
+    future: "Future[Answer]"
+    name: str
+    since: float
+    """time.monotonic()."""
+
+
+class TurnChannel:
+    """Asks for turns, from any thread."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.changed = threading.Condition()
+        """Notified when the node has lost its last engine, or its local main."""
+        self.trouble: str | None = None
+        """Why the node should get no engine again."""
+        self._deliveries = 0
+        self._stalled_after: int | None = None  # so many
+        self._pipe = pipe
+        self._open: dict[int, _Open] = {}
+        self._numbers = itertools.count()
+        self._asked_again_at = 0.0
+        self._send_lock = threading.Lock()
+        self.is_gone = False
+        """Whether the local main is."""
+        threading.Thread(target=self._receive, name="grpo-turns-receiver", daemon=True).start()
+
+    @classmethod
+    def to(cls, address: str) -> "TurnChannel":
+        """Of a rank that is not the local main.
+
+        Raises:
+            OSError: the local main does not listen there.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        return cls(Pipe(connection))
+
+    def ask(
+        self, token_ids: np.ndarray, *, row: int, seed: int, name: str, overrides: Mapping[str, Any]
+    ) -> "Future[Answer]":
+        """Have a turn sampled.
+
+        Args:
+            token_ids: [L] int32.
+            name: for messages.
+        """
+        opened = _Open(future=Future(), name=name, since=time.monotonic())
+        with self.changed:
+            number = next(self._numbers)
+            self._open[number] = opened
+            is_gone = self.is_gone
+        ask = Ask(number=number, row=row, name=name, token_ids=token_ids, seed=seed, overrides=overrides)
+        try:
+            if is_gone:
+                raise ConnectionError("the node's local main is gone")
+            with self._send_lock:
+                self._pipe.send(ask)
+        except Exception as error:  # noqa: BLE001  whoever waits for the future raises it
+            with self.changed:
+                self._open.pop(number, None)
+            opened.future.set_exception(error)
+        opened.future.add_done_callback(lambda future: self._cancel(number) if future.cancelled() else None)
+        return opened.future
+
+    def _cancel(self, number: int) -> None:
+        with self.changed:
+            is_open = self._open.pop(number, None) is not None
+        if is_open:
+            self._say(Cancel(number))
+
+    def begin(self) -> None:
+        """Forget what was asked; its futures are cancelled."""
+        with self.changed:
+            left, self._open = self._open, {}
+        for each in left.values():
+            each.future.cancel()
+        self._say(Begin())
+
+    def _say(self, message: Message) -> None:
+        with contextlib.suppress(OSError), self._send_lock:  # the next turn says that the local main is gone
+            self._pipe.send(message)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the node has lost its last engine since weights were delivered."""
+        return self.trouble is not None or self._stalled_after == self._deliveries
+
+    def delivered(self) -> None:
+        """All engines of the job have weights, and work on what is open. On every rank of the job, as often."""
+        with self.changed:
+            self._deliveries += 1
+            self._asked_again_at = time.monotonic()
+
+    def slowest(self) -> tuple[float, str] | None:
+        """How long the turn that waits longest has waited for an engine, and its name."""
+        with self.changed:
+            first = min(self._open.values(), key=lambda each: each.since, default=None)
+            if first is None:
+                return None
+            return time.monotonic() - max(first.since, self._asked_again_at), first.name
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                match message := self._pipe.receive():
+                    case Answer():
+                        with self.changed:
+                            opened = self._open.pop(message.number, None)
+                        if opened is not None and opened.future.set_running_or_notify_cancel():
+                            opened.future.set_result(message)
+                    case Stalled():
+                        with self.changed:
+                            self._stalled_after = message.deliveries
+                            self.trouble = self.trouble or message.trouble
+                            self.changed.notify_all()
+        except (EOFError, OSError, ValueError) as error:
+            with self.changed:
+                self.is_gone = True
+                self.changed.notify_all()
+                left, self._open = self._open, {}
+            for each in left.values():
+                if each.future.set_running_or_notify_cancel():
+                    each.future.set_exception(ConnectionError(f"the node's local main is gone: {error}"))

@@ -1,0 +1,67 @@
+"""What conversations cost: records of ranks, and their metrics."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from grpo.faults.failure import FailureRecord
+from grpo.place.wire import Wire
+from grpo.rollout.report import GenerationReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationReport(Wire):
+    """What a batch of conversations cost a rank."""
+
+    node: int
+    first_ask: float
+    """time.monotonic() of its node, as for the other one."""
+    last_answer: float
+    wait_s: float
+    """In which this rank did nothing but wait for its conversations."""
+    num_conversations: int
+    num_refused: int
+    """Conversations whose prompts no engine took."""
+    refusal: FailureRecord | None
+    """Why, for the first of them."""
+    counts: Mapping[str, int]
+    """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
+    idle_s: float = 0.0
+    """Of the local main, as in `GenerationReport`; likewise the others."""
+    period_s: float | None = None
+    num_reissued: int = 0
+
+
+def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
+    """What the batch cost each node, in their order."""
+    merged = []
+    for node in sorted({report.node for report in reports}):
+        mine = [report for report in reports if report.node == node]
+        refusals = [report.refusal for report in mine if report.refusal is not None]
+        merged.append(
+            GenerationReport(
+                generate_s=max(report.last_answer for report in mine) - min(report.first_ask for report in mine),
+                wait_s=max(report.wait_s for report in mine),
+                idle_s=sum(report.idle_s for report in mine),
+                period_s=next((report.period_s for report in mine if report.period_s is not None), None),
+                num_tokens=sum(report.counts.get("tokens", 0) for report in mine),
+                num_completions=sum(report.num_conversations for report in mine),
+                num_reissued=sum(report.num_reissued for report in mine),
+                num_refused=sum(report.num_refused for report in mine),
+                refusal=refusals[0] if refusals else None,
+            )
+        )
+    return merged
+
+
+def conversation_metrics(reports: Sequence[ConversationReport]) -> dict[str, float]:
+    """Of one batch, over the job."""
+
+    def total(name: str) -> int:
+        return sum(report.counts.get(name, 0) for report in reports)
+
+    metrics = {"rollout/turns": total("turns") / max(1, sum(report.num_conversations for report in reports))}
+    if prompt_tokens := total("prompt_tokens"):
+        metrics["rollout/cached_share"] = total("cached_tokens") / prompt_tokens
+    if total("tool_calls"):
+        metrics["tools/abandoned"] = float(total("tool_abandoned"))
+    return metrics

@@ -1,0 +1,114 @@
+"""A rank's rollouts: conversations of model and tools side by side, or a function of the user's own."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from trl.trainer.utils import start_event_loop_in_daemon
+
+from grpo.rollout.turns.sampler import Sampler
+from grpo.rollout.turns.talk import Talk, TalkLimits, Template, hold_talk
+from grpo.rollout.turns.tools import Toolbox, ToolRunner
+
+
+class Rollouts:
+    """Has a conversation for each of the rank's prompts, all at once.
+
+    Args:
+        limits: of each conversation.
+        tools: runs what the model calls.
+        is_function: whether the user's own function holds the conversations.
+        prepare: called first in the thread of that function, and in the event loop's.
+        toolbox_of: what the conversation of a row may call; None where there are no tools.
+        on_end: hears of each conversation that has ended, by its row, from the event loop.
+        loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: TalkLimits,
+        tools: ToolRunner,
+        is_function: bool,
+        prepare: Callable[[], None],
+        template: Template,
+        toolbox_of: Callable[[int], Toolbox | None],
+        on_end: Callable[[int, Talk], None] | None,
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        self.tools = tools
+        self.is_function, self.prepare = is_function, prepare
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._limits, self._template, self._toolbox_of = limits, template, toolbox_of
+        self._on_end, self._loop = on_end, loop
+
+    def start(self, prompts: Sequence[list[int]], sampler: Sampler, *, max_model_len: int) -> "Future[list[Talk]]":
+        """Begin; the future ends with a conversation for each prompt, or with what one has raised.
+
+        Args:
+            prompts: token ids, in the order of the rank's rows.
+            max_model_len: tokens that an engine holds.
+        """
+        self.tools.begin()
+
+        async def hold(row: int, prompt: list[int]) -> Talk:
+            talk = await hold_talk(
+                row,
+                prompt,
+                sampler,
+                limits=self._limits,
+                max_model_len=max_model_len,
+                template=self._template,
+                tools=self.tools,
+                toolbox=self._toolbox_of(row),
+            )
+            if self._on_end is not None:
+                self._on_end(row, talk)
+            return talk
+
+        async def hold_all() -> list[Talk]:
+            tasks = [asyncio.ensure_future(hold(row, prompt)) for row, prompt in enumerate(prompts)]
+            try:
+                return list(await asyncio.gather(*tasks))
+            except (Exception, asyncio.CancelledError):
+                for task in tasks:  # the others call no more tools
+                    task.cancel()
+                raise
+
+        if self._loop is None:
+            _, self._loop, ready = start_event_loop_in_daemon("grpo-conversations")
+            self._own_loop = self._loop
+            ready.wait()
+        self._loop.call_soon_threadsafe(self.prepare)  # asynchronous tools run in its thread
+        return asyncio.run_coroutine_threadsafe(hold_all(), self._loop)
+
+    def close(self) -> None:
+        """End the event loop, if it is one of ours. Safe to call twice."""
+        if self._own_loop is not None:
+            self._own_loop.call_soon_threadsafe(self._own_loop.stop)
+            self._own_loop = self._loop = None
+
+    def pending(self) -> str:
+        """The tools that run now, in words."""
+        running = [*self.tools.running.values()]
+        more = f" and {len(running) - 3} more" if len(running) > 3 else ""
+        return ", ".join(running[:3]) + more
+
+
+def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: dict[str, int]) -> tuple[Any, ...]:
+    """What TRL's `_tool_call_loop` returns (1.16).
+
+    Args:
+        decoded: TRL's own reading of each first turn, for rows that no engine took.
+        tools: calls and failures of the batch.
+    """
+    return (
+        [talk.tool_mask for talk in talks],
+        [talk.messages if talk.refusal is None else own for talk, own in zip(talks, decoded, strict=True)],
+        [talk.token_ids for talk in talks],
+        [talk.logprobs for talk in talks],
+        tools.get("calls", 0),
+        tools.get("failures", 0),
+        [[] for _ in talks],
+    )

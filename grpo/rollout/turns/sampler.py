@@ -1,0 +1,155 @@
+"""What a rollout calls to have its turns sampled."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo.rollout.packing import REFUSED, turn_seed
+from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.messages import Answer
+
+SAMPLING = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
+    }
+)
+"""Arguments of vLLM's `SamplingParams` that a turn may have of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the model has said in one turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, of each token, under the engine."""
+    finish_reason: str | None
+    """`stop`, or `length` where the limit of tokens or of the context ended it; None where `refusal` says why."""
+    refusal: str | None = None
+    """Why no engine took it: it is longer than the context, say."""
+
+
+class Sampler:
+    """One rank's turns of one batch. From any thread or event loop; not collective.
+
+    Args:
+        base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
+        num_rows: of the rank in this batch.
+    """
+
+    def __init__(self, channel: TurnChannel, *, base_seed: int, rank: int, num_rows: int) -> None:
+        self._channel, self._base_seed, self._rank = channel, base_seed, rank
+        self._num_rows, self._is_over = num_rows, False
+        self._calls = itertools.count(1)  # also from several threads
+        self.refused: dict[int, str] = {}
+        """By row: why no engine took its prompt, unless `sample` has asked for it anew; or a turn of `sample_all`."""
+        self.engines: dict[int, int] = {}
+        """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
+        self.policy_versions: dict[int, int] = {}
+        """By row: optimizer steps of the weights that have sampled its last turn."""
+        self.counts: Counter[str] = Counter()
+        """Turns, refused ones, tokens that were sampled, tokens before them, and of these those found in a cache."""
+        self.first_ask = self.last_answer = time.monotonic()
+
+    async def sample(
+        self, token_ids: Sequence[int], *, row: int, turn: int, max_tokens: int | None = None, **sampling: Any
+    ) -> Turn:
+        """Continue a conversation.
+
+        Args:
+            token_ids: [L], all that was said before, template and all.
+            row: which of this rank's prompts the conversation belongs to, from 0.
+            turn: from 0; the seed follows from both, so no two calls for a row take the same.
+            max_tokens: to sample at most; None: `max_completion_length`.
+            sampling: of `SAMPLING`, in place of the trainer's.
+
+        Raises:
+            ConnectionError: the job is ending.
+            RuntimeError: the batch is over.
+            TypeError: an argument that is none of `SAMPLING`.
+        """
+        if turn < 0 or row < 0:
+            raise ValueError(f"row {row}, turn {turn}: both count from 0")
+        if unknown := sampling.keys() - SAMPLING:
+            raise TypeError(
+                f"sample() takes no {', '.join(sorted(unknown))}; of vLLM's SamplingParams it takes "
+                f"{', '.join(sorted(SAMPLING))}"
+            )
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
+        answer = await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling))
+        self._attribute(row, turn, answer)
+        return self._note(answer)
+
+    def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
+        """One turn of each prompt, in a call that waits; its seed follows from the number of the call.
+
+        Raises:
+            ValueError: no engine takes one of them, and they are not one for each row, so that nobody can say whose
+                conversation it is.
+        """
+        turn = -next(self._calls)  # which no call of `sample` has
+        futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
+        answers = [future.result() for future in futures]
+        if len(prompts) == self._num_rows:
+            for row, answer in enumerate(answers):
+                self._attribute(row, turn, answer)
+        elif (why := next((answer.refusal for answer in answers if answer.refusal is not None), None)) is not None:
+            raise ValueError(
+                f"{why}; generate was given {len(prompts)} prompts, and the batch has {self._num_rows} rows: give it "
+                "one for each row, or await sample(..., row=..., turn=...), which tells each row's refusal"
+            )
+        return [self._note(answer) for answer in answers]
+
+    def close(self) -> None:
+        """The batch is over: whoever asks now is told so."""
+        self._is_over = True
+
+    def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> Any:
+        if self._is_over:
+            raise RuntimeError("the batch that this rollout belongs to is over")
+        if not self.counts["turns"]:
+            self.first_ask = time.monotonic()
+        self.counts["turns"] += 1
+        self.counts["prompt_tokens"] += len(token_ids)
+        return self._channel.ask(
+            np.asarray(token_ids, np.int32),
+            row=row,
+            seed=turn_seed(self._base_seed, rank=self._rank, row=row, turn=turn),
+            name=f"turn {turn} of row {row} of rank {self._rank}",
+            overrides=sampling,
+        )
+
+    def _attribute(self, row: int, turn: int, answer: Answer) -> None:
+        """An answer to a conversation of this row."""
+        if answer.refusal is None:
+            self.engines[row] = answer.engine
+            self.policy_versions[row] = answer.policy_version
+            if turn >= 0:  # of `sample`, which told of a refusal before: the function has asked anew
+                self.refused.pop(row, None)
+            return
+        self.engines.setdefault(row, REFUSED)
+        if turn <= 0:  # of a later `sample` the function is told
+            self.refused[row] = answer.refusal
+
+    def _note(self, answer: Answer) -> Turn:
+        self.last_answer = time.monotonic()
+        if answer.refusal is not None:
+            self.counts["refused"] += 1
+        else:
+            self.counts["tokens"] += len(answer.token_ids)
+            self.counts["cached_tokens"] += answer.num_cached_tokens
+        return Turn(
+            token_ids=answer.token_ids.tolist(),
+            logprobs=answer.logprobs.tolist(),
+            finish_reason=answer.finish_reason,
+            refusal=answer.refusal,
+        )

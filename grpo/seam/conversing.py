@@ -1,0 +1,139 @@
+"""Between TRL's trainer and ours: tools, environments and rollout functions, on the node's own engines."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from trl.chat_template_utils import parse_response
+
+from grpo.record.screen import say
+from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
+from grpo.rollout.turns.talk import Talk, TalkLimits
+from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
+from grpo.seam.scoring import ScoringTrainer, use_device
+
+
+class _TrainersTemplate:
+    """Messages and tokens as TRL has them (1.16), for conversations that go on side by side."""
+
+    def __init__(self, trainer: "ConversingTrainer") -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
+        trainer = self._trainer
+        tokenizer, tools = trainer._tokenizer, trainer.tools
+        templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
+        if not trainer._is_chat or templates == [None, None]:
+            text = trainer.processing_class.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        if trainer.environment_factories is not None:
+            tools = trainer._env_tools[trainer._batch_environments[row]]
+        return parse_response(tokenizer, token_ids, prefix=prefix, tools=tools)
+
+    def tool_suffix(self, messages: list[Message]) -> list[int]:
+        return self._trainer._get_tool_suffix_ids(messages)
+
+
+class ConversingTrainer(ScoringTrainer):
+    """A trainer whose ranks may ask their engines as often as they like."""
+
+    rollout_func: Any
+    _rollouts: Rollouts | None = None
+    _resetting = ExitStack()
+
+    def _take_rollouts(self) -> Rollouts | None:
+        """What makes several turns of a prompt, and of a rollout function one that the other ranks know of, or brings
+        each completion to rewards that wait for it; None where a rank's completions come all at once. After TRL's own
+        `__init__`."""
+        args, rank = self.args, self.accelerator.process_index
+        is_early = self._scoring is not None and self._scoring.starts_early
+        comes_at_once = not is_early or args.generation_lookahead or args.vllm_balance_nodes
+        if comes_at_once and not self.tools and self.rollout_func is None:
+            return None
+        is_function = self.rollout_func is not None
+        if is_function:
+            self.rollout_func = self._together(self.rollout_func)
+        trainer = weakref.proxy(self)
+
+        def toolbox_of(row: int) -> Toolbox | None:
+            if not trainer.tools:
+                return None
+            return Toolbox(sync=trainer._sync_tool_dicts[row], asynchronous=trainer._async_tool_dicts[row])
+
+        def on_end(row: int, talk: Talk) -> None:
+            if talk.refusal is None:
+                completion = talk.messages if trainer._is_chat else talk.messages[0]["content"]
+                trainer._scoring.add(row, completion, talk.token_ids)
+
+        prepare = partial(use_device, self.accelerator.device)
+        self._rollouts = Rollouts(
+            limits=TalkLimits(
+                max_completion_tokens=self.max_completion_length,
+                max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens") or self.max_completion_length,
+                max_tool_turns=self.max_tool_calling_iterations,
+            ),
+            tools=ToolRunner(
+                timeout_s=args.tool_timeout,
+                max_threads=args.max_tool_threads,
+                max_abandoned=args.max_abandoned_tools,
+                say=lambda line: say(f"rank {rank}: {line}"),
+                prepare=prepare,
+            ),
+            is_function=is_function,
+            prepare=prepare,
+            template=_TrainersTemplate(self),
+            toolbox_of=toolbox_of,
+            on_end=on_end if is_early else None,
+            loop=getattr(self, "async_loop", None),
+        )
+        return self._rollouts
+
+    def _together(self, func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        me = weakref.ref(self)
+
+        def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            own = me()
+            assert own is not None, "TRL calls it in a generation"
+            output = own._local.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
+            own._note_sampling()
+            return output
+
+        return rollout
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """TRL's; `reset` has a deadline, and an environment of which a call still runs is not used again."""
+        with ExitStack() as self._resetting:
+            if self._local is not None and self.environment_factories is not None:
+                cause = (
+                    f"an environment's reset has not returned within {self.args.rollout_timeout:g} s (rollout_timeout)"
+                )
+                limit = self._watch.limited("reset of environments", self.args.rollout_timeout, cause)
+                self._resetting.enter_context(limit)
+            try:
+                return super()._generate_and_score_completions(inputs)
+            finally:
+                self._replace_hanging()
+
+    def _generate(self, prompts: Any) -> Any:
+        self._resetting.close()  # they are reset
+        return super()._generate(prompts)
+
+    def _replace_hanging(self) -> None:
+        if self._rollouts is None or not self.environments:
+            return
+        for row in self._rollouts.tools.hanging_rows:
+            pool = self._environment_pool[self._batch_environments[row]]
+            pool[:] = [each for each in pool if each is not self.environments[row]]  # TRL makes others
+
+    def _note_sampling(self) -> None:
+        """Log what the last batch cost."""
+        raise NotImplementedError
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
+        """TRL's, of conversations that `_generate_single_turn` has had."""
+        if self._local is None:
+            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
+        talks, counts = self._local.last_talks
+        return as_trl_takes_them(talks, completions, counts)

@@ -1,0 +1,362 @@
+"""Training that can be stopped and goes on exactly where it was: `ResumableTrainer` stands between TRL's and ours.
+
+What TRL 1.16 and transformers 5.17 leave open here: the order of prompts after a resume (`GenerationSampler`), and a
+way to ask for a checkpoint and an end. What is in a checkpoint, and whether it is whole: `saving`, `resuming`.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+
+from grpo.checkpoints.checkpoints import CompleteRecord, check_reshaped, newest_complete
+from grpo.checkpoints.deepspeed_settings import check_deepspeed
+from grpo.checkpoints.prompt_order import GenerationSampler
+from grpo.checkpoints.rank_state import random_states, restore_random_states
+from grpo.checkpoints.resuming import CompleteCheckpoint, choose
+from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
+from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed, StepFailed
+from grpo.faults.mistakes import is_before_first_step, is_mistake, note_first_step
+from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
+from grpo.faults.watch import FailureWatch
+from grpo.groups.job_group import JobGroup
+from grpo.place.launch import read_launch
+from grpo.place.topology import NodeTopology
+from grpo.record.completions import plain_tool_calls
+from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_mistake
+from grpo.record.progress import ProgressOnScreen
+from grpo.record.provenance import arguments_of, where_it_runs
+from grpo.record.screen import say, what_came_of_it
+from grpo.record.trackers import naming_run, open_tensorboard
+from grpo.seam.saving import SavingTrainer, sampling_of
+
+KEPT_RESPAWNS = 20
+
+
+class ResumableTrainer(SavingTrainer):
+    """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
+
+    `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a
+    half-trained model. Every rank of the job makes one at the same time, and calls `open_run` before `train`.
+    """
+
+    _signals: StopSignals
+    _sound: CompleteCheckpoint | None = None
+    """The one whose files the ranks have read last."""
+    _resumes_by_itself = False
+    """Whether it goes on from the newest checkpoint, and nobody has named one."""
+    first_step = 0
+    """Optimizer steps that earlier attempts have done."""
+
+    def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
+        self._screen = ProgressOnScreen()
+        super().__init__(*args, callbacks=[*(callbacks or []), self._screen], **kwargs)
+        self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+
+    # -- the run folder -------------------------------------------------------------------------------------------
+
+    def open_run(
+        self,
+        args: TrainingArguments,
+        signals: StopSignals,
+        watch: FailureWatch | None = None,
+        *,
+        topology: NodeTopology | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
+
+        Args:
+            watch: where this rank has one.
+            topology: with engines; for `run.json`, as is what stands there `beside` the options.
+
+        Raises:
+            ValueError: another job is in the folder, or the checkpoint does not fit this job.
+        """
+        self._signals = signals
+        self._job = JobGroup(watch=watch)
+        self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
+        self._at_step_end: dict[str, Any] | None = None
+
+        note_run(Path(args.output_dir), os.environ)
+        check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
+
+        hosts = self._job.texts(socket.gethostname())
+
+        def enter() -> tuple[int, list[str]]:
+            self._run = RunFolder(Path(args.output_dir), os.environ)
+            where = where_it_runs(read_launch(os.environ), topology, hosts)
+            self._run.begin_attempt({**(beside or {}), **arguments_of(args)}, where)
+            signals.look = self._run.stop_request
+            return self._run.attempt, self._run.drop_old_requests()
+
+        self.attempt, notes = self._job.by_rank_zero(enter, tuple[int, list[str]])
+        self._say(*notes)
+        self._choose(args, args.resume_from_checkpoint)
+
+    def _choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
+        """The checkpoint to resume from, every file of which is as it was written. Collective."""
+        checkpoint, notes = choose(self._job, wish, Path(args.output_dir), args.world_size, known=self._sound)
+        self._say(*notes)
+        if checkpoint is not None:
+            check_reshaped(checkpoint.folder, checkpoint.record, sampling_of(args))
+        self._sound = checkpoint
+        return checkpoint
+
+    def _say(self, *lines: str) -> None:
+        if self._run is not None:  # rank 0
+            say(*lines)
+
+    def record_failure(self, cause: str, *, can_heal: bool, record: FailureRecord | None = None) -> None:
+        """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
+
+        Args:
+            record: the job's, where it is known; `run.json` keeps it.
+        """
+        note_failure(os.environ, cause, can_heal=can_heal)
+        if self._run is None:
+            return
+        done = self.state.global_step if hasattr(self, "state") else 0
+        steps = {"step": done} if done else {}
+        try:
+            self._run.update(state="failed", why=cause, can_heal=can_heal, requeue=False, failure=record, **steps)
+        except OSError as error:  # a full disk may be the cause: it must not hide it
+            self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
+
+    def record_respawn(self, what: str) -> None:
+        """Say that an engine died and is back, on the screen and in the run's state."""
+        if self._run is not None:
+            step = self.state.global_step
+            self._say(what)
+            try:
+                self._run.update(respawns=(*self._run.state.respawns, f"after step {step}: {what}")[-KEPT_RESPAWNS:])
+            except OSError as error:  # all is well again, and other ranks go on
+                self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
+
+    @contextlib.contextmanager
+    def recording_failures(self, output_dir: str) -> Iterator[None]:
+        """Around what may fail: the run's state says how it ended.
+
+        Args:
+            output_dir: where it is kept; before `open_run` what is recorded are mistakes alone.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code:
+                mistake = is_mistake(error, before_first_step=is_before_first_step())
+                record = error.record if isinstance(error, JobFailed) else None
+                self.record_failure(f"{type(error).__name__}: {error}", can_heal=not mistake, record=record)
+                if mistake and self._run is None and read_launch(os.environ).rank == 0:
+                    record_mistake(Path(output_dir), os.environ, error)
+            raise
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As TRL's. Ends the process when it was asked to stop.
+
+        Args:
+            resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
+                where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
+        """
+        with self.recording_failures(self.args.output_dir):
+            wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            self._resumes_by_itself = wish is True or wish == "auto"
+            checkpoint = self._choose(self.args, wish)
+            tracker_run = self._begin(checkpoint)
+            self._signals.open()
+            output, resume = None, None if checkpoint is None else str(checkpoint.folder)
+            try:
+                try:
+                    with naming_run(self.args, tracker_run):
+                        output = super().train(resume_from_checkpoint=resume, **kwargs)
+                except GenerationDropped as dropped:
+                    self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
+                    self._save_last_step()
+                except StepFailed:
+                    self._must_resume = True
+                    self._save_last_step()
+                    self._finish_saving()
+                    self._job.meet()  # the first rank to fail ends the others, and the checkpoint is to be complete
+                    raise
+                self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
+            finally:
+                self._screen.close()
+                self._signals.close()  # a second SIGTERM is no reason to fail at the end
+            return output
+
+    def _begin(self, checkpoint: CompleteCheckpoint | None) -> str:
+        """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
+        self._stop = self._at_step_end = None
+        self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
+        self._buffered_inputs = None
+        first_step = self._complete_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
+        if checkpoint is not None:
+            note_first_step()
+            self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
+        if (kept := kept_limit(self.args.save_total_limit)) != self.args.save_total_limit and kept is not None:
+            self._say(f"save_total_limit {self.args.save_total_limit}: {kept} are kept, in case one is damaged")
+
+        def begin() -> str:
+            assert self._run is not None
+            self._clear_away(self._run, first_step)
+            self._run.cut_metrics(first_step)
+            tracker_run = self._run.tracker_run(resumed=checkpoint is not None)
+            open_tensorboard(self.callback_handler.callbacks, self._run.path, tracker_run, first_step=first_step)
+            self._run.update(
+                state="running",
+                step=first_step,
+                checkpoint=None if checkpoint is None else str(checkpoint.folder),
+                from_step=first_step,
+            )
+            return tracker_run
+
+        tracker_run = self._job.by_rank_zero(begin, str)
+        if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
+            self.add_callback(_StepEnds(self))
+        if checkpoint is not None:
+            self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint.folder}")
+        return tracker_run
+
+    def _clear_away(self, run: RunFolder, first_step: int) -> None:
+        """Lay aside what other branches of the run have left, and delete what nobody can use. On rank 0."""
+        for folder in delete_partial(run.path):
+            self._say(f"{folder} was not finished by an earlier attempt: deleted")
+        for folder in set_aside(run.path, after_step=first_step, attempt=run.previous_attempt):
+            self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
+        if first_step and self._resumes_by_itself:  # what a person's start lays aside, a person deletes
+            for folder in bound_set_aside(run.path):
+                self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = GenerationSampler(
+            self.train_dataset if dataset is None else dataset,
+            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
+            num_generations=self.num_generations,
+            repeats=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return self._sampler
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)
+            self.control.should_training_stop = True
+            return
+        # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
+        if hasattr(self, "_sampler"):
+            self._sampler.set_epoch(kwargs["epoch"])
+        super()._run_epoch(**kwargs)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether training ends before its last step because somebody asked."""
+        return self._stop is not None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.log_completions:
+            super().log(logs, start_time)
+            return
+        with self._screen.aside(), plain_tool_calls(self._logs):  # TRL prints a table, and writes one
+            super().log(logs, start_time)
+
+    # -- the end of a step ----------------------------------------------------------------------------------------
+
+    def after_step(self, control: TrainerControl) -> None:
+        """Agree whether to stop here. Collective, at the end of every optimizer step."""
+        note_first_step()
+        self._look_at_saving()
+        before, self._step_began_at = self._step_began_at, self._step
+        self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
+        if self._stop is None:
+            wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
+            code = self._job.largest(0 if wish is None else 1 + (not wish.requeue))
+            if code:
+                self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
+                self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
+        if before // self._steps_per_batch == self._step // self._steps_per_batch:
+            return  # in the middle of a generation batch
+        self._lead.batch_ended(time.monotonic())
+        self._metrics["train"]["run/longest_batch_s"] = [self._lead.longest_batch_s]
+        if self._stop is None or self.state.global_step >= self.state.max_steps:
+            self._stop = None
+            return
+        control.should_save = control.should_training_stop = control.should_log = True
+        control.should_evaluate = False  # the time may be short
+
+    def _end(self, stop: StopRequest | None) -> None:
+        """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
+        self._finish_saving()
+        step = self.state.global_step
+        if self._run is not None:
+            newest = newest_complete(self._run.path)
+            self._run.update(
+                state="finished" if stop is None else "stopped",
+                why="" if stop is None else stop.why,
+                requeue=stop is not None and stop.requeue and not self._run.a_person_asks,
+                step=step,
+                checkpoint=None if newest is None else str(newest),
+            )
+            self._run.answer_requests()
+            if stop is None:
+                history = self.state.log_history
+                self._say(*what_came_of_it(history, self._run.path, first_step=self.first_step))
+            else:
+                self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
+        self._signals.request = None
+        if stop is not None:
+            self.close()
+            self._job.meet()
+            self.leave()
+            raise SystemExit(0)
+
+    def leave(self) -> None:
+        """This rank is about to end as it should."""
+
+    def close(self) -> None:
+        """Let another job into the output folder."""
+        if self._run is not None:
+            self._run.release()
+
+    def _save_last_step(self) -> None:
+        """After a generation that was dropped: the state of the last finished step. Collective."""
+        if self._at_step_end is None or self._complete_step == self.state.global_step:
+            return  # it stands already: what was resumed from, or saved at this step
+        self._step, self._buffered_inputs = self._step_began_at, self._at_step_end["batch"]
+        restore_random_states(self._at_step_end["rng"])
+        self._save_checkpoint(self.model_wrapped, None)
+
+
+class _StepEnds(TrainerCallback):
+    """Brings the end of a step, and of a save, to the trainer."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.after_step(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer.is_stopping:  # it has saved; transformers ends the epoch all the same
+            control.should_save = control.should_evaluate = False
+
+
+def what_differs(record: CompleteRecord, now: dict[str, int]) -> list[str]:
+    """What to say of a resume that does not go on with the settings of the checkpoint."""
+    if record.reshaped_from is not None:
+        return [
+            f"the checkpoint was written by {record.reshaped_from} training processes and made for "
+            f"{record.world_size}: weights, moments and prompts are the same, random numbers are not (docs/resume.md)"
+        ]
+    before = record.sampling
+    changed = ", ".join(f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name) != now[name])
+    return [f"resuming with other settings than the checkpoint's is not exact: {changed}"] if changed else []

@@ -1,0 +1,120 @@
+"""Between TRL's trainer and ours: rewards that begin when their completions are there."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from trl.data_utils import is_conversational
+
+from grpo.faults.watch import FailureWatch
+from grpo.record.screen import say
+from grpo.rewards.batch import Rows
+from grpo.rewards.scoring import Scoring
+from grpo.seam.observing import ObservedTrainer
+
+
+def use_device(device: torch.device) -> None:
+    """For a thread in which code of the user's runs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # which is each thread's own
+
+
+class ScoringTrainer(ObservedTrainer):
+    """A trainer whose reward functions run while it computes log-probabilities, or still samples."""
+
+    _local: Any
+    """`LocalVLLM`, in local mode."""
+    _watch: FailureWatch
+    reward_funcs: list[Any]
+    _scoring: Scoring | None = None
+    _inputs: Sequence[Mapping[str, Any]] = ()
+    """Of the batch that is being made."""
+    _is_chat = False
+    """Whether its prompts are messages."""
+
+    def _score_beside(self) -> None:
+        """In local mode, after TRL's own `__init__`."""
+        me = weakref.proxy(self)
+        rank = self.accelerator.process_index
+        self._scoring = Scoring(
+            self.reward_funcs,
+            self._watch,
+            timeout_s=self.args.reward_timeout,
+            beside=self.args.overlap_rewards,
+            loop=lambda: me.async_loop,
+            timeline=self.timeline,
+            prepare=partial(use_device, self.accelerator.device),
+            say=lambda line: say(f"rank {rank}: {line}"),
+        )
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._inputs = inputs
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._inputs = ()
+
+    def _generate(self, prompts: Any) -> Any:
+        """TRL's; rewards begin, at the latest, when it is over."""
+        self._is_chat = is_conversational({"prompt": prompts[0]})
+        if self._scoring is None or len(self._inputs) != len(prompts):  # a subclass may ask for completions alone
+            return super()._generate(prompts)
+        if not self._scoring.scores(self.reward_funcs):
+            self._score_beside()  # they were changed
+        groups = self._groups(len(prompts))
+        self._scoring.begin(self._rows(self._inputs, prompts), groups)
+        generated = super()._generate(prompts)
+        _, completion_ids, _, completions, _, more, *_ = generated
+        rows = self._rows(_with_fields(self._inputs, more), prompts)
+        self._scoring.start(rows, completions, completion_ids, groups, refused=self._refused)
+        return generated
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """TRL's; rows whose prompts no engine took are shown to no function, and have no reward."""
+        if self._scoring is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not self._scoring.is_of(self.reward_funcs, completions, completion_ids_list):  # of a subclass, or changed
+            self._score_beside()
+            groups = self._groups(len(prompts))
+            self._scoring.start(
+                self._rows(inputs, prompts), completions, completion_ids_list, groups, refused=self._refused
+            )
+        functions, self.reward_funcs = self.reward_funcs, self._scoring.stand_ins()
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+        if (refused := self._refused) is not None:
+            rewards[self.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
+        return rewards
+
+    @property
+    def _refused(self) -> list[bool] | None:
+        return None if self._local is None else self._local.refused_rows
+
+    def _rows(self, inputs: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Rows:
+        return Rows(inputs, prompts, self.environments, self.state)
+
+    def _groups(self, num_rows: int) -> list[list[int]]:
+        """This rank's rows of each prompt."""
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        first = self.accelerator.process_index * num_rows
+        groups = defaultdict(list)
+        for row in range(num_rows):
+            groups[(first + row) // size].append(row)
+        return [*groups.values()]
+
+
+def _with_fields(inputs: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows with what a rollout function gives beside its completions, as TRL merges it (1.16)."""
+    rows = []
+    for number, row in enumerate(inputs):
+        own = {name: values for name, values in fields.items() if not isinstance(values, list)}
+        own |= {
+            name: values[number] for name, values in fields.items() if isinstance(values, list) and number < len(values)
+        }
+        rows.append({**row, **own})
+    return rows

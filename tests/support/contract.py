@@ -1,0 +1,71 @@
+"""The failure contract as tests hold jobs to it: everybody is gone in time, with one record, and nothing stays."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo.engine.plugin import HOST_MARK
+from tests.support.launching import Job, wait_gone
+
+if TYPE_CHECKING:
+    import psutil
+
+STARTUP_S = 240  # until a job is where a test wants it; it takes about 25 s alone
+CONTRACT_S = 30  # promised, from the death on
+
+
+def inner_process(host: int) -> "psutil.Process":
+    """vLLM's engine process under the engine host with this pid. StopIteration: it has not begun its work."""
+    return _at_work(host, host)
+
+
+def worker_process(host: int) -> "psutil.Process":
+    """The first of its workers. StopIteration: as above."""
+    return _at_work(host, inner_process(host).pid)
+
+
+def _at_work(host: int, parent: int) -> "psutil.Process":
+    """A child of `parent` that has said that it is there: others are about to become something else."""
+    import psutil
+
+    # Of the host: the others have overwritten theirs with a title.
+    records = Path(psutil.Process(host).environ()[HOST_MARK]) / "inner"
+    return next(child for child in psutil.Process(parent).children() if (records / str(child.pid)).exists())
+
+
+def expect_the_contract(
+    job: Job, event: float, everyone: list["psutil.Process"], *, within_s: float = CONTRACT_S
+) -> str:
+    """The launcher exits non-zero within the time, no process and no shared memory is left. The job's output.
+
+    Args:
+        event: when the failure came, by `time.monotonic`.
+    """
+    codes = job.wait(within_s - (time.monotonic() - event))
+    left = wait_gone(everyone, max(0.1, within_s - (time.monotonic() - event)))
+    assert not left, job.fail(f"left behind: {[(p.pid, p.cmdline()) for p in left]}")
+    assert all(code != 0 for code in codes), job.fail(f"launchers exited {codes}")
+    left_behind = job.traces()
+    assert not left_behind, job.fail(f"left behind: {left_behind}")
+    return job.output()
+
+
+def until_it_ends(job: Job, timeout_s: float) -> str:
+    """Of a job that ends by itself, with a failure: its output. The contract holds from its launchers' end on."""
+    everyone = job.processes()
+    deadline = time.monotonic() + timeout_s
+    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() < deadline:
+        everyone = job.processes() or everyone
+        time.sleep(0.2)
+    return expect_the_contract(job, time.monotonic(), everyone)
+
+
+def the_record(job: Job, output: str, *, says: Sequence[str]) -> str:
+    """The one failure record that all ranks tell."""
+    records = {line.partition("the job failed on ")[2] for line in output.splitlines() if "the job failed on" in line}
+    assert len(records) == 1, job.fail(f"not one record: {records}")
+    (record,) = records
+    for part in says:
+        assert part in record, job.fail(f"no {part!r} in {record}")
+    return record

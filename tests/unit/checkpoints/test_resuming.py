@@ -1,0 +1,144 @@
+"""Which checkpoint is taken: the newest one that is as it was written, or the one that was asked for."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.checkpoints.checkpoints import write_complete
+from grpo.checkpoints.resuming import choose
+from grpo.groups.job_group import JobGroup
+from tests.support.made_up_checkpoints import make, names
+
+OPTIMIZER = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
+
+
+def chosen(wish: str | bool | None, output_dir: Path) -> tuple[Path | None, list[str]]:
+    checkpoint, notes = choose(JobGroup(), wish, output_dir, 2)
+    return None if checkpoint is None else checkpoint.folder, notes
+
+
+@pytest.fixture(autouse=True)
+def one_reads_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo.checkpoints.resuming.shares", lambda files, world_size: [list(files)])
+
+
+def test_what_is_resumed(tmp_path: Path) -> None:
+    assert chosen("auto", tmp_path) == (None, [])
+    assert chosen(None, tmp_path) == (None, [])
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        chosen(True, tmp_path)
+    three, twelve = make(tmp_path, 3), make(tmp_path, 12)
+    make(tmp_path, 20, complete=False)
+    newest, (note,) = chosen("auto", tmp_path)
+    assert newest == twelve  # by number, not by letters
+    assert note.startswith(f"passed over: {tmp_path / 'checkpoint-20'} has no complete.json")
+    assert chosen(True, tmp_path)[0] == twelve
+    assert chosen(str(three), tmp_path) == (three, [])
+    with pytest.raises(ValueError, match=r"checkpoint-20 has no complete\.json"):
+        chosen(str(tmp_path / "checkpoint-20"), tmp_path)
+    with pytest.raises(ValueError, match="name a checkpoint, or 'auto'"):
+        chosen(str(tmp_path / "nowhere"), tmp_path)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / OPTIMIZER, 9)
+
+
+def flip(folder: Path) -> None:
+    (folder / OPTIMIZER).write_bytes(b"0123456799")
+
+
+def lose_a_rank(folder: Path) -> None:
+    (folder / "files-1.json").unlink()
+
+
+def lose_the_record(folder: Path) -> None:
+    (folder / "complete.json").write_text("{}")
+
+
+DAMAGES = {
+    truncate: rf"{OPTIMIZER} has 9 bytes, not the 10",
+    flip: rf"{OPTIMIZER} is not as it was written",
+    lose_a_rank: r"checkpoint-9 lacks files-1\.json",
+    lose_the_record: r"checkpoint-9/complete\.json cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_one_before_a_damaged_one_is_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    six, nine = make(tmp_path, 6), make(tmp_path, 9)
+    damage(nine)
+    folder, (warning,) = chosen("auto", tmp_path)
+    assert folder == six
+    assert warning.startswith("WARNING: ")
+    assert f"It is now {tmp_path / 'damaged-checkpoint-9'}" in warning
+    assert names(tmp_path) == {"checkpoint-6", "damaged-checkpoint-9"}
+    assert re.search(DAMAGES[damage], warning)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_that_was_asked_for_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path, 6)
+    nine = make(tmp_path, 9)
+    damage(nine)
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        chosen(str(nine), tmp_path)
+    assert names(tmp_path) == {"checkpoint-6", "checkpoint-9"}
+
+
+@pytest.mark.parametrize("wish", [True, "auto"])
+def test_with_none_left_nobody_begins_afresh_unasked(wish: str | bool, tmp_path: Path) -> None:
+    for step, damage in ((6, truncate), (9, flip)):
+        damage(make(tmp_path, step))
+    told = rf"no checkpoint is left .*{OPTIMIZER} is not as it was written.*{OPTIMIZER} has 9 bytes, not the 10"
+    with pytest.raises(ValueError, match=told):
+        chosen(wish, tmp_path)
+    with pytest.raises(ValueError, match=r"damaged is \S+damaged-checkpoint-6, \S+damaged-checkpoint-9\. To begin"):
+        chosen(wish, tmp_path)  # the next attempt
+    assert chosen(None, tmp_path) == (None, [])
+
+
+def test_a_model_alone_is_not_resumed(tmp_path: Path) -> None:
+    three, nine = make(tmp_path, 3), make(tmp_path, 9, resumable=False)
+    newest, (note,) = chosen("auto", tmp_path)
+    assert newest == three
+    assert "checkpoint-9 holds the model alone (save_only_model)" in note
+    with pytest.raises(ValueError, match="holds the model alone"):
+        chosen(str(nine), tmp_path)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["rollout_state_1.pt", "global_step9/zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_code_in_a_checkpoint_is_not_run(name: str, zipped: bool, tmp_path: Path) -> None:
+    """And is no damage, which one would go around: somebody has put it there."""
+    run = tmp_path / "run"
+    make(run, 6)
+    nine = make(run, 9)
+    (nine / name).parent.mkdir(exist_ok=True)
+    torch.save({"step": Evil(tmp_path / "ran")}, nine / name, _use_new_zipfile_serialization=zipped)
+    write_complete(nine, step=9, world_size=2, sampling={})
+    with pytest.raises(ValueError, match=rf"{name} holds .*posix\.mkdir.*could run anybody's code.*add_safe_globals"):
+        chosen("auto", run)
+    assert names(run) == {"checkpoint-6", "checkpoint-9"}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_cannot_be_loaded_is_damage(tmp_path: Path) -> None:
+    six, nine = make(tmp_path, 6), make(tmp_path, 9)
+    (nine / "rollout_state_0.pt").write_bytes(b"was lost before its checksum was taken")
+    write_complete(nine, step=9, world_size=2, sampling={})
+    folder, (warning,) = chosen("auto", tmp_path)
+    assert folder == six
+    assert "rollout_state_0.pt cannot be loaded" in warning

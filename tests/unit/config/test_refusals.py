@@ -1,0 +1,110 @@
+"""What local mode refuses before anything is started, and the warning of plain DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from transformers import ProcessorMixin
+
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.config.refusals import check_init_kwargs, ddp_memory_message
+
+DATA = Dataset.from_dict({"prompt": ["1+1="]})
+
+
+@pytest.fixture(autouse=True)
+def own_output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**settings: Any) -> GRPOConfig:
+    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", **settings})
+
+
+def tool(a: int) -> int:
+    """A tool.
+
+    Args:
+        a: a number
+    """
+    return a
+
+
+class Processor(ProcessorMixin):
+    attributes = ()
+
+    def __init__(self) -> None:
+        pass
+
+
+REFUSED = {
+    "tools ahead": (
+        {"tools": [tool], "args": config(generation_lookahead=1)},
+        r"generation_lookahead is 1 with tools: .*set generation_lookahead to 0",
+    ),
+    "environments ahead": (
+        {"environment_factory": object, "args": config(generation_lookahead=1)},
+        r"generation_lookahead is 1 with environment_factory",
+    ),
+    "rollouts that move": (
+        {"rollout_func": print, "args": config(vllm_balance_nodes=True)},
+        r"with rollout_func a conversation stays with its rank.*set vllm_balance_nodes to False",
+    ),
+    "rollouts with tools": (
+        {"rollout_func": print, "tools": [tool]},
+        r"rollout_func and tools: a rollout function holds its conversations itself",
+    ),
+    "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
+    "processor": ({"processing_class": Processor()}, r"processing_class is a Processor: local mode takes text alone"),
+    "images": (
+        {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
+        r"data set has the column 'image': local mode takes text alone",
+    ),
+    "a streamed data set ahead": (
+        {"train_dataset": DATA.to_iterable_dataset(), "args": config(generation_lookahead=1, max_steps=1)},
+        r"a streamed data set does not have: .*generation_lookahead to 0",
+    ),
+    "images in evaluation": (
+        {"eval_dataset": {"one": Dataset.from_dict({"prompt": ["a"], "images": [1]})}},
+        r"data set has the column 'images'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_features_of_other_modes_are_refused_by_name(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(
+            **{"model": "no-such-model", "reward_funcs": print, "args": config(), "train_dataset": DATA, **arguments}
+        )
+
+
+def test_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP.*DeepSpeed, DDP or one process"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_trls_own_config_is_named() -> None:
+    theirs = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="import GRPOConfig from grpo"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
+
+
+def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
+    with pytest.raises(ValueError, match="model_init_kwargs holds 'subfolder'"):
+        check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}))
+    check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}))
+
+
+def test_ddp_warns_of_a_model_that_cannot_fit() -> None:
+    gib = 2**30
+    assert ddp_memory_message(5 * 10**9, 80 * gib, each=16) is None  # 74.5 GiB
+    assert ddp_memory_message(5 * 10**9, 80 * gib, each=20) is not None  # 93.1 GiB: of two ranks
+    message = ddp_memory_message(7 * 10**9, 80 * gib, each=16)
+    assert message is not None
+    assert "7.0 B parameters take 104 GiB" in message
+    assert "--deepspeed configs/zero3.json" in message

@@ -1,0 +1,134 @@
+"""A sentinel and what its ranks tell it, whatever that holds; how it is started."""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from grpo.faults import sentinel_start
+from grpo.faults.failure import FailureRecord
+from grpo.faults.liveness import Place
+from grpo.faults.sentinel import MAX_PACKET_BYTES
+from grpo.faults.sentinel_link import SentinelLink
+from grpo.faults.sentinel_start import START_S, _started, link_to_sentinel, start_sentinel
+from tests.support.launching import free_port
+from tests.support.made_up_jobs import launch
+
+PATIENCE_S = 20.0
+ALONE: dict[str, Any] = {"node": 0, "host": "a", "num_nodes": 1, "agent": None, "timeout_s": PATIENCE_S}
+
+
+def record_of(cause: str) -> FailureRecord:
+    return FailureRecord(node=0, rank=0, host="a", phase="train", cause=cause)
+
+
+@pytest.fixture
+def link() -> Iterator[SentinelLink]:
+    """Of rank 0, whose node has one."""
+    name, _ = start_sentinel({**ALONE, "pids": {0: os.getpid()}})
+    link = SentinelLink(name, 0, Place(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
+    yield link
+    link.say("stop")
+    assert _started[-1].wait(PATIENCE_S) == 0
+    link.close()
+
+
+def heard(link: SentinelLink, look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+SMILE, HALF = "\U0001f600", "\udc80"  # 12 bytes in JSON; half of a pair, as of a file name that is no UTF-8
+
+
+@pytest.mark.parametrize("character", ["x", "\x1b", SMILE, HALF])
+def test_any_record_goes_in_one_packet(character: str, link: SentinelLink) -> None:
+    record = record_of(f"first{character * 100_000}last")
+    assert record.cause.startswith("first")
+    assert record.cause.endswith("last")
+    assert FailureRecord(**record.as_dict()) == record
+    record.cause.encode()
+    assert len(json.dumps({"kind": "report", "record": record.as_dict()})) < MAX_PACKET_BYTES
+    assert link.say("report", record=record.as_dict())
+    assert heard(link, link.hear) == record
+
+
+def test_a_record_that_is_short_enough_stays_as_it_is() -> None:
+    text = "ä" * 10_000 + SMILE
+    assert record_of(text).cause == text
+
+
+@pytest.mark.parametrize("packet", [b"{", b"\xff", b"[1]", b'"text"'])
+def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: SentinelLink) -> None:
+    link._socket.send(packet)
+    link.say_phase("train", 3)
+    answered = link.ask()
+    heard(link, lambda: link.hear() or answered.is_set() or None)
+    assert link.not_come(4) == {0: "train"}
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+def test_only_who_cannot_be_reached_is_asked_to_open_ports() -> None:
+    """Whatever else keeps a sentinel from its start has nothing to do with them."""
+    away = {"secret": "ab" * 32, "addresses": ["127.0.0.1"], "port": free_port()}
+    with pytest.raises(RuntimeError, match=r"refused.*: the nodes' processes must reach each other at any port"):
+        start_sentinel({**ALONE, **away, "node": 1, "num_nodes": 2, "pids": {1: os.getpid()}})
+    with pytest.raises(RuntimeError, match=r"the sentinel of node 0 did not start: it ended without a word$"):
+        start_sentinel({**ALONE, "pids": {}})
+
+
+def test_it_starts_from_a_process_with_many_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        name, _ = start_sentinel({**ALONE, "pids": {0: os.getpid()}})
+        link = SentinelLink(name, 0, Place(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
+        link.say("stop")
+        assert _started[-1].wait(PATIENCE_S) == 0
+        link.close()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a node, the other nodes, and the hub."""
+    waited: dict[str, timedelta] = {}
+    started: list[dict[str, Any]] = []
+
+    class Store:
+        def wait(self, keys: list[str], patience: timedelta) -> None:
+            waited.update(dict.fromkeys(keys, patience))
+
+        def get(self, key: str) -> str:
+            return json.dumps({"name": "its name", "secret": "its secret"})
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+    def start(settings: dict[str, Any]) -> tuple[str, int]:
+        started.append(settings)
+        return "its name", 7
+
+    monkeypatch.setattr(sentinel_start, "start_sentinel", start)
+    monkeypatch.setattr(sentinel_start, "agent_pid", lambda: None)
+    monkeypatch.setattr(sentinel_start, "_addresses", list)
+    monkeypatch.setattr(sentinel_start, "SentinelLink", lambda *_, **__: None)
+    for rank in (0, 1, 2):
+        link_to_sentinel(launch(rank, 4, 2), "a", {}, Store(), timeout_s=20.0, join_s=7.0)  # type: ignore[arg-type]
+    patience_s = START_S + 7.0
+    assert waited == dict.fromkeys(["node0", "hub"], timedelta(seconds=patience_s))
+    assert [settings["join_s"] for settings in started] == [patience_s] * 2

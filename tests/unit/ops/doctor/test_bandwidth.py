@@ -1,0 +1,149 @@
+"""The bandwidth stage without a job: a wrong start, and what measured seconds mean."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from grpo.ops.doctor import bandwidth
+from grpo.ops.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
+from grpo.ops.doctor.number_formats import Broken
+from grpo.ops.doctor.pairs import PairSpeed, find_slow, pair_rounds
+from grpo.ops.doctor.records import Status
+from grpo.place.launch import Launch
+
+PASS, WARN = Status.PASS, Status.WARN
+
+
+def test_a_lone_rank_has_nobody_to_exchange_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert bandwidth.main([]) == 2
+    assert "one rank has nobody to exchange with" in capsys.readouterr().err
+
+
+def test_a_jobs_flags_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bandwidth.parse_arguments(["--config", "no.yaml"])
+    assert caught.value.code == 2
+    assert "no.yaml" in capsys.readouterr().err
+
+
+def test_the_interface_that_joins_two_nodes() -> None:
+    launch = Launch(rank=0, local_rank=0, world_size=2, local_world_size=1, node=0, num_nodes=2)
+    store = dist.HashStore()
+    assert bandwidth._route_to_another_node(launch, store) == "", "the other one never came"
+    store.set("at/1", json.dumps([0, "start", "127.0.0.1"]))
+    assert bandwidth._route_to_another_node(launch, store) == "lo"
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
+def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
+    rounds = pair_rounds(num_nodes)
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(pairs) == [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
+    for pairs in rounds:
+        nodes = [node for pair in pairs for node in pair]
+        assert len(nodes) == len(set(nodes))
+    assert len(pair_rounds(64)) == 7
+
+
+def speeds(figures: dict[tuple[int, int], float]) -> list[PairSpeed]:
+    return [PairSpeed(nodes=pair, gb_per_s=figure) for pair, figure in figures.items()]
+
+
+def test_a_slow_node_is_told_from_a_slow_path() -> None:
+    healthy = {(0, 1): 40.0, (0, 2): 41.0, (0, 3): 39.0, (1, 2): 40.0, (1, 3): 38.0, (2, 3): 42.0}
+    assert find_slow(speeds(healthy)) == ({}, [])
+    slow_node = {**healthy, (0, 2): 9.0, (1, 2): 10.0, (2, 3): 8.0}
+    assert find_slow(speeds(slow_node)) == ({2: 10.0}, [])
+    slow_path = {**healthy, (1, 3): 5.0}
+    assert find_slow(speeds(slow_path)) == ({}, speeds({(1, 3): 5.0}))
+    two_slow = {**healthy, (0, 1): 9.0, (0, 2): 9.0, (0, 3): 9.0, (1, 2): 9.0, (1, 3): 9.0}
+    assert set(find_slow(speeds(two_slow))[0]) == {0, 1}
+    assert find_slow(speeds({(0, 1): 1.0})) == ({}, [])
+    assert find_slow([]) == ({}, [])
+
+
+def test_bus_bandwidth() -> None:
+    assert bus_gb_per_s("all-gather", 4_000_000_000, 4, 1.0) == pytest.approx(3.0)
+    assert bus_gb_per_s("all-reduce", 4_000_000_000, 4, 1.0) == pytest.approx(6.0)
+
+
+def test_results_become_a_verdict() -> None:
+    """Three nodes of two ranks; node 2 is slow with both others. Seconds by hand: 1 GB from each of 2 ranks."""
+    results = []
+    for node, partners in enumerate([{1: 0.1, 2: 1.0}, {0: 0.1, 2: 1.0}, {0: 1.0, 1: 0.8}]):
+        for _ in range(2):
+            results.append(
+                RankResult(
+                    node=node,
+                    host=f"n{node}",
+                    inside_s={"all-reduce": 0.1, "all-gather": 0.1},
+                    across_s={"all-reduce": 2.0, "all-gather": 1.0 + node},
+                    pairs_s=tuple(partners.items()),
+                )
+            )
+    results[3] = replace(results[3], broken=(Broken(operation="all-reduce", dtype="bfloat16", why="no"),))
+    assert RankResult.loads(results[3].dumps()) == results[3]
+    verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=15 * 10**9)
+    told = {(f.check, f.status): f.message for f in verdict.findings}
+    assert told["number formats", WARN] == "nccl does not carry bfloat16 (6 ranks, on CPUs): all-reduce: no"
+    assert told["inside a node", PASS] == "all-reduce 10.00..10.00 GB/s, all-gather 5.00..5.00 GB/s among 2 ranks"
+    assert told["across nodes", PASS] == "all-reduce 0.83 GB/s, all-gather 0.28 GB/s over 6 ranks on 3 nodes"
+    assert told["one push", PASS].startswith("about 45.0 s to gather 15.0 GB")
+    assert told["pairs of nodes", WARN] == "n2 is slow: 2.00 GB/s with its best partner, 20.00 between others"
+    assert verdict.exit_code == 0
+
+
+def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
+    seconds = {(0, 1): 0.1, (0, 2): 0.1, (0, 3): 0.1, (1, 2): 0.1, (1, 3): 1.0, (2, 3): 0.1}
+    results = [
+        RankResult(
+            node=node,
+            host=f"n{node}",
+            inside_s={"all-gather": 0.1 if node else 0.2},
+            pairs_s=tuple((sum(pair) - node, s) for pair, s in seconds.items() if node in pair),
+        )
+        for node in range(4)
+        for _ in range(2)
+    ]
+    verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
+    told = [(f.check, f.nodes, f.message) for f in verdict.findings if f.status is WARN]
+    assert told == [
+        ("inside a node", ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere"),
+        ("pairs of nodes", ("n1", "n3"), "n1 and n3 are slow together: 2.00 GB/s, 20.00 between others"),
+    ]
+
+
+def test_one_node_has_nothing_across_and_no_pairs() -> None:
+    results = [RankResult(node=0, host="n", inside_s={"all-reduce": 0.1}, across_s={}, pairs_s=()) for _ in range(2)]
+    verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
+    checks = {finding.check for finding in verdict.findings}
+    assert "inside a node" in checks
+    assert checks.isdisjoint({"across nodes", "pairs of nodes", "one push"})
+
+
+def test_nodes_on_one_host_are_numbered() -> None:
+    assert name_nodes(["x", "y", "x"]) == ("x/0", "y", "x/2")
+
+
+def test_a_failure_says_what_to_set() -> None:
+    def fix(stage: str, backend: str = "nccl", late: tuple[str, ...] = (), num_nodes: int = 2) -> str:
+        verdict = explain_failure(
+            stage=stage, what="no end", late=late, backend=backend, route_interface="eth1", num_nodes=num_nodes
+        )
+        assert verdict.exit_code == 1
+        return verdict.findings[0].fix
+
+    across = fix("across nodes: all-reduce")
+    assert "NCCL_SOCKET_IFNAME=eth1" in across
+    assert "NCCL_IB_DISABLE=1" in across
+    assert "ddp_backend: gloo and vllm_sync_backend: shm" in across
+    assert "NCCL_P2P_DISABLE=1" in fix("inside a node: all-reduce")
+    assert "GLOO_SOCKET_IFNAME=eth1" in fix("across nodes: all-reduce", backend="gloo")
+    assert "node 1 (n1)" in fix("across nodes: all-reduce", late=("node 1 (n1)",))

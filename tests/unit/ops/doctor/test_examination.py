@@ -1,0 +1,78 @@
+"""The command around the checks: words that are none, checks that fail by themselves, the shared file, the table."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo.cli import main
+from grpo.ops.doctor import report, shared_file, table
+from grpo.ops.doctor.records import Finding, Status, Verdict
+
+PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
+
+
+def test_a_stray_word_is_no_flag_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nodes", "n1", "n2", "--node-name", "n1"]) == 2
+    assert "grpo doctor: n2 is no option" in capsys.readouterr().err
+
+
+def test_the_doctor_loads_no_engine_and_no_trainer() -> None:
+    code = "import sys, grpo.ops.doctor.rounds, grpo.ops.doctor.bandwidth; print('\\n'.join(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"vllm", "deepspeed", "trl", "transformers"} & set(loaded)
+
+
+def test_a_check_that_fails_by_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(error: Exception) -> Finding:
+        def check() -> report.Part:
+            raise error
+
+        ((finding,), facts) = report._with_deadline("disk", check)
+        assert facts == {}
+        return finding
+
+    hanging, broken = told(TimeoutError("no answer within 20 s")), told(PermissionError("not yours"))
+    assert (hanging.status, hanging.message) == (FAIL, "no answer within 20 s")
+    assert (broken.status, broken.message) == (WARN, "could not be checked: PermissionError: not yours")
+
+
+def test_a_shared_file_in_a_folder_that_is_not_here(tmp_path: Path) -> None:
+    assert not shared_file.sees_file(tmp_path / "gone" / "file", "text")
+    (tmp_path / "file").write_text("text")
+    assert shared_file.sees_file(tmp_path / "file", "text")
+
+
+def test_a_mount_that_hangs_shows_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(path: Path, text: str) -> bool:
+        raise TimeoutError
+
+    monkeypatch.setattr(shared_file, "sees_file", hang)
+    assert not shared_file.find_shared_file(tmp_path / "file", "text")
+
+
+def test_a_file_that_a_network_file_system_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_file.time, "sleep", lambda _: (tmp_path / "file").write_text("text"))
+    assert shared_file.find_shared_file(tmp_path / "file", "text")
+
+
+def test_the_table_has_one_row_for_all_that_pass() -> None:
+    findings = [
+        Finding(check="disk", status=PASS, message="5 GiB", nodes=("a",)),
+        Finding(check="disk", status=PASS, message="6 GiB", nodes=("b",)),
+        Finding(check="disk", status=FAIL, message="0 GiB", fix="more", nodes=("c",)),
+    ]
+    assert [(row.status, row.message, row.nodes) for row in table.rows(findings)] == [
+        (FAIL, "0 GiB", ("c",)),
+        (PASS, "e.g. 5 GiB", ("a", "b")),
+    ]
+
+
+@pytest.mark.parametrize(("status", "is_told"), [(Status.PASS, True), (Status.FAIL, False)])
+def test_the_next_step_is_told_below_a_verdict_that_is_no_fail(
+    status: Status, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = Verdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
+    table.show(verdict, as_json=False, next_step="then start the second stage")
+    assert ("then start the second stage" in capsys.readouterr().out) is is_told

@@ -1,0 +1,84 @@
+"""`grpo doctor` on two nodes, its parts in threads of one process: what each prints and returns."""
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from grpo.cli import main
+from grpo.ops.doctor import report, rounds
+from grpo.ops.doctor.records import NodeReport, Verdict
+from grpo.ops.meeting import meeting
+from tests.support.launching import free_port
+
+Doctor = Callable[..., int]
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Runs one node's doctor, which finds nothing wrong by itself; returns the exit code."""
+
+    def examine(node: str, *_: object, peers: object) -> NodeReport:
+        return NodeReport(node=node, host=node)
+
+    monkeypatch.setattr(report, "examine", examine)
+    monkeypatch.setattr(meeting, "GRACE_S", 0.0)
+
+    def run(node: str, port: int, *options: str) -> int:
+        here = ["--nodes", "a,b", "--node-name", node, "--head", "127.0.0.1", "--port", str(port)]
+        return main(["doctor", *here, *options])
+
+    return run
+
+
+def test_a_process_that_comes_after_the_table_fails_as_the_head_does(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, second = free_port(), []
+    real_show = rounds.show
+
+    def show(verdict: Verdict, **options: bool) -> None:
+        real_show(verdict, **options)  # type: ignore[arg-type]
+        if not second:
+            second.append(None)  # the late one shows its own findings, and starts nobody
+            second[0] = doctor("b", port)
+
+    monkeypatch.setattr(rounds, "show", show)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(doctor, "b", port)
+        head = doctor("a", port)
+        assert (first.result(), second, head) == (0, [1], 1)
+    out, err = capsys.readouterr()
+    late = "a process came as b when the verdict of the head a stood already, for another process that had come as b"
+    told = f"join: {late} → start one per node: srun --ntasks-per-node=1 grpo doctor"
+    assert "grpo doctor: PASS" in out
+    assert f"grpo doctor on b: FAIL: {told}" in out
+    assert f"grpo doctor on a: FAIL: {told}" in err
+
+
+def test_a_node_that_does_not_come_is_in_the_heads_table(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("a", free_port(), "--join-timeout", "0") == 1
+    out = capsys.readouterr().out
+    assert "b did not come within 0 s of the first node" in out
+    assert "is grpo doctor started there" in out
+    assert "next, how fast" not in out
+
+
+def test_a_head_that_does_not_come_is_named_by_the_others(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    assert doctor("b", port, "--join-timeout", "0") == 1
+    told = f"the head a (127.0.0.1:{port}) did not come within 0 s: Connection refused"
+    assert f"grpo doctor on b: FAIL: join: {told}" in capsys.readouterr().out
+    assert doctor("b", port, "--join-timeout", "0", "--json") == 1
+    verdict = json.loads(capsys.readouterr().out)
+    (finding,) = (finding for finding in verdict["findings"] if finding["check"] == "join")
+    assert (verdict["status"], finding["status"], finding["nodes"]) == ("FAIL", "FAIL", ["a"])
+    assert finding["message"].startswith(told)
+
+
+def test_a_head_whose_port_is_taken(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        assert doctor("a", taken.getsockname()[1]) == 1
+    assert "the head cannot open its store on port" in capsys.readouterr().out

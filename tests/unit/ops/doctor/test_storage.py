@@ -1,0 +1,138 @@
+"""Open files, room, and models and data sets that a node without network must hold already."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pytest
+
+from grpo.ops.doctor import storage
+from grpo.ops.doctor.records import Finding, Status
+
+PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "fix"),
+    [
+        (1024, 1 << 20, "ulimit -n 65536 before the launcher"),
+        (1024, 16384, "ulimit -n 16384 before the launcher"),
+        (1024, resource.RLIM_INFINITY, "ulimit -n 65536 before the launcher"),
+        (1024, 4096, "raise nofile in /etc/security/limits.conf"),
+    ],
+)
+def test_few_open_files(soft: int, hard: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    finding = storage.check_open_files()
+    assert (finding.status, finding.message) == (WARN, f"1024, hard limit {hard}")
+    assert finding.fix.startswith(fix)
+
+
+def room(free_bytes: int, *, inodes: int = 10**6, all_inodes: int = 10**7) -> SimpleNamespace:
+    return SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_blocks=10**13, f_favail=inodes, f_files=all_inodes)
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (room(100 * GIB), PASS),
+        (room(100 * GIB, inodes=0, all_inodes=0), PASS),  # a file system without a fixed number of them
+        (room(10 * GIB), WARN),
+        (room(100 * GIB, inodes=5000), WARN),
+        (room(GIB // 2), FAIL),
+        (room(100 * GIB, inodes=10), FAIL),
+    ],
+)
+def test_room_for_checkpoints(
+    found: SimpleNamespace, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    assert storage.check_room(tmp_path).status is status
+
+
+def test_an_output_path_that_cannot_be_written() -> None:
+    finding = storage.check_room(Path("/proc/grpo"))  # no user may make a file there
+    assert finding.status is FAIL
+    assert finding.message.startswith("/proc: cannot be written: ")
+
+
+def test_room_at_an_output_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+    finding = storage.check_room(tmp_path / "runs" / "1")
+    assert finding.message.startswith(f"{tmp_path}: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_local_model_and_a_local_dataset(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    finding = storage.check_model(str(tmp_path))
+    assert (finding.status, finding.message) == (FAIL, f"{tmp_path} lacks a tokenizer, weights")
+    finding = storage.check_dataset(str(tmp_path))
+    assert (finding.status, finding.message) == (PASS, f"{tmp_path}: a local path")
+    (tmp_path / "tiktoken.model").touch()
+    assert storage.check_model(str(tmp_path)).message == f"{tmp_path} lacks weights"
+
+
+@pytest.mark.parametrize("check", [storage.check_model, storage.check_dataset], ids=["model", "dataset"])
+@pytest.mark.parametrize("path", ["{}/not/mounted", "./not/mounted", "a/b/c"])
+def test_a_path_that_is_not_mounted_on_this_node_is_no_name_on_the_hub(
+    check: Callable[[str], Finding], path: str, tmp_path: Path
+) -> None:
+    finding = check(path.format(tmp_path))
+    assert finding.status is FAIL, finding
+    assert "on this node" in finding.fix
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """As with HF_HOME=cache and HF_HUB_OFFLINE=1, which are read at import."""
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+
+
+def test_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    online = storage.check_model("org/no-such-model")
+    assert (online.status, online.message.endswith(": will be downloaded")) == (PASS, True)
+    go_offline(monkeypatch, tmp_path)
+    missing = storage.check_model("org/model")
+    assert (missing.status, missing.fix) == (FAIL, "with network and the same HF_HOME: hf download org/model")
+    assert missing.message == f"HF_HUB_OFFLINE is set, and org/model is not in the cache in {tmp_path / 'hub'}"
+    model = tmp_path / "hub" / "models--org--model"
+    snapshot = model / "snapshots" / "abc"
+    for folder in (snapshot, model / "refs"):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    for name in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors"):
+        (snapshot / name).touch()
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "lacks model-00002-of-00002" in storage.check_model("org/model").message
+    (snapshot / "model-00002-of-00002.safetensors").touch()
+    assert storage.check_model("org/model").status is PASS
+    assert storage.check_model(str(snapshot)).status is PASS
+
+
+def test_a_dataset_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage.check_dataset("org/DeepMath-103K").message == "org/DeepMath-103K: will be downloaded"
+    go_offline(monkeypatch, tmp_path)
+    missing = storage.check_dataset("org/DeepMath-103K")
+    assert missing.status is FAIL
+    assert missing.message.endswith(f"org/DeepMath-103K is not prepared in {tmp_path / 'datasets'}")
+    prepared = tmp_path / "datasets" / "org___deep_math-103_k" / "default" / "0.0.0" / "abc"
+    prepared.mkdir(parents=True)
+    (prepared / "dataset_info.json").write_text(json.dumps({"config_name": "default"}))
+    found = storage.check_dataset("org/DeepMath-103K")
+    assert (found.status, found.message) == (PASS, f"org/DeepMath-103K: prepared in {prepared}")
+    other = prepared.parents[2] / "socratic" / "0.0.0" / "abc"
+    other.mkdir(parents=True)
+    (other / "dataset_info.json").write_text(json.dumps({"config_name": "socratic"}))
+    assert storage.check_dataset("org/DeepMath-103K", "socratic").message.endswith(f"prepared in {other}")
+    absent = storage.check_dataset("org/DeepMath-103K", "main")
+    assert absent.status is FAIL
+    assert absent.fix.endswith("datasets.load_dataset('org/DeepMath-103K', 'main')\"")

@@ -1,0 +1,303 @@
+"""`grpo export` on plain checkpoints: what it writes, what it refuses, and that a failure leaves nothing."""
+
+import inspect
+import json
+import os
+import pickle
+import shutil
+import signal
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_utils
+
+from grpo import cli
+from grpo.checkpoints.checkpoints import write_complete
+from grpo.checkpoints.pickles import weights_only
+from grpo.ops.export.command import DEFAULT_SHARD_SIZE, export
+from tests.support.tiny_models import save_tiny_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A complete one of a tied model, as DDP leaves it."""
+    return declare_complete(save_tiny_model("qwen3-tied", tmp_path / "run" / "checkpoint-3", chat=True))
+
+
+def declare_complete(folder: Path) -> Path:
+    (folder / "complete.json").unlink(missing_ok=True)
+    write_complete(folder, step=3, world_size=1, sampling={})
+    return folder
+
+
+def edit_config(checkpoint: Path, **changes) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no_room_to_merge(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    adapter = tmp_path / "adapter"
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
+    (adapter / "config.json").write_text((checkpoint / "config.json").read_text())
+    declare_complete(adapter)
+    for name, words in {"small": {}, "merged": {"merge": True, "base": str(checkpoint)}}.items():
+        export(adapter, tmp_path / name, **words)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / name).iterdir()} == {0o666 & ~current_umask()}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"the weights take 0.0 GB, but .* has 0.0 GB free"):
+        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+    monkeypatch.undo()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ValueError, match="export on a host with more"):
+        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_checkpoint_becomes_the_same_model_without_the_training_state(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "optimizer.pt").write_bytes(b"state")
+    declare_complete(checkpoint)
+    out = tmp_path / "a" / "b" / "out"
+    exported = export(checkpoint, out)
+    assert same(weights(out), weights(checkpoint))
+    assert sorted(path.name for path in out.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (exported.num_files, exported.dtypes, exported.notes) == (1, ("float32",), ())
+    assert exported.num_bytes == sum(tensor.nbytes for tensor in weights(out).values())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o666 & ~current_umask()}
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, out))
+    assert after("12+34=").input_ids == before("12+34=").input_ids
+    assert after.chat_template == before.chat_template
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 1
+
+
+def current_umask() -> int:
+    umask = os.umask(0o22)
+    os.umask(umask)
+    return umask
+
+
+def test_files_are_as_large_as_transformers_makes_them() -> None:
+    theirs = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+    assert theirs == DEFAULT_SHARD_SIZE
+
+
+def test_shards_and_a_cast(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is free
+    exported = export(checkpoint, out, dtype=torch.bfloat16, max_shard_size="200KB")
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) == exported.num_files > 2
+    assert all(shard.stat().st_size < 210_000 for shard in shards)
+    assert same(weights(out), {name: tensor.bfloat16() for name, tensor in weights(checkpoint).items()})
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights(out).keys()
+    assert index["metadata"]["total_size"] == exported.num_bytes
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
+    again = tmp_path / "again"
+    declare_complete(out)
+    export(out, again)  # from shards to one file
+    assert same(weights(again), weights(out))
+
+
+def test_what_the_trainer_saved_in_several_dtypes_keeps_them(checkpoint: Path, tmp_path: Path) -> None:
+    mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in weights(checkpoint).items()}
+    save_file(mixed, checkpoint / "model.safetensors")
+    edit_config(checkpoint, dtype="bfloat16")
+    exported = export(declare_complete(checkpoint), tmp_path / "out")
+    assert exported.dtypes == ("bfloat16", "float32")
+    assert same(weights(tmp_path / "out"), mixed)
+
+
+def test_a_tied_weight_that_deepspeed_saved_twice_comes_once(checkpoint: Path, tmp_path: Path) -> None:
+    single = weights(checkpoint)
+    twice = single | {"lm_head.weight": single["model.embed_tokens.weight"].clone()}
+    save_file(twice, checkpoint / "model.safetensors")
+    export(declare_complete(checkpoint), tmp_path / "out")
+    assert same(weights(tmp_path / "out"), single)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_checkpoint_needs_a_flag(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (checkpoint / "complete.json").unlink()
+    command = ["export", str(checkpoint), str(tmp_path / "out")]
+    assert cli.main(command) == 1
+    refusal = capsys.readouterr().err
+    assert f"{checkpoint} has no complete.json" in refusal
+    assert "was not finished" in refusal
+    assert "--allow-incomplete" in refusal
+    assert not (tmp_path / "out").exists()
+    assert cli.main([*command, "--allow-incomplete"]) == 0
+    said = capsys.readouterr()
+    assert "has no complete.json" in said.err
+    assert "holds no tokenizer" not in said.err
+    assert said.out.startswith(f"{tmp_path / 'out'}: 0.001 GB of float32 in 1 file(s), from 1 safetensors file(s)")
+
+
+def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 8)
+    with pytest.raises(ValueError, match=rf"model\.safetensors has {size - 8} bytes, not the {size}.*--allow-incompl"):
+        export(checkpoint, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"the weights in .*checkpoint-3 cannot be read: SafetensorError"):
+        export(checkpoint, tmp_path / "out", allow_incomplete=True)
+    content = bytearray(file.read_bytes())
+    file.write_bytes(bytes([*content[:-1], content[-1] ^ 1]) + bytes(8))
+    with pytest.raises(ValueError, match=r"model\.safetensors is not as it was written"):
+        export(checkpoint, tmp_path / "out")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
+        export(checkpoint, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"holds no weights: neither model\*\.safetensors"):
+        export(checkpoint, tmp_path / "out", allow_incomplete=True)
+
+
+def test_a_run_folder_and_a_wrong_step_are_answered_with_what_there_is(checkpoint: Path, tmp_path: Path) -> None:
+    run = checkpoint.parent
+    for step in (1, 2, 10):
+        (run / f"checkpoint-{step}").mkdir()
+    with pytest.raises(ValueError, match=r"output folder of a run.*: \S+/checkpoint-10, \S+/checkpoint-3, \S+-2$"):
+        export(run, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"checkpoint-4 does not exist; the newest there are: checkpoint-10, ch"):
+        export(run / "checkpoint-4", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"nowhere does not exist$"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"has no config\.json: give a checkpoint-<step> folder"):
+        export(run / "checkpoint-1", tmp_path / "out")
+    (checkpoint / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match=r"the adapter's weights in .* cannot be read: No such file"):
+        export(checkpoint, tmp_path / "out")
+
+
+def test_out_has_to_be_free(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").touch()
+    with pytest.raises(ValueError, match=rf"{out} is not empty: give a folder that is new or empty, or remove it"):
+        export(checkpoint, out)
+    with pytest.raises(ValueError, match=r"precious is a file: give a folder"):
+        export(checkpoint, out / "precious")
+    assert [path.name for path in out.iterdir()] == ["precious"]
+
+
+def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(OSError, match=rf"take 0\.0 GB, but {tmp_path} has 0\.0 GB free: free space, or give an"):
+            export(checkpoint, tmp_path / "not" / "yet" / "there")
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000))
+        with pytest.raises(ValueError, match=r"takes 0\.0 GB of memory .* this host has 0\.0 GB available: export"):
+            export(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
+        export(checkpoint, tmp_path / "out")  # what is not cast stays in its file until it is written
+
+
+def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> None:
+    edit_config(checkpoint, intermediate_size=264)
+    here = sum(tensor.numel() for tensor in weights(checkpoint).values())
+    wanted = here + 2 * 3 * 8 * 128
+    with pytest.raises(ValueError, match=rf"a Qwen3ForCausalLM, but .* has {here} elements of weights, not {wanted}$"):
+        export(declare_complete(checkpoint), tmp_path / "out")
+    edit_config(checkpoint, intermediate_size=256, dtype=None)
+    with pytest.raises(ValueError, match=r"does not say in which dtype .*: give --dtype"):
+        export(declare_complete(checkpoint), tmp_path / "out")
+    with pytest.raises(ValueError, match="max_shard_size is 'much', write it like 500MB"):
+        export(checkpoint, tmp_path / "out", dtype=torch.float32, max_shard_size="much")
+    assert not (tmp_path / "out").exists()
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["mp_rank_00_model_states.pt"],
+        ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    ],
+)
+def test_code_in_a_pickle_is_not_run(
+    files: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "latest").write_text("global_step3")
+    (checkpoint / "global_step3").mkdir()
+    for name in files:
+        torch.save({"module": {"a": Evil(tmp_path / "ran")}}, checkpoint / "global_step3" / name)
+    declare_complete(checkpoint)
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "out")]) == 1
+    assert f"{files[0]} holds posix.mkdir, which neither torch" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    with weights_only(), pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+        torch.load(checkpoint / "global_step3" / files[0], weights_only=False)  # as DeepSpeed asks for it
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("how", ["error", "SIGTERM"])
+def test_nothing_half_written_is_left(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    original = modeling_utils.safe_save_file
+
+    def fail_at_the_second_file(tensors: dict[str, torch.Tensor], path: str, **kwargs: Any) -> None:
+        if not list(there.glob("*/model-00001*")):
+            return original(tensors, path, **kwargs)
+        if how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", fail_at_the_second_file)
+    there = tmp_path / "there"
+    there.mkdir()
+    handler = signal.getsignal(signal.SIGTERM)
+    command = ["export", str(checkpoint), str(there / "out"), "--max-shard-size", "100KB"]
+    if how == "SIGTERM":
+        with pytest.raises(SystemExit, match="143"):
+            cli.main(command)
+    else:
+        assert cli.main(command) == 1
+    assert list(there.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer_config.json").unlink()
+    declare_complete(checkpoint)
+    (note,) = export(checkpoint, tmp_path / "out").notes
+    assert note == f"{checkpoint} holds no tokenizer: the export has none either"

@@ -1,0 +1,74 @@
+"""`grpo init` in a checkout: what it writes, and what it refuses."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo import cli
+from grpo.ops.init.command import init
+from tests.support.launching import ROOT
+
+
+def files(folder: Path) -> dict[str, Path]:
+    return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "deep" / "mine"
+    init(folder)
+    return folder
+
+
+def test_its_files_are_the_projects_own(made: Path) -> None:
+    found = files(made)
+    for name, path in files(made / "configs").items() | files(made / "launch").items():
+        original = ROOT / path.relative_to(made)
+        assert path.read_bytes() == original.read_bytes(), name
+        assert os.access(path, os.X_OK) == os.access(original, os.X_OK), name
+    assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.is_file()} <= found.keys()
+    scripts = {f"launch/{name}" for name in files(ROOT / "launch") if "__pycache__" not in name}
+    assert scripts == {name for name in found if name.startswith("launch/")}
+    assert found.keys() - scripts - {name for name in found if name.startswith("configs/")} == {"train.py"}
+    assert not any(path.is_symlink() for path in made.rglob("*"))
+
+
+def test_the_script_names_launcher_files_that_are_there(made: Path) -> None:
+    words = (made / "train.py").read_text().split()
+    named = [words[index + 1] for index, word in enumerate(words) if word == "--config_file"]
+    assert named
+    for name in named:
+        assert yaml.safe_load((made / name).read_text())["distributed_type"] == "DEEPSPEED"
+
+
+def test_no_file_names_one_that_is_not_there(made: Path) -> None:
+    """Configurations and scripts of ours; `my_run.yaml` and the like are the user's."""
+    for name, path in files(made).items():
+        for named in re.findall(r"\b(?:configs|launch|examples)/[\w./-]*\w\.\w+", path.read_text()):
+            assert (made / named).exists(), f"{name} names {named}"
+
+
+def test_the_command_says_what_it_wrote_and_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["init", str(tmp_path / "empty")]) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/empty: configs/, launch/, train.py\n" in said
+    assert "accelerate launch --config_file configs/1node.yaml train.py" in said
+
+
+def test_a_folder_that_holds_something_is_refused_by_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(7):
+        (tmp_path / f"note-{number}").touch()
+    before = files(tmp_path)
+    assert cli.main(["init", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is not empty" in said
+    assert "note-0, note-1, note-2, note-3, note-4 and 2 more" in said
+    assert files(tmp_path) == before
+    assert cli.main(["init", str(tmp_path / "note-3")]) == 1
+    assert "note-3 is a file" in capsys.readouterr().err

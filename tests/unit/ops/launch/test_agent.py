@@ -1,0 +1,66 @@
+"""What torchrun says while it runs in this process."""
+
+import logging
+import socket
+import threading
+
+import pytest
+
+from grpo.ops.launch import agent, last_words
+from grpo.ops.launch.line import Rendezvous
+
+LOGGER = "torch.distributed.elastic.agent.server.api"
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher whose ranks end well; the first node's is gone before it has read that all are done."""
+
+    def launch(line: list[str]) -> None:
+        logger = logging.getLogger(LOGGER)
+        logger.warning("something else")
+        try:
+            raise ConnectionError("Failed to recv, got 0 bytes")
+        except ConnectionError:
+            logger.exception("Error waiting on exit barrier. Elapsed: %s seconds", 0.1)
+
+    monkeypatch.setattr(agent, "_launch", launch)
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_good_end_needs_no_farewell(caplog: pytest.LogCaptureFixture) -> None:
+    ending = agent.run_launcher(["torchrun"], lambda: False)
+    assert ending.has_succeeded
+    assert [record.getMessage() for record in caplog.records if record.name == LOGGER] == ["something else"]
+
+
+@pytest.mark.usefixtures("ends")
+def test_it_is_heard_where_something_has_failed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = agent._launch
+
+    def fails(line: list[str]) -> None:
+        launch(line)
+        raise RuntimeError("port taken")
+
+    monkeypatch.setattr(agent, "_launch", fails)
+    assert not agent.run_launcher(["torchrun"], lambda: False).has_succeeded
+    assert "Error waiting on exit barrier" in caplog.text
+
+
+def test_a_node_that_is_done_stays_until_the_first_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may still write a model, and a scheduler ends a job some minutes after its first node."""
+    monkeypatch.setattr(last_words, "LOOK_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        at = Rendezvous(
+            num_nodes=2, node_rank=1, head_address="127.0.0.1", port=store.getsockname()[1], ranks_per_node=1
+        )
+        waits = threading.Thread(target=last_words.outlast_head, args=[at, agent.Ending(has_succeeded=True)])
+        waits.start()
+        for _ in range(3):
+            store.accept()[0].close()
+        assert waits.is_alive()
+        last_words.outlast_head(at, agent.Ending(has_succeeded=False))  # it has a failure to tell, at once
+    waits.join(30)
+    assert not waits.is_alive()

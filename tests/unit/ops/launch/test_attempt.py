@@ -1,0 +1,96 @@
+"""What a launcher says of its attempt's end, from how its ranks ended and what rank 0 has left."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo.ops.launch.agent import Ending
+from grpo.ops.launch.attempt import Attempt
+from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN
+from grpo.record.folder import RunFolder, note_failure, note_run
+
+WELL, BY_SIGTERM = Ending(has_succeeded=True), Ending(has_succeeded=False, is_terminated=True)
+SOON_S = 30.0  # half of what a launcher waits for a file system
+
+
+def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **state: object) -> Attempt:
+    """The head's; `state` is what rank 0 has said at last."""
+    notes = folder / f"notes-{number}"
+    notes.mkdir()
+    named = {"GRPO_JOB": "17", "GRPO_ATTEMPT": str(number)}
+    attempt = Attempt(
+        output_dir=folder / "run", notes=notes, launched=50.0, started=100.0 + number, is_head=True, env=named
+    )
+    if has_trainer:
+        env = {**named, **attempt.variables()}
+        note_run(folder / "run", env)
+        run = RunFolder(folder / "run", env)
+        run.update(state="running")
+        if state:
+            run.update(**state)
+        run.release()
+    return attempt
+
+
+def test_the_trainer_is_told_when_the_launcher_was_started(tmp_path: Path) -> None:
+    """Before the doctor and the meeting: a request to stop that is made meanwhile is for this attempt."""
+    told = make_attempt(tmp_path, has_trainer=False).variables()
+    assert (told["GRPO_LAUNCHED"], told["GRPO_STARTED"]) == ("50.0", "100.0")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "why"),
+    [
+        (WELL, DONE, "training has finished"),
+        (Ending(has_succeeded=False), FAILED, "training has finished, but the script failed after it"),
+        (BY_SIGTERM, START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"),
+    ],
+)
+def test_what_comes_after_the_training_counts(ending: Ending, code: int, why: str, tmp_path: Path) -> None:
+    """The model that a script saves, say."""
+    attempt = make_attempt(tmp_path, state="finished", why="all steps are done")
+    assert attempt.conclude(ending, max_crashes=3) == (code, f"{why}; {tmp_path / 'run'}")
+
+
+def test_a_sigterm_before_there_is_a_trainer_is_no_crash(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path, has_trainer=False)
+    code, why = attempt.conclude(BY_SIGTERM, max_crashes=1)
+    assert (code, why) == (START_AGAIN, "ended by a SIGTERM, before there was a trainer")
+
+
+def test_a_trainer_that_leaves_no_word_behind_has_crashed_with_a_sigterm_too(tmp_path: Path) -> None:
+    """Slurm ends the other nodes of a job by SIGTERM when one has failed."""
+    ends = [make_attempt(tmp_path, number).conclude(BY_SIGTERM, max_crashes=2) for number in (0, 1)]
+    assert [code for code, _ in ends] == [START_AGAIN, FAILED]
+    assert ends[0][1].startswith("died without a word (crash 1 of 2 ")
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Attempt:
+    """Of node 1, whose ranks have told it where the run is."""
+    (tmp_path / "notes").mkdir()
+    made = Attempt(output_dir=None, notes=tmp_path / "notes", launched=5.0, started=5.0, is_head=False, env={})
+    note_run(tmp_path / "run", made.variables())
+    return made
+
+
+@pytest.mark.parametrize(("can_heal", "code"), [(True, START_AGAIN), (False, FAILED)])
+def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
+    followed: Attempt, can_heal: bool, code: int
+) -> None:
+    note_failure(followed.variables(), "node 0 is gone", can_heal=can_heal)
+    note_failure(followed.variables(), "a connection has ended", can_heal=True)  # what follows from the first
+    begun = time.monotonic()
+    got, why = followed.conclude(Ending(has_succeeded=False, rank=1), max_crashes=3)
+    assert time.monotonic() - begun < SOON_S
+    assert (got, "node 0 is gone" in why) == (code, True), why
+
+
+def test_what_rank_0_has_written_counts_more(followed: Attempt, tmp_path: Path) -> None:
+    note_failure(followed.variables(), "a peer has left", can_heal=True)
+    run = RunFolder(tmp_path / "run", {"GRPO_JOB": "7", "GRPO_STARTED": "5.0"})
+    run.update(state="failed", why="a misspelt option", can_heal=False)
+    run.release()
+    code, why = followed.conclude(Ending(has_succeeded=False, rank=1), max_crashes=3)
+    assert (code, "misspelt" in why) == (FAILED, True), why

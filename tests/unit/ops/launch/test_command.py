@@ -1,0 +1,80 @@
+"""`grpo launch`, before it becomes a launcher and after it."""
+
+import argparse
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+from grpo.ops.launch import agent, command
+from grpo.ops.launch.agent import Ending
+from grpo.ops.launch.line import Rendezvous, Script
+from grpo.ops.launch.next_attempt import DONE
+from grpo.ops.meeting.expected import Place
+from grpo.record.folder import RunFolder
+
+
+def read(*words: str) -> tuple[argparse.Namespace, Script]:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(words)
+    return args, Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
+
+
+def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[model]\n")
+    flags = ["--config", str(tmp_path / "mine.toml"), "--vllm_reserved_gpus", "2", "--use_cpu"]
+    asked, is_readable = command._asked(*read("mine.py", *flags), file={})
+    assert (asked.wishes.reserved_gpus, asked.wishes.use_cpu, is_readable) == (2, True, False)
+
+
+def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node has done its part: the head's model is what is waited for."""
+
+    def run_launcher(*_: object, **__: object) -> Ending:
+        signal.signal(signal.SIGTERM, _terminate_process_handler)  # as torchrun leaves it
+        run = RunFolder(tmp_path, os.environ)
+        run.update(state="finished", why="all steps are done")
+        run.release()
+        return Ending(has_succeeded=True)
+
+    monkeypatch.setattr(agent, "run_launcher", run_launcher)
+    args, _ = read("--output-dir", str(tmp_path), "mine.py")
+    with socket.create_server(("127.0.0.1", 0)) as store, mock.patch.dict(os.environ):
+        port = store.getsockname()[1]
+        at = Rendezvous(num_nodes=2, node_rank=1, head_address="127.0.0.1", port=port, ranks_per_node=1)
+        place = Place(nodes=("a", "b"), node="b", head_address="127.0.0.1", port=port, command="grpo launch")
+
+        def end_it() -> None:
+            store.accept()[0].close()  # it looks whether the head is there
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=end_it, daemon=True).start()
+        assert command._launch(args, place, at, [], 100.0, []) == DONE
+
+
+SECRETS = ("mine.py", "--hub_token", "xyz", "--wandb_api_key=abc", "--url", "https://me:pass@host/x", "--lr", "1e-6")
+
+
+def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=1)
+    place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
+    command._show(place, at, "counted", [], ["torchrun", *SECRETS])
+    shown = capsys.readouterr().out
+    assert "torchrun mine.py --hub_token '<masked>' '--wandb_api_key=<masked>' --url 'https://<masked>@host/x'" in shown
+    assert "--lr 1e-6" in shown
+
+
+def test_secrets_are_compared_by_a_digest() -> None:
+    told = [
+        command._inputs(*read("-m", *(word.replace("xyz", token) for word in SECRETS)))["arguments"]
+        for token in ("xyz", "xyz", "other")
+    ]
+    assert told[0] == told[1] != told[2]
+    assert not [text for text in told for secret in ("xyz", "other", "abc", "pass@") if secret in text]
+    assert command._inputs(*read("-m", "mine", "--lr", "1e-6"))["arguments"] == "--lr 1e-6"

@@ -1,0 +1,216 @@
+"""A spare node in the allocation of a Slurm job takes the place of one that is lost, and of no other."""
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from grpo.faults.failure import FailureRecord
+from grpo.ops.launch import lost_nodes
+from grpo.ops.launch.lost_nodes import probe, silent_node, watch
+from grpo.ops.launch.next_attempt import State
+from tests.support.machine import DONE, FAILED, Machine
+
+ONE_SPARE = {
+    "SLURM_NNODES": "3",
+    "SLURM_JOB_NODELIST": "n[0-2]",
+    "FAKE_GPUS": "8 8 7",
+    "GRPO_SPARE_NODES": "1",
+}
+NODES = ["a", "b", "c"]
+
+
+def record(cause: str, node: int = 1) -> State:
+    return {"state": "failed", "why": str(FailureRecord(node=node, rank=7, host="b.x", phase="train", cause=cause))}
+
+
+SILENT = "the node has not been heard of for 20 s (heartbeat_timeout): it is off, cut off, or stopped"
+
+
+# -- which nodes are lost -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "unreachable", "expected"),
+    [
+        (None, set(), []),
+        (record("the process of rank 7 (pid 12) died without a word"), set(), []),
+        (record("the process of rank 7 (pid 12) died without a word"), {"b"}, ["b"]),
+        (None, {"b", "c"}, ["b", "c"]),
+        (record(SILENT), set(), ["b"]),
+        (record(SILENT), {"b"}, ["b"]),
+        (record(SILENT, node=0), set(), []),  # the batch script runs on it
+        (None, {"a", "b", "c"}, []),  # Slurm does not answer
+        ({"state": "stopped", "why": ""}, set(), []),
+    ],
+)
+def test_which_nodes_are_lost(
+    state: State | None, unreachable: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_nodes, "probe", lambda nodes: unreachable)
+    assert lost_nodes.lost_nodes(state, NODES, used=2, here="a") == expected
+
+
+def test_a_record_names_a_silent_node() -> None:
+    assert silent_node(record(SILENT, node=12)) == 12
+    assert silent_node(record("the node is gone without a goodbye")) is None, "its sentinel may have been killed"
+    assert silent_node({"state": "running", "why": ""}) is None
+
+
+def test_a_probe_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\ncase "$*" in *--nodelist=a*) exit 0 ;; *--nodelist=b*) exit 1 ;; *) exec /bin/sleep 60 ;; esac\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(lost_nodes, "PROBE_S", 2.0)
+    began = time.monotonic()
+    assert probe(NODES) == {"b", "c"}
+    assert time.monotonic() - began < 30
+
+
+# -- when they are looked for -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def srun() -> Iterator[subprocess.Popen]:
+    """It ends neither by itself nor by SIGTERM."""
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_nodes, "POLL_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "GRACE_S", 0.1)
+    monkeypatch.setattr(lost_nodes, "SRUN_END_S", 0.2)
+
+
+def asked(answers: list[list[str]]) -> tuple[list[State | None], Callable[[State | None], list[str]]]:
+    """What `find` was asked about, and a `find` that gives these answers."""
+    states: list[State | None] = []
+
+    def find(state: State | None) -> list[str]:
+        states.append(state)
+        return answers.pop(0)
+
+    return states, find
+
+
+def in_turn(*states: State | None, then: Callable[[], None] = lambda: None) -> Callable[[], State | None]:
+    """A state at a time; behind the last one stays what it is, and `then` is called."""
+    left: Sequence[State | None] = list(states)
+
+    def state() -> State | None:
+        nonlocal left
+        if len(left) > 1:
+            left = left[1:]
+        else:
+            then()
+        return left[0]
+
+    return state
+
+
+def test_an_srun_that_waits_for_a_lost_node_is_ended(srun: subprocess.Popen) -> None:
+    failed = record("a lost connection")
+    states, find = asked([["b"]])
+    assert watch(srun.pid, in_turn(None, None, None, failed), find) == ["b"]
+    assert srun.wait(10) == -9
+    assert states == [failed]
+
+
+def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
+    """It leaves node 0 the time to write, and nodes are looked for once more at its end."""
+    calls = itertools.count()
+
+    def end_later() -> None:
+        if next(calls) == 9:
+            srun.kill()
+
+    states, find = asked([[], ["c"]])
+    assert watch(srun.pid, in_turn(None, record("out of memory"), then=end_later), find) == ["c"]
+    assert len(states) == 2
+
+
+@pytest.mark.parametrize(
+    ("ended", "asks"),
+    [(None, 1), ({"state": "running"}, 1), ({"state": "finished"}, 0), ({"state": "failed", "can_heal": False}, 0)],
+)
+def test_an_srun_that_has_ended(ended: State | None, asks: int, srun: subprocess.Popen) -> None:
+    srun.kill()
+    states, find = asked([["b"]])
+    assert watch(srun.pid, lambda: ended, find) == (["b"] if asks else [])
+    srun.wait()
+    assert watch(srun.pid, lambda: ended, asked([["b"]])[1]) == (["b"] if asks else [])
+    assert len(states) == asks
+
+
+# -- what the templates make of it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["lopsided", "vanish", "silent"])
+def test_a_lost_node_is_replaced_in_the_same_allocation(fault: str, machine: Machine) -> None:
+    """`silent` is one that Slurm still reaches."""
+    machine.behave(fault, "finish")
+    code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="" if fault == "silent" else "n1")
+    assert (code, "lost n1: another attempt on n0 n2" in output) == (DONE, True), output
+    assert not machine.lines("requeued")
+    assert machine.lines("shrunk") == ["NodeList=n0,n2"], "Slurm is not to requeue the job when it misses the node"
+    options = machine.lines("srun_options")
+    assert [each for each in options if each.startswith("--nodelist")] == ["--nodelist=n0,n1", "--nodelist=n0,n2"]
+    assert [each for each in options if each.startswith("--gpus")] == ["--gpus-per-node=7"] * 2, "that of all"
+    assert options.count("--nodes=2") == 2, "the world keeps its size"
+    for attempt in (0, 1):
+        assert [machine.launched(node, attempt)["environment"]["GRPO_ATTEMPT"] for node in (0, 1)] == [str(attempt)] * 2
+        log = machine.output_dir / "logs" / f"train-node1.job-123456.attempt-{attempt}.log"
+        assert f"attempt {attempt}" in log.read_text()
+    assert not [*machine.output_dir.glob("lost_nodes.*")]
+
+
+def test_what_is_not_a_nodes_fault_uses_no_spare(machine: Machine) -> None:
+    machine.behave("heal")
+    code, output = machine.run("train.sbatch", **ONE_SPARE)
+    assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
+    assert sorted(machine.lines("probed")) == ["0", "1", "2"]
+    assert "another attempt" not in output
+    machine.behave("heal", "heal")
+    code, output = machine.run("train.sbatch", **ONE_SPARE, SLURM_RESTART_COUNT="1", FAKE_LOST="n2")
+    assert (code, len(machine.lines("requeued"))) == (DONE, 2), f"the spare is lost, which explains nothing: {output}"
+
+
+def test_an_end_that_no_node_can_mend(machine: Machine) -> None:
+    machine.behave("hopeless")
+    code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1")
+    assert (code, machine.lines("probed"), machine.lines("requeued")) == (FAILED, [], []), output
+
+
+def test_without_a_spare_that_is_left_the_job_is_requeued(machine: Machine) -> None:
+    machine.behave("vanish")
+    code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1 n2")
+    assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
+    assert "crash 1 of 3" in output
+
+
+def test_crashes_count_on_through_replacements_and_requeues(machine: Machine) -> None:
+    machine.behave("vanish", "vanish", "vanish")
+    code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1")
+    assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
+    assert "crash 1 of 3" in output
+    assert "crash 2 of 3" in output
+    code, output = machine.run("train.sbatch", **ONE_SPARE, SLURM_RESTART_COUNT="1")
+    assert (code, "attempt 2 of job" in output, "crash 3 of 3" in output) == (FAILED, True, True), output
+
+
+@pytest.mark.parametrize("spares", ["3", "-1"])
+def test_a_number_of_spares_that_leaves_no_node(spares: str, machine: Machine) -> None:
+    code, output = machine.run("train.sbatch", **{**ONE_SPARE, "GRPO_SPARE_NODES": spares})
+    assert (code, f"GRPO_SPARE_NODES is {spares}, but the job has 3 nodes" in output) == (2, True), output

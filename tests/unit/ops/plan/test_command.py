@@ -1,0 +1,184 @@
+"""`grpo plan` against configurations worked out by hand; the cluster is made up, nothing is started."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo.ops.plan.memory_budget import GIB
+from grpo.ops.plan.view import _runs
+from tests.support.launching import ROOT
+from tests.unit.ops.plan.conftest import Cluster, lines_of
+
+
+def test_one_node(cluster: Cluster) -> None:
+    plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training())
+    (node,) = plan["nodes"]
+    assert (node["reserved_devices"], node["engines"]) == (["7"], [["7"]])
+    assert plan["best_layout"] is None
+    batch = plan["batch"]
+    # 7 ranks x 8 x 4 accumulated = 224 completions of 28 prompts; 1536 tokens each
+    assert (batch["completions_per_step"], batch["generation_completions"], batch["generation_prompts"]) == (
+        224,
+        224,
+        28,
+    )
+    assert (batch["node_completions"], batch["groups_per_node"], batch["straddles"]) == (224, 28, False)
+    assert (batch["steps_per_generation"], batch["optimizer_steps_per_generation"]) == (4, 1)
+    assert batch["tokens_per_step"] == 224 * 1536
+    assert batch["generated_tokens"] == 224 * 1024
+    memory = lines_of(plan["estimates"]["training"])
+    assert memory["states"] == pytest.approx(16 * 8_030_261_248 / 7, rel=1e-6)
+    assert memory["reduce_bucket"] == 1_000_000_000
+    assert memory["persistent"] == 2 * 65 * 4096  # two norms in each layer and the last one
+    assert memory["largest_layer"] == 2 * 128256 * 4096  # the embedding; a decoder layer has 218 M
+    assert memory["gather_buffers"] == 2 * (10**9 - 128256 * 4096)
+    assert not plan["warnings"]
+
+
+def test_four_nodes_with_an_engine_of_two_gpus(cluster: Cluster) -> None:
+    flags = ["--config", cluster.training(), "--", "--vllm_tensor_parallel_size", "2"]
+    plan = cluster.read("--config_file", ROOT / "configs" / "4node_tp2.yaml", *flags)
+    assert [node["engines"] for node in plan["nodes"]] == [[["6", "7"]]] * 4
+    assert [node["rank"] for node in plan["nodes"]] == [0, 6, 12, 18]
+    engine = plan["estimates"]["engine"]
+    assert engine["weights_bytes"] == 8_030_261_248
+    assert engine["kv_bytes_per_token"] == 2 * 32 * 4 * 128 * 2  # 4 of the 8 key-value heads on each GPU
+    left = int(80 * GIB * 0.9) - 8_030_261_248 - 3 * GIB
+    assert engine["kv_cache_bytes"] == left
+    assert engine["sequences_at_once"] == left // (1536 * 2 * 32 * 4 * 128 * 2)
+
+
+def test_nodes_that_differ(cluster: Cluster) -> None:
+    file = cluster.accelerate(4, 24)
+    plan = cluster.read("--config_file", file, "--gpus-per-node", "8,8,7,8", "--config", cluster.training())
+    assert [len(node["reserved_devices"]) for node in plan["nodes"]] == [2, 2, 1, 2]
+    assert plan["best_layout"] == {
+        "ranks_per_node": 6,
+        "num_processes": 24,
+        "vllm_reserved_gpus": None,
+        "reserved": [2, 2, 1, 2],
+        "idle": [0, 0, 0, 0],
+    }
+    assert plan["batch"]["engine_completions"] == [96, 96, 192, 96]
+    assert any("node 2 has the fewest engines" in warning for warning in plan["warnings"])
+    _, out = cluster.plan("--config_file", file, "--gpus-per-node", "8,8,7,8", "--config", cluster.training())
+    assert "node 2 (1 of 4)" in out
+    assert "node 0, 1, 3 (3 of 4)" in out
+    assert "least waste: 6 ranks per node (num_processes: 24)" in out
+
+
+def test_the_demo_in_the_dtype_of_its_configuration(cluster: Cluster) -> None:
+    """Its model is made when it starts: nothing can be asked by its name."""
+    plan = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--", "--dtype", "auto", "--bf16", "False")
+    assert lines_of(plan["estimates"]["training"])["states"] > 0
+    assert not plan.get("errors")
+
+
+def test_sixty_four_nodes(cluster: Cluster) -> None:
+    plan = cluster.read(
+        "--config_file", cluster.accelerate(64, 448), "--config", cluster.training(per_device_train_batch_size=9)
+    )
+    assert len(plan["nodes"]) == 64
+    assert plan["nodes"][63]["rank"] == 441
+    batch = plan["batch"]
+    # a node has 7 x 9 x 4 = 252 completions: 31 groups of 8 and a half
+    assert (batch["node_completions"], batch["groups_per_node"], batch["straddles"]) == (252, 31.5, True)
+    memory = lines_of(plan["estimates"]["training"])
+    assert memory["states"] == pytest.approx(16 * 8_030_261_248 / 448, rel=1e-4)
+    push = plan["estimates"]["push"]
+    assert push["gathered_bytes_per_node"] == push["engine_bytes"] == 2 * 8_030_261_248
+    assert push["network_bytes_per_node"] == 2 * 8_030_261_248 * 63 // 64
+    assert push["gather_s"] == pytest.approx(push["network_bytes_per_node"] * 8 / 400e9)
+    _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training())
+    assert "64 nodes: 512 GPUs = 448 ranks + 64 reserved; 64 engines of 1 GPU" in out
+    assert len(out.splitlines()) < 100  # one picture, not 64
+
+
+def test_processes_that_do_not_divide(cluster: Cluster) -> None:
+    code, out = cluster.plan("--config_file", cluster.accelerate(4, 30), "--config", cluster.training())
+    assert code == 1
+    assert "num_processes 30 is no multiple of num_machines 4" in out
+    assert "write num_processes: 28 or 32" in out
+    assert "least waste: 7 ranks per node (num_processes: 28)" in out
+
+
+def test_a_rank_on_every_gpu(cluster: Cluster) -> None:
+    code, out = cluster.plan("--config_file", cluster.accelerate(4, 32), "--config", cluster.training())
+    assert code == 1
+    assert "4 nodes x 8 GPUs with 1 reserved leave 28 training processes, but num_processes is 32" in out
+    assert "write num_processes: 28" in out
+
+
+def test_heads_that_do_not_divide(cluster: Cluster) -> None:
+    training = cluster.training(vllm_tensor_parallel_size=3)
+    code, out = cluster.plan("--config_file", cluster.accelerate(1, 5), "--config", training)
+    assert code == 1
+    assert "vllm_tensor_parallel_size 3 does not fit the model: it must divide the 32 attention heads" in out
+
+
+def test_reference_and_reward_models(cluster: Cluster) -> None:
+    training = cluster.training(beta=0.04, reward_model_name_or_path=str(cluster.folder / "model"))
+    plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
+    memory = lines_of(plan["estimates"]["training"])
+    assert memory["reference"] == -(-8_030_261_248 // 7) * 2
+    scorer = 8_030_261_248 - 128256 * 4096 + 4096  # one label in place of the language head
+    assert memory["reward"] == -(-scorer // 7) * 2
+
+
+def test_without_gpus(cluster: Cluster) -> None:
+    plan = cluster.read("--config_file", ROOT / "configs" / "cpu.yaml")
+    (node,) = plan["nodes"]
+    assert (node["devices"], node["engines"], node["local_world_size"]) == ([], [[]], 2)
+    assert plan["estimates"]["training"]["capacity_bytes"] is None
+    assert plan["estimates"]["engine"]["kv_cache_bytes"] == GIB
+    assert lines_of(plan["estimates"]["host"]).keys() >= {"cpu_ranks", "cpu_engines", "shared_buffer"}
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "cpu.yaml")
+    assert code == 0
+    assert "1 node without GPUs: 2 ranks, 1 engine on each" in out
+
+
+def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    training = cluster.training(model_name_or_path="nobody/no-such-model")
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml", "--config", training)
+    assert code == 0, "a login node may have no network"
+    assert "model_name_or_path is 'nobody/no-such-model', whose configuration cannot be read" in out
+    assert "give a local folder" in out
+    assert "4 nodes: 32 GPUs = 28 ranks + 4 reserved" in out
+    assert "on each node: 224 completions" in out
+
+
+@pytest.mark.parametrize(
+    "words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--network-gbps", "-1"], ["--network-gbps", "x"]]
+)
+def test_a_command_line_that_cannot_be_read_is_exit_code_2(cluster: Cluster, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cluster.plan("--num_processes", "7", *words)
+    assert caught.value.code == 2
+
+
+def test_the_command_line_is_light() -> None:
+    code = (
+        "import sys, torch, time; begun = time.perf_counter(); import grpo.ops.plan.command; "
+        "print(time.perf_counter() - begun, 'vllm' in sys.modules, 'deepspeed' in sys.modules, 'trl' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    seconds, *loaded = result.stdout.split()
+    assert float(seconds) < 3
+    assert loaded == ["False"] * 3
+
+
+def test_many_equal_engines_are_shown_once() -> None:
+    assert _runs((1,) * 64) == "1 x 64"
+    assert _runs((2, 2, 1, 2)) == "2, 2, 1, 2"
+
+
+@pytest.mark.parametrize("word", ["--gpu-memry=40GiB", "--gpu-mem"])
+def test_an_option_that_does_not_exist_is_not_guessed(
+    word: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cluster.plan("--num_processes", "7", word)
+    assert caught.value.code == 2
+    assert f"unrecognized arguments: {word} (did you mean --gpu-memory?)" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""`grpo plan` of what its files and flags say of a job, and of what they cannot say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launching import ROOT
+from tests.unit.ops.plan.conftest import TRAINING, Cluster, lines_of
+
+
+def test_groups_that_do_not_divide(cluster: Cluster) -> None:
+    # 7 ranks x 5 x 1 = 35 completions; a group of 8 needs a multiple of 8 on each rank, or 35 in groups of 5 or 7
+    training = cluster.training(per_device_train_batch_size=5, gradient_accumulation_steps=1)
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
+    assert code == 1
+    assert "generation_batch_size (35) must be divisible by num_generations (8)" in out
+    assert "set per_device_train_batch_size to 8, or num_generations to 5 or 7" in out
+    assert "│ engine 0 │" in out, "the placement works, so it is shown"
+    for right in ({"per_device_train_batch_size": 8}, {"num_generations": 5}, {"num_generations": 7}):
+        fixed = cluster.training(**{"per_device_train_batch_size": 5, "gradient_accumulation_steps": 1} | right)
+        assert cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", fixed)[0] == 0
+
+
+def test_without_a_training_file_it_is_the_demo(cluster: Cluster) -> None:
+    plan = cluster.read("--config_file", ROOT / "configs" / "4node.yaml")
+    assert plan["batch"]["generation_completions"] == 28 * 8
+    assert plan["model"]["num_parameters"] == 599_104
+    states = lines_of(plan["estimates"]["training"])["states"]
+    assert states == pytest.approx(16 * 599_104 / 28, rel=1e-2), "the launcher's bf16 counts where the demo has none"
+    assert any("train.py's demo" in line for line in plan["assumptions"])
+
+
+def test_torchrun_without_deepspeed_is_ddp(cluster: Cluster) -> None:
+    plan = cluster.read("--num_processes", "7", "--config", cluster.training())
+    assert lines_of(plan["estimates"]["training"])["states"] == 20 * 8_030_261_248
+    assert any("under plain DDP" in warning for warning in plan["warnings"])
+    flags = ["--", "--deepspeed", str(ROOT / "configs" / "zero3.json")]
+    sharded = cluster.read("--num_processes", "7", "--config", cluster.training(), *flags)
+    assert lines_of(sharded["estimates"]["training"])["states"] == pytest.approx(16 * 8_030_261_248 / 7, rel=1e-6)
+
+
+def test_flags_go_before_the_file(cluster: Cluster) -> None:
+    words = ["--config_file", ROOT / "configs" / "4node.yaml", "--num_machines", "2", "--num_processes", "14"]
+    plan = cluster.read(*words, "--", "--num_generations", "4")
+    assert (len(plan["nodes"]), plan["batch"]["num_generations"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to plan: give --config_file FILE"),
+        (["--config_file", "no.yaml"], "--config_file no.yaml cannot be read"),
+        (["--num_processes", "7", "--config", "no.yaml"], "--config no.yaml cannot be read"),
+        (
+            ["--num_processes", "7", "--gpus-per-node", "8,8"],
+            "names 2 nodes, but num_machines is 1",
+        ),
+        (["--num_processes", "7", "--", "--vllm_gpus", "4"], "unknown arguments: --vllm_gpus (did you mean"),
+        (["--num_processes", "7", "--", "--vllm_sync_backend", "ipc"], "vllm_sync_backend is 'ipc'"),
+        (["--num_processes", "7", "--", "--vllm_mode", "colocate"], "only local mode is planned"),
+        (["--num_processes", "7", "--", "--deepspeed", "no.json"], "no.json"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(cluster: Cluster, words: list[str], message: str) -> None:
+    code, out = cluster.plan(*words)
+    assert code == 1
+    assert message in out
+
+
+def test_planning_leaves_the_process_as_it_was(cluster: Cluster) -> None:
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    cluster.plan("--num_processes", "7", "--", "--deepspeed", str(ROOT / "configs" / "zero3.json"))
+    assert not is_deepspeed_zero3_enabled()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distributed_type": "FSDP"}, "has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one"),
+        ({"num_machines": 0}, "leaves num_processes or num_machines open"),
+        ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, "DeepSpeed configuration no.json cannot be read"),
+    ],
+)
+def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: dict[str, Any], message: str) -> None:
+    settings = {"num_machines": 1, "num_processes": 7} | settings
+    code, out = cluster.plan("--config_file", cluster.accelerate(**settings), "--config", cluster.training())
+    assert code == 1
+    assert message in out
+
+
+def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
+    """GPUs from the reserved ones, the prompt's length, another optimizer; and what is told is not."""
+    training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
+    words = ["--num_processes", "6", "--config", training]
+    assumed = cluster.read(*words)["assumptions"]
+    for part in ("8 GPUs per node: the ranks and vllm_reserved_gpus", "(--prompt-tokens)", "optim is sgd"):
+        assert any(part in line for line in assumed), assumed
+    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--network-gbps", "400")
+    assert told["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
+    assert not any("--prompt-tokens" in line or "--gpus-per-node" in line for line in told["assumptions"])
+
+
+def test_the_training_file_may_ask_for_cpus(cluster: Cluster) -> None:
+    plan = cluster.read("--num_processes", "2", "--", "--use_cpu", "--bf16", "False")
+    assert plan["nodes"][0]["devices"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"generation_batch_size": 60}, "set generation_batch_size to 56 or 112"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 3},
+            "set per_device_eval_batch_size to 8",
+        ),
+    ],
+)
+def test_other_batches_that_do_not_divide(cluster: Cluster, settings: dict[str, Any], advice: str) -> None:
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training(**settings))
+    assert code == 1
+    assert advice in out

@@ -1,0 +1,80 @@
+"""The advice from sizes and lengths, against numbers worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.launching import ROOT
+from tests.unit.ops.plan.conftest import Cluster
+
+PARAMETERS = 8_030_261_248
+ATTENTION = 2 * 32 * 32 * 128 * 1536  # layers, heads, their size, tokens
+ONE_NODE = ROOT / "configs" / "1node.yaml"
+
+
+def advice(cluster: Cluster, *words: str, **settings: Any) -> dict[str, Any]:
+    return cluster.read("--config_file", ONE_NODE, *words, "--config", cluster.training(**settings))["advice"]
+
+
+def test_seconds_by_hand(cluster: Cluster) -> None:
+    """224 completions of 1024 tokens behind 512 of a prompt: all at once on one engine."""
+    found = advice(cluster)
+    kv = 2 * 32 * 8 * 128 * 2
+    token_s = (2 * PARAMETERS + 224 * kv * 1024) / (2e12 * 0.6)
+    assert token_s > 2 * PARAMETERS * 224 / (312e12 * 0.5), "memory is what it waits for"
+    assert found["generate_s"] == pytest.approx(1024 * token_s)
+    operations = 224 * 1536 * (3 + 1 + 1) * (2 * PARAMETERS + ATTENTION)  # checkpointing; old log-probabilities
+    assert found["train_s"] == pytest.approx(operations / (7 * 312e12 * 0.35))
+    assert (found["gpus_per_node"], found["reserved"], found["overlapped"]) == (8, 1, False)
+
+
+def test_faster_gpus_are_told(cluster: Cluster) -> None:
+    slow, fast = advice(cluster), advice(cluster, "--gpu-tflops", "624", "--gpu-tbps", "4")
+    assert fast["train_s"] == pytest.approx(slow["train_s"] / 2)
+    assert fast["generate_s"] == pytest.approx(slow["generate_s"] / 2)
+
+
+def test_many_sequences_wait_for_arithmetic(cluster: Cluster) -> None:
+    found = advice(cluster, "--gpu-tbps", "1000")
+    assert found["generate_s"] == pytest.approx(1024 * 2 * PARAMETERS * 224 / (312e12 * 0.5))
+
+
+def test_a_cache_that_holds_few_works_in_waves(cluster: Cluster) -> None:
+    few = advice(cluster, vllm_engine_kwargs={"max_num_seqs": 56})
+    assert few["generate_s"] == pytest.approx(4 * advice(cluster, "--gpu-tbps", "2")["generate_s"], rel=0.6)
+    assert few["generate_s"] > 1.5 * advice(cluster)["generate_s"]
+
+
+def test_long_answers_want_more_engines(cluster: Cluster) -> None:
+    long = {"max_completion_length": 15360, "vllm_max_model_length": 16384, "per_device_train_batch_size": 1}
+    found = advice(cluster, gradient_accumulation_steps=32, generation_lookahead=1, **long)
+    assert found["reserve"] > 1
+    now, then = (max(found[f"{when}generate_s"], found[f"{when}train_s"]) for when in ("", "reserve_"))
+    assert then < 0.8 * now
+    training = cluster.training(gradient_accumulation_steps=32, generation_lookahead=1, **long)
+    _, out = cluster.plan("--config_file", ONE_NODE, "--config", training)
+    line = next(line for line in out.splitlines() if line.startswith("advice, by estimate: "))
+    assert line.startswith(f"advice, by estimate: reserve {found['reserve']} of 8 GPUs instead of 1: ")
+    assert " of sampling beside " in line
+    assert " would become " in line
+
+
+def test_engines_of_two_gpus_are_reserved_whole(cluster: Cluster) -> None:
+    training = cluster.training(vllm_tensor_parallel_size=2)
+    found = cluster.read("--config_file", ROOT / "configs" / "4node_tp2.yaml", "--config", training)["advice"]
+    assert found["reserved"] == 2
+    assert found["reserve"] % 2 == 0
+
+
+def test_where_nothing_can_be_said(cluster: Cluster) -> None:
+    assert cluster.read("--config_file", ROOT / "configs" / "cpu.yaml")["advice"] is None
+    uneven = cluster.read(
+        "--config_file", cluster.accelerate(4, 24), "--gpus-per-node", "8,8,7,8", "--config", cluster.training()
+    )
+    assert uneven["advice"] is None
+
+
+def test_a_rate_that_is_none_is_exit_code_2(cluster: Cluster) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cluster.plan("--num_processes", "7", "--gpu-tflops", "0")
+    assert caught.value.code == 2

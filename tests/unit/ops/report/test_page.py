@@ -1,0 +1,285 @@
+"""The page of one run: one small file that asks nobody for anything, and shows texts as texts."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo.cli import main
+from grpo.ops.report.completions import LIMITS, MAX_BYTES, read_completions
+from grpo.ops.report.failures import deaths_of, failures_of
+from grpo.ops.report.page import write_report
+from grpo.ops.report.reading import read_run
+from grpo.ops.report.symptoms import matching, symptoms
+from grpo.record.timeline.records import Span, to_line
+from tests.support.long_run import make_long_run
+from tests.support.made_runs import MadeRun, make_run
+
+NASTY = '</script><script>alert(1)</script><!-- <b>&amp; \u2028 \U0001f600 \x00 {{ 7 * 7 }} "quoted\\'
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What the script of a page reads."""
+    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def with_texts(folder: Path, text: str, times: int = 1) -> Path:
+    """Completions of one prompt that are all that text."""
+    row = {"step": 10, "prompt_id": "p", "prompt": text, "completion": text * times, "reward": 1.0}
+    pq.write_table(pa.Table.from_pylist([row]), folder / "completions" / "step-00000010.parquet")
+    return folder
+
+
+def test_ten_thousand_steps_on_eight_nodes_fit_into_5_mb(tmp_path: Path) -> None:
+    folder = make_long_run(tmp_path / "long", 10_000, 8)
+    (run,) = write_report([folder], tmp_path / "page.html")
+    assert run.step == 10_000
+    assert len(run.timeline.spans) > 800_000
+    assert run.missing == ()
+    page = (tmp_path / "page.html").read_text()
+    assert len(page.encode()) < 5e6
+    assert "a point stands for up to 20 logs" in page
+    assert len(data_of(page)["tables"]["metrics"]["step"]) == 500
+    shutil.rmtree(folder)
+
+
+def test_of_many_nodes_the_slowest_are_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", MadeRun(steps=8, nodes=19, fault="slow-node"))
+    write_report([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    data = data_of(page)
+    assert len(data["lanes"]["labels"]) == 2 * 16
+    assert {"node 0 engines", "node 1 ranks"} <= set(data["lanes"]["labels"])
+    assert "3 more nodes are not shown" in page
+    assert [line["label"] for line in data["charts"]["tokens"]["lines"]] == ["mean over nodes"]
+    assert set(data["tables"]["slowest"]["node"]) == {1}  # no other was slowest in any step
+
+
+def test_a_moment_alone_is_a_timeline(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    line = to_line(Span(attempt=0, lane="rank 0", phase="mine", begin=5.0, end=5.0, step=0))
+    (tmp_path / "timeline" / "node0.jsonl").write_text(line + "\n")
+    write_report([tmp_path], tmp_path / "page.html")
+    assert data_of((tmp_path / "page.html").read_text())["lanes"]["phases"] == ["mine"]
+
+
+def test_the_page_asks_nobody_and_brings_the_library_once(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    write_report([run_with("")], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    around = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)|url\(|@import", around)
+    assert "default-src 'none'" in page
+    assert page.count("window.vegaEmbed") == 1
+    assert not re.search(r"vega-lite/v\d+\.json", json.dumps(data_of(page)))
+
+
+def test_curves_hold_the_values_of_the_file(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    write_report([run_with("")], tmp_path / "page.html")
+    table = data_of((tmp_path / "page.html").read_text())["tables"]["metrics"]
+    lines = [json.loads(line) for line in (run_with("") / "metrics.jsonl").read_text().splitlines()]
+    assert table["step"] == [line["step"] for line in lines]
+    for name in ("reward", "entropy", "kl", "push/logprob_gap_mean"):
+        assert table[name] == pytest.approx([line[name] for line in lines], rel=1e-4)
+    spread = [line["reward"] + line["reward_std"] for line in lines]
+    assert table["reward:high"] == pytest.approx(spread, rel=1e-4)
+
+
+def test_texts_are_shown_as_texts(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(run_with("failed"), tmp_path / "<b>run")
+    shutil.rmtree(folder / "completions")
+    (folder / "completions").mkdir()
+    with_texts(folder, NASTY)
+    told = json.loads((folder / "run.json").read_text())
+    told["attempts"][0]["failure"]["cause"] = NASTY
+    told["attempts"][0]["failure"]["host"] = "half of a pair: \ud800"
+    told["attempts"][1]["arguments"]["run_name"] = NASTY
+    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "logs" / "engine-node1-0.attempt-0.log").write_text(NASTY)
+    write_report([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == page.count("</script>") == 3  # Vega, the data, and the page's own
+    assert "<b>run" not in page
+    assert "<!-- <b>" not in page
+    assert page.count("&lt;/script&gt;&lt;script&gt;alert(1)") == 3  # cause, log, argument
+    prompt = data_of(page)["completions"]["prompts"][0]
+    assert prompt["text"] == NASTY
+    assert prompt["groups"][0]["samples"][0][0] == NASTY
+
+
+def test_long_completions_are_cut_until_they_fit(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(run_with(""), tmp_path / "run")
+    long = "é" * 50_000
+    for step in range(1, 60):
+        rows = [
+            {
+                "step": step,
+                "prompt_id": f"p{prompt}",
+                "prompt": "p",
+                "completion": long,
+                "reward": float(sample),
+            }
+            for prompt in range(4)
+            for sample in range(20)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "completions" / f"step-{step:08}.parquet")
+    browser = read_completions(folder, [])
+    assert browser is not None
+    text = json.dumps(browser.for_page(), ensure_ascii=False).encode()
+    assert len(text) < 1.1 * MAX_BYTES
+    rewards = [sample[1] for sample in browser.prompts[0]["groups"][0]["samples"]]
+    assert rewards == sorted(rewards, reverse=True)
+    assert (rewards[0], rewards[-1]) == (19.0, 0.0)
+    assert f"at most {LIMITS[3].samples} samples" in browser.note
+    assert "48,000 characters more" in browser.prompts[0]["groups"][0]["samples"][0][0]
+
+
+def test_prompts_that_come_again_stand_first_and_in_order(run_with: Callable[[str], Path]) -> None:
+    browser = read_completions(run_with(""), [])
+    assert browser is not None
+    assert browser.functions == ("accuracy", "format")
+    steps = [[group["step"] for group in prompt["groups"]] for prompt in browser.prompts]
+    assert steps[0] == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert [len(each) for each in steps] == sorted(map(len, steps), reverse=True)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
+    run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run_with("failed"), tmp_path / "run")
+    lines = [f"line {number}" for number in range(5000)]
+    (folder / "logs" / "engine-node1-0.attempt-0.log").write_text("\n".join(lines))
+    (folder / "logs" / "engine-node0-0.attempt-0.log").write_text("another node's")
+    (failure,) = failures_of(read_run(folder))
+    record = failure.attempt.failure
+    assert record is not None
+    assert (record.node, record.phase, failure.went_on) == (1, "push", True)
+    assert [tail.name for tail in failure.tails] == ["logs/engine-node1-0.attempt-0.log"]
+    assert failure.tails[0].lines.splitlines()[-1] == "line 4999"
+    assert len(failure.tails[0].lines.splitlines()) == 40
+    assert failure.symptoms[0].quote == "was killed by signal …"
+    write_report([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Signal 9, and nobody sent it" in page
+    assert "docs/troubleshooting.md, Engines" in page
+    assert "Failures (1)" in page
+
+
+def test_engines_that_came_back_are_told(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(run_with("respawns"), tmp_path / "run")
+    told = json.loads((folder / "run.json").read_text())
+    text = "engine 0 on node 1 (gpu-01) died in phase 'push' (signal 9); it was started again and is back after 20 s"
+    told["attempts"][0]["respawns"] = [text]
+    (folder / "run.json").write_text(json.dumps(told))
+    (death,) = deaths_of(read_run(folder))
+    assert death.text == text
+    assert "Nothing is lost" in death.symptoms[0].help
+
+
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        (
+            "engine 0 is one of those that have not answered 3 of 8 completions after 3600 s (vllm_generate_timeout)",
+            "Engines",
+        ),
+        ("reward function accuracy has not returned within 600 s (reward_timeout)", "In the middle of training"),
+        ("the push is incomplete in 2 places: a, b", "Pushes"),
+        ("a checkpoint needs about 12 GB, but /disk has 3 GB free", "Checkpoints, stop and resume"),
+    ],
+)
+def test_symptoms_are_found_in_a_records_text(text: str, section: str) -> None:
+    found = matching([text])
+    assert found[0].section == section
+
+
+def test_every_error_of_the_page_is_known_and_no_text_matches_all() -> None:
+    assert len(symptoms()) > 40
+    assert matching(["level=1 " * 100_000]) == []  # as vLLM's dumps are; in less than the suite's limit
+    assert matching(["nothing of the kind"]) == []
+    assert all("<" not in re.sub("</?(p|code|b)>", "", each.help) for each in symptoms())
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_lies_in_the_run_and_is_written_whole(
+    run_with: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run_with(""), tmp_path / "run")
+    page = folder / "report.html"
+    page.write_text("the page before")
+    before = page.stat().st_ino
+    assert main(["report", str(folder)]) == 0
+    assert page.stat().st_ino != before  # another file under the same name
+    assert page.read_text().endswith("</html>")
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+    assert re.search(r"report\.html: run finished, step 80 \(\d\.\d MB in ", capsys.readouterr().out)
+
+
+def test_watch_goes_on_until_the_run_has_ended(
+    run_with: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run_with(""), tmp_path / "run")
+    state = json.loads((folder / "run_state.json").read_text())
+    (folder / "run_state.json").write_text(json.dumps({**state, "state": "running"}))
+    out = tmp_path / "page.html"
+    codes: list[int] = []
+    watcher = threading.Thread(
+        target=lambda: codes.append(main(["report", str(folder), "--watch", "0.01", "--out", str(out)]))
+    )
+    watcher.start()
+    first = None
+    while watcher.is_alive() and (first is None or out.stat().st_ino == first):
+        first = first or (out.stat().st_ino if out.exists() else None)
+        watcher.join(0.01)
+    assert watcher.is_alive()  # it has written twice, and goes on
+    requeued = {**state, "state": "stopped", "requeue": True}
+    (folder / "run_state.json").write_text(json.dumps(requeued))
+    assert not read_run(folder).has_ended
+    (folder / "run_state.json").write_text(json.dumps(state))
+    watcher.join(60)
+    assert codes == [0]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 3
+    assert "run running" in lines[0]
+    assert "run finished" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent"], "absent is no folder: give a run's output_dir"),
+        (["run", "run"], "a run is given twice: name each once"),
+        (["run", "--watch", "0"], "--watch is 0: give seconds, more than 0"),
+        (["run", "--out", "no/page.html"], "no is no folder: make it, or set another --out"),
+        ([f"run{number}" for number in range(9)], "9 runs are given: a page holds 1 to 8"),
+    ],
+)
+def test_what_cannot_work_is_told_in_a_line(
+    words: list[str],
+    said: str,
+    run_with: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(run_with(""))
+    assert main(["report", *words]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("grpo report: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,216 @@
+"""Advice: each on a run that has its fault, none on a healthy one, and every option is one that there is."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo import GRPOConfig
+from grpo.ops.report.advice import ADVICE, Advice, advice_for, figures_of
+from grpo.ops.report.reading import read_run
+from grpo.ops.report.shares import left_s, parts_of
+from grpo.ops.report.verdict import Verdict, duration, verdict_of
+from grpo.ops.train.arguments import GRPOScriptArguments
+from tests.support.made_runs import FAULTS, MadeRun, make_run
+
+# What the first advice names; a failed attempt is told, and changes no option.
+EXPECTED: dict[str, set[str]] = {
+    "": set(),
+    "slow-node": {"vllm_balance_nodes"},
+    "idle-engines": {"generation_lookahead"},
+    "waiting-ranks": {"generation_lookahead", "vllm_reserved_gpus"},
+    "slow-reward": {"reward_funcs"},
+    "slow-push": {"steps_per_generation"},
+    "slow-save": {"save_steps"},
+    "no-spread": {"num_generations"},
+    "clipped": {"max_completion_length"},
+    "refused": {"vllm_max_model_length"},
+    "respawns": {"vllm_standby"},
+    "gap": {"vllm_engine_kwargs"},
+    "failed": set(),
+}
+IN_SENTENCE = {
+    "": "Nothing to change was found: engines idle",
+    "slow-node": "Node 1 was slowest in 100 % of the steps (2.0 times the others' time): set vllm_balance_nodes to tr",
+    "idle-engines": "and ranks wait 38 %: set generation_lookahead to 1.",
+    "slow-reward": "most of it accuracy",
+    "failed": "1 of 2 attempts failed (node 1, push)",
+}
+
+
+def verdict(folder: Path) -> Verdict:
+    run = read_run(folder)
+    return verdict_of(figures_of(run, parts_of(run.timeline.spans)))
+
+
+def option_of(advice: Advice) -> str:
+    """What it names first."""
+    return re.split(r"[:,]", advice.setting)[0]
+
+
+def changed(folder: Path, to: Path, **arguments: object) -> Path:
+    """A copy of a run with other settings; `topology` and `attempts` are merged in."""
+    shutil.copytree(folder, to)
+    told = json.loads((to / "run.json").read_text())
+    told["attempts"][-1]["topology"] |= arguments.pop("topology", {})  # type: ignore[operator]
+    told["attempts"][-1]["arguments"] |= arguments
+    (to / "run.json").write_text(json.dumps(told))
+    return to
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_gets_its_advice_and_a_healthy_run_none(fault: str, run_with: Callable[[str], Path]) -> None:
+    found = verdict(run_with(fault))
+    assert {*map(option_of, found.advice)} == EXPECTED[fault], found.sentence
+    assert found.is_good == (fault == "")
+    assert IN_SENTENCE.get(fault, "") in found.sentence
+
+
+def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> None:
+    known = GRPOConfig.__dataclass_fields__.keys() | GRPOScriptArguments.__dataclass_fields__.keys()
+    named = set().union(*EXPECTED.values())
+    assert named <= known
+    for fault in FAULTS:
+        for advice in verdict(run_with(fault)).advice:
+            assert option_of(advice) in advice.do
+
+
+def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    balanced = changed(run_with("slow-node"), tmp_path / "balanced", vllm_balance_nodes=True)
+    assert verdict(balanced).advice == ()
+    standby = changed(run_with("respawns"), tmp_path / "standby", vllm_standby=True)
+    assert verdict(standby).advice == ()
+    ahead = changed(run_with("waiting-ranks"), tmp_path / "ahead", generation_lookahead=1)
+    assert [advice.setting for advice in verdict(ahead).advice] == ["vllm_reserved_gpus: 2"]
+
+
+def test_shared_memory_between_gpus_is_replaced_before_anything_else(
+    run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shared = changed(run_with("slow-push"), tmp_path / "shared", vllm_sync_backend="shm")
+    assert [advice.setting for advice in verdict(shared).advice] == ["vllm_sync_backend: nccl"]
+
+
+def test_engines_that_idle_although_they_sample_ahead_give_back_a_gpu(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", MadeRun(steps=20, nodes=2, times={"generate": 5.0}))
+    assert verdict(made).advice == ()  # one engine cannot be fewer
+    two = changed(made, tmp_path / "two", topology={"engines_per_node": 2})
+    assert [advice.setting for advice in verdict(two).advice] == ["vllm_reserved_gpus: 1"]
+
+
+def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = {"generation_lookahead": 1, "topology": {"has_gpus": False}}
+    cpus = changed(run_with("waiting-ranks"), tmp_path / "cpus", **settings)
+    assert [advice.setting for advice in verdict(cpus).advice] == ["vllm_engines_per_node: 2"]
+
+
+@pytest.mark.parametrize("beside", [{"tools": True}, {"streams": True}, {"vllm_importance_sampling_correction": False}])
+def test_what_the_next_start_would_refuse_is_not_advised(
+    beside: dict[str, bool], run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    waiting = verdict(changed(run_with("waiting-ranks"), tmp_path / "waiting", **beside))
+    assert [advice.setting for advice in waiting.advice] == ["vllm_reserved_gpus: 2"]
+    if "tools" in beside:
+        assert verdict(changed(run_with("slow-node"), tmp_path / "slow", **beside)).advice == ()
+
+
+def test_a_batch_of_many_micro_batches_is_doubled_as_a_whole(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    slow = changed(run_with("slow-push"), tmp_path / "slow", steps_per_generation=1, gradient_accumulation_steps=8)
+    assert [advice.setting for advice in verdict(slow).advice] == ["steps_per_generation: 16"]
+
+
+@pytest.mark.parametrize(("every", "advised"), [(50, "save_steps: 350"), (0.1, "save_steps: 56")])
+def test_saves_go_by_steps_or_by_a_share_of_all(
+    every: float, advised: str, run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    slow = run_with("slow-save")
+    assert [each.setting for each in verdict(changed(slow, tmp_path / "by", save_steps=every)).advice] == [advised]
+    assert verdict(changed(slow, tmp_path / "epochs", save_strategy="epoch")).advice == ()
+
+
+def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """One between two that did, which says nothing of its settings; and a second start in a finished run's folder."""
+    between = changed(run_with("failed"), tmp_path / "between")
+    told = json.loads((between / "run.json").read_text())
+    first, second = told["attempts"]
+    silent = {"attempt": 1, "started": second["started"] - 60, "ended": second["started"] - 30, "state": "failed"}
+    (between / "run.json").write_text(json.dumps({"attempts": [first, silent, second]}))
+    assert verdict(between).advice == ()
+    (between / "run.json").write_text(json.dumps({"attempts": [first, second, {**silent, "started": 3e9}]}))
+    figures = figures_of(run := read_run(between), parts_of(run.timeline.spans))
+    assert (figures.option("num_generations", 0), run.num_nodes) == (8, 3)
+    again = {**second, "from_step": 0}
+    (between / "run.json").write_text(json.dumps({"attempts": [{**first, "state": "finished"}, again]}))
+    assert verdict(between).advice == ()
+
+
+def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """The last attempt has two nodes of three; the last node was slow before."""
+    fewer = changed(run_with(""), tmp_path / "fewer", topology={"num_nodes": 2})
+    lines = [json.loads(line) for line in (fewer / "metrics.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["by_node"]["rollout/generate_s"] = [20, 20, 60] if number < len(lines) / 2 else [20, 60]
+    (fewer / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdict(fewer).sentence.startswith("Node 1 was slowest in 100 %")
+
+
+def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    lost = changed(run_with("failed"), tmp_path / "lost")
+    told = json.loads((lost / "run.json").read_text())
+    told["attempts"][0]["step"] = told["attempts"][1]["from_step"] + 30
+    (lost / "run.json").write_text(json.dumps(told))
+    (advice,) = verdict(lost).advice
+    assert (advice.setting, advice.finding) == ("save_steps: 12", "30 steps were lost between attempts")
+
+
+def test_every_function_has_a_run_that_it_speaks_on(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    spoke = set()
+    for fault in FAULTS:
+        run = read_run(run_with(fault))
+        figures = figures_of(run, parts_of(run.timeline.spans))
+        spoke |= {each.__name__ for each in ADVICE if each(figures) is not None}
+    assert {each.__name__ for each in ADVICE} - spoke == {"fewer_engines", "lost_steps"}  # two tests above
+
+
+def test_a_run_that_has_hardly_begun_gets_no_advice(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", MadeRun(steps=3, nodes=2, fault="clipped"))
+    run = read_run(made)
+    assert advice_for(figures_of(run, parts_of(run.timeline.spans))) == []
+    assert verdict(made).sentence == "3 steps are too few to advise by."
+
+
+def test_a_running_run_says_how_long_it_takes_yet(
+    run_with: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = changed(run_with(""), tmp_path / "going", max_steps=180)
+    state = json.loads((going / "run_state.json").read_text())
+    (going / "run_state.json").write_text(json.dumps({**state, "state": "running"}))
+    run = read_run(going)
+    monkeypatch.setattr("grpo.ops.report.verdict.time.time", lambda: run.metrics.times[-1] + 300)
+    left = left_s(run)
+    assert left is not None
+    assert left == pytest.approx(100 * 22, rel=0.1)
+    seldom = [json.loads(line) for line in (going / "metrics.jsonl").read_text().splitlines()]
+    for line in seldom:
+        line["time"] += 200 * (line["step"] // 10)  # an evaluation: no step in the middle has one
+    longer = make_run(tmp_path / "longer", MadeRun(steps=2, nodes=1))
+    shutil.copy(going / "run.json", longer / "run.json")
+    shutil.copy(going / "run_state.json", longer / "run_state.json")
+    (longer / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in seldom))
+    assert left_s(read_run(longer)) == pytest.approx(left + 100 * 20, rel=0.05)
+    tiles = {tile.label: tile.value for tile in verdict(going).tiles}
+    assert tiles["Time left"] == duration(left)
+    assert tiles["State"] == "running"
+    assert verdict(going).is_good
+    monkeypatch.setattr("grpo.ops.report.verdict.time.time", lambda: run.metrics.times[-1] + 3600)
+    assert "No step was logged for 1 h 0 min" in verdict(going).sentence
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(3.25, "3.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (400_000, "4 d 15 h")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

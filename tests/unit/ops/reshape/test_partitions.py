@@ -1,0 +1,58 @@
+"""How ZeRO deals numbers out, worked out by hand."""
+
+import pytest
+import torch
+
+from grpo.ops.reshape.partitions import dealt, flat_padding, flat_size, gather, part_size, sub_groups
+from grpo.ops.reshape.zero import reparted
+
+
+def test_parts_of_a_parameter() -> None:
+    assert [part_size(7, ranks) for ranks in (1, 2, 3, 8)] == [7, 4, 3, 1]
+
+
+def test_sub_groups_end_where_the_limit_is_reached() -> None:
+    sizes = {"a": 4, "b": 4, "c": 2, "d": 8}
+    assert sub_groups("abcd", sizes, 9, 2) == [["a", "b", "c", "d"]]  # 9 elements of a rank
+    assert sub_groups("abcd", sizes, 4, 2) == [["a", "b"], ["c", "d"]]
+    assert sub_groups("abcd", sizes, 3, 2) == [["a", "b"], ["c", "d"]]
+    assert sub_groups("abcd", sizes, 8, 1) == [["a", "b"], ["c", "d"]]
+    assert sub_groups("abc", sizes, 4, 2) == [["a", "b"], ["c"]]
+    assert sub_groups([], sizes, 4, 2) == [[]]
+
+
+def test_flat_groups_are_a_multiple_of_two_a_rank() -> None:
+    assert [flat_size(13, ranks) for ranks in (1, 2, 3)] == [14, 8, 6]
+    assert [flat_padding(13, 2, rank) for rank in (0, 1)] == [0, 3]
+    assert [flat_padding(3, 4, rank) for rank in range(4)] == [0, 1, 2, 2]  # two ranks hold nothing but padding
+
+
+def test_a_series_is_read_over_the_borders_of_its_owners() -> None:
+    owned = [torch.arange(0, 5), torch.arange(5, 10), torch.arange(10, 15)]
+    found = gather(3, 12, size=5, part=lambda rank, start, stop: owned[rank][start:stop])
+    assert [part.tolist() for part in found] == [[3, 4], [5, 6, 7, 8, 9], [10, 11]]
+    assert gather(4, 4, size=5, part=lambda *_: torch.zeros(1)) == []
+
+
+def test_what_goes_beyond_a_series_is_zeros() -> None:
+    owned = [torch.arange(1, 9), torch.arange(9, 14)]  # 13 elements in flat parts of 8; of 6, on three ranks
+
+    def of(rank: int) -> list[int]:
+        return dealt(
+            13, rank, 3, before=2, size_of=flat_size, part=lambda owner, start, stop: owned[owner][start:stop]
+        ).tolist()
+
+    assert [of(rank) for rank in range(3)] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [13, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 9])
+def test_a_parameter_is_dealt_out_anew(before: int, ranks: int) -> None:
+    shape = torch.Size([7])
+    series = torch.arange(1, 8)
+    padding = torch.zeros(before * part_size(7, before) - 7, dtype=torch.int64)
+    parts = list(torch.cat([series, padding]).view(before, -1))
+    found = torch.cat([reparted(parts, shape, rank, ranks) for rank in range(ranks)])
+    assert found[:7].equal(series)
+    assert len(found) == ranks * part_size(7, ranks)
+    assert not found[7:].any()

@@ -1,0 +1,300 @@
+"""Every recipe of configs/train: planned where it is meant for, its data and rewards, and two steps and a resume."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from grpo import GRPOTrainer
+from grpo.cli import main
+from grpo.engine.messages import Sample, Sampled
+from grpo.ops.plan.job import PlannedConfig
+from grpo.ops.train.adapters import ADAPTERS, last_boxed
+from grpo.ops.train.arguments import Arguments, parse_arguments
+from grpo.ops.train.checks import check_arguments, rewards_of
+from grpo.ops.train.data import load_data
+from grpo.ops.train.training import run
+from tests.support.launching import ROOT
+from tests.support.made_up_data import (
+    CODE,
+    DAPO,
+    GSM8K,
+    MATH,
+    OPENR1,
+    RECIPES,
+    SANITY,
+    save_small_model,
+    write_rows,
+    write_shape,
+)
+from tests.support.scripted_trainer import ScriptedEngine
+
+TRAIN = ROOT / "configs" / "train"
+PAGE = ROOT / "docs" / "recipes.md"
+ON_CPU = ["--use_cpu", "--bf16", "False"]
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small") / "model")
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a recipe is planned."""
+
+    launcher: str
+    nodes: int
+    gpus: int = 8
+    """Of each node."""
+    ranks: int
+    """On each node."""
+
+
+def places_of(recipe: str) -> list[Place]:
+    """For LoRA 2 and 4 GPUs; for others 1, 2 and 4 nodes."""
+    if recipe == "gsm8k_qwen2.5_7b_lora":
+        return [Place(launcher="2gpus.yaml", nodes=1, gpus=ranks + 1, ranks=ranks) for ranks in (1, 3)]
+    ranks = 8 - settings_of(recipe).get("vllm_reserved_gpus", 1)
+    return [Place(launcher=launcher_of(recipe, nodes), nodes=nodes, ranks=ranks) for nodes in (1, 2, 4)]
+
+
+def settings_of(recipe: str) -> dict[str, Any]:
+    return yaml.safe_load((TRAIN / f"{recipe}.yaml").read_text())
+
+
+def launcher_of(recipe: str, nodes: int) -> str:
+    if recipe == "long_context_7b" or (recipe == "gsm8k_qwen2.5_32b" and nodes == 1):
+        return "4node_offload.yaml"
+    return "4node_tp2.yaml" if recipe == "gsm8k_qwen2.5_32b" else "4node.yaml"
+
+
+def plan(recipe: str, at: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    model = write_shape(tmp_path / "shape", RECIPES[recipe][0])
+    words = ["--config_file", ROOT / "configs" / at.launcher, "--num_machines", at.nodes]
+    words += ["--num_processes", at.nodes * at.ranks, "--gpus-per-node", at.gpus]
+    words += ["--config", TRAIN / f"{recipe}.yaml", "--host-memory", "1TiB", "--json"]
+    words += ["--", "--model_name_or_path", model, "--output_dir", tmp_path / "out"]
+    code = main(["plan", *map(str, words)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["works"] == (code == 0)
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_planned_wherever_it_is_meant_for_with_the_same_step(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, places = settings_of(recipe), places_of(recipe)
+    plans = [plan(recipe, at, tmp_path, capsys) for at in places]
+    for at, found in zip(places, plans, strict=True):
+        assert not found["errors"], at
+        assert not found["warnings"], at
+        batch = found["batch"]
+        assert batch["completions_per_step"] == settings["completions_per_step"], at
+        assert batch["is_pinned"]
+        assert batch["generation_completions"] == batch["completions_per_step"], "on policy"
+        accumulated = batch["accumulated_micro_batches"]
+        ranks = at.nodes * at.ranks
+        assert accumulated * ranks * batch["micro_batch_completions"] == batch["completions_per_step"]
+        assert found["advice"]["gpus_per_node"] == at.gpus
+        assert (found["lora"] or {"way": None})["way"] == ("adapter" if settings.get("use_peft") else None)
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{recipe}` "))
+    shown = plans[2 if "| 4 nodes" in row else 0]["estimates"]
+    peak, sequences = shown["training"]["peak_bytes"] / 2**30, shown["engine"]["sequences_at_once"]
+    assert f"| {peak:.1f} GiB; {sequences} |" in row, "the page's figures"
+    offloads = [found["estimates"]["sharding"]["offload_optimizer"] for found in plans]
+    assert offloads == [("cpu" if "offload" in at.launcher else "none") for at in places]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_another_number_of_ranks_makes_the_same_step_too(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 6 and with 7 ranks on each of 4 nodes: what the advice moves. LoRA is for fewer."""
+    steps = set()
+    for ranks in (1, 2, 3, 6) if settings_of(recipe).get("use_peft") else (4 * 6, 4 * 7):
+        arguments = parse_arguments(["--config", str(TRAIN / f"{recipe}.yaml"), *ON_CPU], config_type=with_ranks(ranks))
+        training = arguments.training
+        steps.add(training.gradient_accumulation_steps * training.per_device_train_batch_size * ranks)
+    assert steps == {settings_of(recipe)["completions_per_step"]}
+
+
+def with_ranks(count: int) -> Any:
+    class Config(PlannedConfig):
+        planned_world_size = count
+
+    return Config
+
+
+def test_the_plan_refuses_what_the_trainer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan("gsm8k_qwen2.5_0.5b", Place(launcher="4node.yaml", nodes=1, ranks=5), tmp_path, capsys)
+    assert any(
+        "completions_per_step is 1344, which is no whole number of micro-batches of 40" in e for e in found["errors"]
+    )
+    assert any("set it to 1320 or 1360" in error for error in found["errors"])
+
+
+def test_32b_on_one_node_without_offload_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan("gsm8k_qwen2.5_32b", Place(launcher="4node_tp2.yaml", nodes=1, ranks=6), tmp_path, capsys)
+    assert any("set offload_optimizer_device: cpu" in error for error in found["errors"])
+
+
+# -- data and rewards --------------------------------------------------------------------------------------------------
+
+
+def arguments_of(recipe: str, folder: Path, *words: str) -> Arguments:
+    """The recipe as it stands, but for its data's place, and its model where `words` name one."""
+    data = write_rows(folder / f"{recipe}.jsonl", RECIPES[recipe][1])
+    argv = ["--config", str(TRAIN / f"{recipe}.yaml"), *ON_CPU, "--dataset_name", str(data), "--dataset_config", ""]
+    return parse_arguments([*argv, "--output_dir", str(folder / "out"), *words])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_its_data_become_prompts_and_its_rewards_tell_right_from_wrong(recipe: str, tmp_path: Path) -> None:
+    arguments = arguments_of(recipe, tmp_path)
+    rows = load_data(arguments)["train"]
+    assert len(rows) == len(RECIPES[recipe][1])
+    assert set(rows.column_names) <= {"prompt", "solution", "verification_info"}
+    messages = rows[0]["prompt"]
+    assert messages[-1]["role"] == "user"
+    assert (messages[0]["role"] == "system") == (arguments.script.system_prompt is not None)
+    texts = [RECIPES[recipe][2], "<think>I do not know.</think>", ""]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {name: [rows[0][name]] * len(texts) for name in rows.column_names}
+    weights = arguments.training.reward_weights or [1.0]
+    scores = []
+    for function in rewards_of(arguments):
+        assert callable(function)
+        scores.append(function(completions=completions, **columns))
+    total = [sum(w * score[i] for w, score in zip(weights, scores, strict=True)) for i in range(len(texts))]
+    assert total[0] == sum(weights)
+    assert total[2] == 0.0
+    assert total[1] == (0.25 if len(weights) == 2 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "row", "solution"),
+    [
+        ("gsm8k", GSM8K[0], r"\boxed{1002}"),
+        ("sanity_math", SANITY[0], r"\boxed{\frac{1}{2}}"),
+        ("dapo_math", DAPO[3], r"\boxed{6}"),
+        ("boxed_math", MATH[0], r"\boxed{\frac{9}{2}}"),
+        ("boxed_math", OPENR1[0], r"\boxed{\frac{9}{2}}"),
+        ("verifiable_code", CODE[0], None),
+    ],
+)
+def test_every_adapter_reads_its_rows(adapter: str, row: dict[str, Any], solution: str | None) -> None:
+    assert set(ADAPTERS[adapter].columns) <= row.keys()
+    made = ADAPTERS[adapter].to_prompt(row)
+    assert made.get("solution") == solution
+    assert made["prompt"]
+    assert len(made) == 2
+
+
+def test_every_adapter_is_tested() -> None:
+    assert {"gsm8k", "sanity_math", "dapo_math", "boxed_math", "verifiable_code"} == set(ADAPTERS)
+
+
+def test_the_last_box_is_the_answer() -> None:
+    assert last_boxed(r"\boxed{1} or \boxed{\frac{a}{b^{2}}}, I think {x}") == r"\frac{a}{b^{2}}"
+    for text in ("none", r"\boxed{never closed {"):
+        with pytest.raises(ValueError, match="has no answer in"):
+            last_boxed(text)
+
+
+def test_a_data_set_of_another_form_is_told(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", GSM8K)
+    argv = ["--model_name_or_path", "x/y", *ON_CPU, "--dataset_name", str(data), "--dataset_adapter"]
+    with pytest.raises(
+        ValueError, match=r"dapo_math, which reads prompt, solution, but the data set has question, answer"
+    ):
+        load_data(parse_arguments([*argv, "dapo_math"]))
+    with pytest.raises(ValueError, match=r"there is no dataset_adapter 'gsm8' \(did you mean gsm8k\?\)"):
+        parse_arguments([*argv, "gsm8"])
+    with pytest.raises(ValueError, match="dataset_adapter and dataset_columns both say"):
+        parse_arguments([*argv, "gsm8k", "--dataset_columns", '{"question": "prompt"}'])
+
+
+# -- two steps and a resume --------------------------------------------------------------------------------------------
+
+
+class RamblingEngine(ScriptedEngine):
+    """Its answers have different lengths, and so different rewards."""
+
+    def submit(self, sample: Sample) -> None:
+        self._is_asked("submit")
+        for number, completion_id in enumerate(sample.ids):
+            rng = np.random.default_rng(sample.seed + number)
+            token_ids = rng.integers(5, 40, int(rng.integers(1, 7))).astype(np.int32)
+            logprobs = np.full(len(token_ids), -6.0, np.float32)
+            self._hear(Sampled(completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs))
+
+    def wait_ready(self, timeout_s: float, check: Any) -> Any:
+        ready = super().wait_ready(timeout_s, check)
+        return type(ready)(max_model_len=4096, max_num_seqs=16, startup_s=1.0)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"story": [], "started": [], "asked": Counter(), "deaths": []}.items():
+        monkeypatch.setattr(ScriptedEngine, name, value, raising=False)
+    monkeypatch.setattr(GRPOTrainer, "start_engine", RamblingEngine)
+
+
+TRAINED = ("sanity_math_1.5b", "gsm8k_qwen2.5_7b_lora")  # by `make test`, two steps each
+SMALLER = {  # what does not fit a machine without GPUs, or takes minutes; everything else is the recipe's
+    "completions_per_step": 32,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 16,
+    "max_completion_length": 8,
+    "vllm_max_model_length": 4096,
+    "attn_implementation": "sdpa",
+    "vllm_max_logprob_gap": 1e9,
+    "save_steps": 1,
+    "eval_steps": 2,
+    "dataset_test_split": "train",
+    "check_rewards": "False",
+    "disable_tqdm": "True",
+}
+
+
+def train(recipe: str, model: Path, folder: Path, **settings: Any) -> GRPOTrainer:
+    chosen = {**SMALLER, "model_name_or_path": model, **settings}
+    if "vllm_reserved_gpus" in settings_of(recipe):
+        chosen |= {"vllm_reserved_gpus": 0, "vllm_tensor_parallel_size": 1}  # there is no GPU to reserve
+    if settings_of(recipe).get("use_peft"):
+        chosen |= {"vllm_lora": "merge"}  # an engine that computes nothing cannot prove that it applies an adapter
+    arguments = arguments_of(
+        recipe, folder, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1]))
+    )
+    check_arguments(arguments)
+    return run(arguments)
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    "recipe", [each if each in TRAINED else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
+)
+def test_two_steps_and_a_resume(recipe: str, small_model: Path, tmp_path: Path) -> None:
+    trainer = train(recipe, small_model, tmp_path, max_steps=2)
+    assert trainer.args.gradient_accumulation_steps == 2, "32 completions in micro-batches of 16"
+    assert trainer.state.global_step == 2
+    resumed = train(recipe, small_model, tmp_path, max_steps=3, resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 3
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(np.isfinite(line["loss"]) for line in steps)
+    saved = "adapter_model" if settings_of(recipe).get("use_peft") else "model"
+    assert (tmp_path / "out" / f"{saved}.safetensors").exists()

@@ -1,0 +1,42 @@
+"""What is put aside while libraries are imported, and is there again afterwards."""
+
+import gc
+import importlib.metadata
+
+import pytest
+
+from grpo.place.importing import importing
+
+
+def test_the_collector_rests_and_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: reads.append(1) or {})
+    own = importlib.metadata.packages_distributions
+    with importing():
+        assert not gc.isenabled()
+        importlib.metadata.packages_distributions()
+        importlib.metadata.packages_distributions()
+        with importing():
+            assert importlib.metadata.packages_distributions() == {}
+        assert not gc.isenabled(), "an inner import ends before the outer one"
+    assert gc.isenabled()
+    assert importlib.metadata.packages_distributions is own
+    assert reads == [1]
+
+
+def test_all_is_as_it_was_after_an_import_that_fails() -> None:
+    own = importlib.metadata.packages_distributions
+    with pytest.raises(ImportError), importing():
+        raise ImportError("no such library")
+    assert gc.isenabled()
+    assert importlib.metadata.packages_distributions is own
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

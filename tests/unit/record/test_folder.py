@@ -1,0 +1,217 @@
+"""Attempts that share an output folder: who is in it, who wants it to stop, which metrics count."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from grpo.record.folder import RunFolder, read_run_state, record_mistake
+from grpo.record.telling import telling_mistakes
+
+JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
+
+
+def test_job_and_attempt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    assert (folder.job, folder.attempt) == ("17", 2)
+    folder.update(state="stopped", step=3)
+    folder.release()
+    # without a scheduler that counts, we count
+    again = RunFolder(tmp_path, {})
+    assert again.attempt == 3
+    assert str(os.getpid()) in again.job
+    assert RunFolder(tmp_path / "fresh", {}).attempt == 0
+    assert RunFolder(tmp_path / "slurm", {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}).attempt == 1
+
+
+def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
+    holder = (
+        "import sys; from pathlib import Path; from grpo.record.folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1]), {'GRPO_JOB': '17'}); print('in', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ValueError, match=rf"in use by job 17 \(pid {other.pid} on .*set another output_dir"):
+            RunFolder(tmp_path, {})
+    finally:
+        other.kill()
+        other.communicate()
+    RunFolder(tmp_path, {}).release()  # its end, however it came, lets the next one in
+
+
+def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system lets go of it in its own time."""
+    answers = [False, False, True]
+    monkeypatch.setattr("grpo.record.folder._is_taken", lambda lock: answers.pop(0))
+    (tmp_path / "_run.lock").write_text("17 (pid 5 on a-node-that-is-off)")
+    RunFolder(tmp_path, JOB).release()
+    assert not answers
+    answers += [False] * 9
+    monkeypatch.setattr("grpo.record.folder.LOST_S", 0.6)
+    (tmp_path / "_run.lock").write_text("17 (pid 5 on a-node-that-is-off)")
+    with pytest.raises(TimeoutError, match=r"held by this job's attempt before: 17 \(pid 5 on a-node"):
+        RunFolder(tmp_path, JOB)
+
+
+def test_requests_and_who_asked(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    (tmp_path / "stop.17.1").touch()
+    time.sleep(0.02)
+    folder = RunFolder(tmp_path, JOB)
+    notes = folder.drop_old_requests()
+    assert len(notes) == 2
+    assert all("earlier attempt" in note for note in notes)
+    assert folder.stop_request() is None
+    (tmp_path / "stop.17.2").touch()
+    request = folder.stop_request()
+    assert request is not None
+    assert request.requeue
+    (tmp_path / "stop").touch()
+    request = folder.stop_request()
+    assert request is not None
+    assert not request.requeue  # a person's word counts more
+    assert folder.a_person_asks
+    assert folder.drop_old_requests() == []
+    folder.answer_requests()
+    assert not list(tmp_path.glob("stop*"))
+    # written after the batch script has begun, before the trainer looks: it counts
+    (tmp_path / "stop").touch()
+    folder.release()
+    assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
+
+
+def test_a_request_from_while_the_nodes_met_counts(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    made = (tmp_path / "stop").stat().st_mtime
+    named = {**JOB, "GRPO_STARTED": str(made + 60)}
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made - 60)})
+    assert (folder.drop_old_requests(), folder.a_person_asks, folder.state.started) == ([], True, made + 60)
+    folder.release()
+    folder = RunFolder(tmp_path, {**named, "GRPO_LAUNCHED": str(made + 1)})
+    assert (len(folder.drop_old_requests()), folder.a_person_asks) == (1, False)
+
+
+def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path, {})
+    monkeypatch.setattr(Path, "exists", lambda path: os.stat("/proc/self/mem/stale"))
+    assert folder.stop_request() is None
+    monkeypatch.undo()
+    folder.release()
+
+
+def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
+    """A scheduler's job keeps its name."""
+    first = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0", "GRPO_STARTED": "1.5"})
+    first.update(state="failed", why="the network")
+    first.release()
+    for env in ({"GRPO_ATTEMPT": "1"}, {"GRPO_STARTED": "9.5"}):
+        record_mistake(tmp_path, {"GRPO_JOB": "17", **env}, ValueError("a typo"))
+        state = read_run_state(tmp_path)
+        assert state is not None
+        assert (state.why, state.can_heal) == ("ValueError: a typo", False)
+        first.update(state="running")
+        first.update(state="failed", why="the network")
+
+
+def test_the_first_failure_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    folder.update(state="failed", why="the cause", can_heal=False)
+    folder.update(state="failed", why="an echo", can_heal=True)
+    folder.release()
+    record_mistake(tmp_path, JOB, ValueError("later"))
+    state = read_run_state(tmp_path)
+    assert state is not None
+    assert (state.why, state.can_heal, state.job, state.attempt) == ("the cause", False, "17", 2)
+
+
+def test_what_stopped_as_asked_has_not_failed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    folder.update(state="stopped", requeue=True)
+    folder.update(state="failed", why="the store is gone with its launcher")
+    assert folder.state.state == "stopped"
+    folder.update(state="running")  # another `train` in the same process
+    folder.update(state="failed", why="now really")
+    assert folder.state.state == "failed"
+
+
+def test_two_threads_may_write(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, JOB)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda step: folder.update(step=step), range(50)))
+    assert json.loads((tmp_path / "run_state.json").read_text())["step"] == folder.state.step
+    assert not list(tmp_path.glob(".run_state*"))
+
+
+def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
+    record_mistake(tmp_path / "new", JOB, ImportError("no module named rewards"))
+    state = read_run_state(tmp_path / "new")
+    assert state is not None
+    assert (state.state, state.can_heal) == ("failed", False)
+    assert "ImportError: no module named rewards" in state.why
+    assert read_run_state(tmp_path) is None
+    (tmp_path / "run_state.json").write_text("{")
+    assert read_run_state(tmp_path) is None
+
+
+def test_each_step_stands_once_in_the_metrics(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "reward": step}) + "\n" for step in (1, 2, 3, 4)]
+    metrics.write_text("".join(lines) + '{"step": 5, "rew')
+    RunFolder(tmp_path, {"GRPO_ATTEMPT": "0"}).update(state="failed")
+    folder = RunFolder(tmp_path, {"GRPO_ATTEMPT": "1"})
+    folder.cut_metrics(2)
+    assert metrics.read_text() == "".join(lines[:2])
+    assert (tmp_path / "metrics.attempt-0.jsonl").read_text() == "".join(lines[2:]) + '{"step": 5, "rew'
+    folder.cut_metrics(0)  # a fresh start in a used folder loses nothing either
+    assert metrics.read_text() == ""
+    assert (tmp_path / "metrics.attempt-0.jsonl").read_text().endswith("".join(lines[:2]))
+
+
+def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    first = folder.tracker_run(resumed=False)
+    folder.update()
+    folder.release()
+    assert RunFolder(tmp_path, {}).tracker_run(resumed=True) == first
+    assert RunFolder(tmp_path, {}).tracker_run(resumed=False) != first
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with pytest.warns(UserWarning, match=r"cannot be locked .*a second job here would go unnoticed"):
+        RunFolder(tmp_path, JOB)
+
+
+def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    record_mistake(tmp_path / "file", JOB, ImportError("no module named rewards"))
+
+
+def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("grpo.record.folder.write_atomically", full)
+    with (
+        pytest.warns(UserWarning, match=r"cannot write .*run_state\.json: .*No space left on device"),
+        pytest.raises(ImportError, match="no module named rewards"),
+        telling_mistakes(tmp_path),
+    ):
+        raise ImportError("no module named rewards")
+    monkeypatch.undo()
+    RunFolder(tmp_path, {"GRPO_JOB": "another"}).release()

@@ -1,0 +1,367 @@
+"""Turns on their way from ranks to scripted engines and back: the real broker, pool and sockets."""
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo.rollout.packing import REFUSED, engine_id, turn_seed
+from grpo.rollout.turns.broker import TurnBroker
+from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.sampler import Sampler
+from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, answer_to, wait_until
+
+BASE = 12345
+
+
+class Watch:
+    """What a broker says to a failure watch."""
+
+    def __init__(self) -> None:
+        self.failures: list[Any] = []
+        self.covered: list[Path] = []
+
+    def fail(self, cause: Any) -> None:
+        self.failures.append(cause)
+
+    def covers(self, folder: Path) -> None:
+        self.covered.append(folder)
+
+    def uncovers(self, folder: Path) -> None:
+        if folder in self.covered:
+            self.covered.remove(folder)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.end()
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+class Ranks:
+    """A broker and the channels of its node's ranks."""
+
+    def __init__(self, nodes: Node, watch: Watch, *engines: FakeEngine, ranks: int = 2, **pool: Any) -> None:
+        self.pool = nodes.pool(*engines, **pool)
+        self.broker = TurnBroker(self.pool, watch, num_others=ranks - 1)  # type: ignore[arg-type]
+        self.broker.accept()
+        self.channels = [TurnChannel(self.broker.connect())]
+        self.channels += [TurnChannel.to(str(self.broker.address)) for _ in range(ranks - 1)]
+        self.samplers = [
+            Sampler(channel, base_seed=BASE, rank=rank, num_rows=4) for rank, channel in enumerate(self.channels)
+        ]
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        self.broker.close()
+
+
+@pytest.fixture
+def ranks_of(node: Node, watch: Watch) -> Iterator[Any]:
+    made: list[Ranks] = []
+
+    def make(*engines: FakeEngine, **more: Any) -> Ranks:
+        made.append(Ranks(node, watch, *engines, **more))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def expected(prompt: list[int], *, rank: int, row: int, turn: int) -> list[int]:
+    return answer_to(np.asarray(prompt), turn_seed(BASE, rank=rank, row=row, turn=turn))
+
+
+def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ranks_of: Any) -> None:
+    ranks = ranks_of(FakeEngine("engine 0"), FakeEngine("engine 1"), ranks=3)
+    first, _, third = ranks.samplers
+
+    async def talk() -> list[list[int]]:
+        said, heard = [4, 5], []
+        for turn in range(5):
+            answer = await first.sample(said, row=2, turn=turn)
+            assert answer.logprobs == [-float(token) for token in answer.token_ids]
+            heard.append(answer.token_ids)
+            said = said + answer.token_ids[:3]
+        return heard
+
+    done: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: done.append(asyncio.run(talk())))
+    thread.start()
+    prompts = [[row, row] for row in range(9)]
+    turns = third.sample_all(prompts)
+    assert [turn.token_ids for turn in turns] == [
+        expected(prompt, rank=2, row=row, turn=-1) for row, prompt in enumerate(prompts)
+    ]
+    assert [turn.token_ids for turn in third.sample_all(prompts[:2])] == [
+        expected(prompt, rank=2, row=row, turn=-2) for row, prompt in enumerate(prompts[:2])
+    ]
+    thread.join(DEADLINE_S)
+    said = [4, 5]
+    for turn, heard in enumerate(done[0]):
+        assert heard == expected(said, rank=0, row=2, turn=turn)
+        said = said + heard[:3]
+    assert first.counts["turns"] == 5
+    assert third.counts["tokens"] == sum(len(turn.token_ids) for turn in turns) + sum(
+        len(expected(prompt, rank=2, row=row, turn=-2)) for row, prompt in enumerate(prompts[:2])
+    )
+
+
+def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> None:
+    seeds = {
+        turn_seed(BASE, rank=rank, row=row, turn=turn) for rank in range(3) for row in range(9) for turn in range(-4, 4)
+    }
+    assert len(seeds) == 3 * 9 * 8
+    assert turn_seed(BASE, rank=0, row=7, turn=0) == BASE + 7
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_turns_of_a_conversation_go_to_the_engine_that_has_its_beginning(ranks_of: Any) -> None:
+    engines = [FakeEngine(f"engine {number}") for number in range(3)]
+    ranks = ranks_of(*engines, ranks=1, node=1)
+    sampler = ranks.samplers[0]
+    homes = {}
+    for turn in range(4):
+        for row in range(3):
+            asyncio.run(sampler.sample([row, turn], row=row, turn=turn))
+            homes.setdefault(row, sampler.engines[row])
+            assert sampler.engines[row] == homes[row]
+    assert set(homes.values()) <= {engine_id(1, number) for number in range(3)}
+
+
+def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    engine.refuses = lambda owed: owed.token_ids[0] == 6
+    ranks = ranks_of(engine, ranks=1, max_model_len=5)
+    refused, long, taken, _ = ranks.samplers[0].sample_all([[6], [1] * 5, [1], [1]])
+    assert refused.refusal == "ValueError: too odd"
+    assert "a prompt has 5 tokens; the engine holds 5" in str(long.refusal)
+    assert (refused.token_ids, long.token_ids, taken.refusal) == ([], [], None)
+    assert ranks.samplers[0].counts["refused"] == 2
+    assert ranks.samplers[0].engines[0] == REFUSED
+
+
+def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
+    """By `sample`, which told of the refusal; what `sample_all` was refused is in its row's completion for good."""
+    ranks = ranks_of(FakeEngine("engine 0"), ranks=1, max_model_len=5)
+    sampler = ranks.samplers[0]
+    asyncio.run(sampler.sample([1] * 5, row=0, turn=0))
+    assert [*sampler.refused] == [0]
+    asyncio.run(sampler.sample([1], row=0, turn=1))
+    assert sampler.refused == {}
+    assert sampler.engines[0] == engine_id(0, 0)
+    sampler.sample_all([[1], [1] * 5, [1], [1]])
+    sampler.sample_all([[1]] * 4)
+    assert [*sampler.refused] == [1]
+
+
+def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(node: Node, ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    engine.works.clear()
+    ranks = ranks_of(engine, ranks=2)
+    future = ranks.channels[1].ask(np.array([1, 2], np.int32), row=0, seed=5, name="a turn", overrides={})
+    wait_until(lambda: engine.samples)
+    engine.die()
+    wait_until(lambda: all(channel.is_stalled for channel in ranks.channels))
+    assert {channel.trouble for channel in ranks.channels} == {None}
+    successor = FakeEngine("engine 0 again")
+    node.engines.append(successor)
+    ranks.broker.deliveries += 1
+    for channel in ranks.channels:
+        channel.delivered()
+    ranks.pool.take_up([successor], policy_version=3)  # type: ignore[list-item]
+    assert not any(channel.is_stalled for channel in ranks.channels)
+    answer = future.result(DEADLINE_S)
+    assert (answer.token_ids.tolist(), answer.policy_version) == (answer_to(np.array([1, 2]), 5), 3)
+
+
+def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch: Watch) -> None:
+    engine = FakeEngine("engine 0")
+    broker = TurnBroker(node.pool(engine), watch, num_others=1)  # type: ignore[arg-type]
+    broker.accept()
+    engine.die()
+    late = TurnChannel.to(str(broker.address))
+    wait_until(lambda: late.is_stalled)
+    late.close()
+    broker.close()
+
+
+def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node, ranks_of: Any) -> None:
+    engines = [FakeEngine(f"engine {number}") for number in range(2)]
+    ranks = ranks_of(*engines, ranks=1)
+    for engine in engines:
+        engine.works.clear()
+    ranks.channels[0].ask(np.array([1], np.int32), row=0, seed=5, name="turn 3 of row 0 of rank 7", overrides={})
+    for _ in range(2):
+        wait_until(lambda: any(engine.samples for engine in engines))
+        at_work = next(engine for engine in engines if engine.samples)
+        engines.remove(at_work)
+        at_work.die()
+    wait_until(lambda: ranks.channels[0].trouble)
+    assert "turn 3 of row 0 of rank 7" in str(ranks.channels[0].trouble)
+    assert ranks.channels[0].is_stalled
+
+
+def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    ranks = ranks_of(engine, ranks=1)
+    engine._hear(engine.error("failed at a request"))
+    wait_until(lambda: watch.failures)
+    assert "failed at a request" in str(watch.failures[0])
+    assert ranks.channels[0].trouble is None
+
+
+def test_what_a_rank_begins_anew_is_forgotten_and_one_that_goes_is_too(ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    engine.works.clear()
+    ranks = ranks_of(engine, ranks=2)
+    asked = [channel.ask(np.array([1], np.int32), row=0, seed=5, name="", overrides={}) for channel in ranks.channels]
+    wait_until(lambda: len(engine.samples) == 2)
+    ranks.channels[0].begin()
+    assert asked[0].cancelled()
+    wait_until(lambda: ("abort", (0,)) in engine.told or ("abort", (1,)) in engine.told)
+    ranks.channels[1].close()
+    wait_until(lambda: {word for word, _ in engine.told if word == "abort"} and len(engine.told) == 4)
+    with pytest.raises(ConnectionError, match="local main is gone"):
+        asked[1].result(DEADLINE_S)
+
+
+def test_overrides_reach_the_engine(ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    ranks = ranks_of(engine, ranks=1)
+    asyncio.run(ranks.samplers[0].sample([1], row=0, turn=0, max_tokens=7, stop=["x"]))
+    assert engine.samples[0].overrides == {"max_tokens": 7, "stop": ["x"]}
+
+
+def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door(watch: Watch, ranks_of: Any) -> None:
+    ranks = ranks_of(FakeEngine("engine 0"), ranks=1)
+    assert ranks.broker.address is None
+    broker = TurnBroker(ranks.pool, watch, num_others=2)  # type: ignore[arg-type]
+    folder = Path(str(broker.address)).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert watch.covered == [folder]
+    broker.accept()
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(str(broker.address))
+    stranger.sendall((4).to_bytes(4, "little") + b"\xff\xff\xff\xff")
+    assert stranger.recv(1) == b""  # closed
+    stranger.close()
+    channel = TurnChannel.to(str(broker.address))
+    wait_until(lambda: not folder.exists() and not watch.covered)
+    sampler = Sampler(channel, base_seed=BASE, rank=0, num_rows=4)
+    assert sampler.sample_all([[1]])[0].token_ids == expected([1], rank=0, row=0, turn=-1)
+    channel.close()
+    broker.close()
+    assert not watch.failures
+
+
+def test_messages_are_what_they_were() -> None:
+    ask = Ask(number=3, row=4, name="turn", token_ids=np.array([7, 8], np.int32), seed=2**62, overrides={"stop": ["é"]})
+    answer = Answer(
+        number=3,
+        token_ids=np.array([1, 2, 3], np.int32),
+        logprobs=np.array([-0.5, -1.5, -2.5], np.float32),
+        engine=1025,
+        policy_version=7,
+        num_cached_tokens=16,
+        finish_reason="stop",
+        refusal=None,
+    )
+    refused = replace(answer, token_ids=np.empty(0), logprobs=np.empty(0), finish_reason=None, refusal="too long")
+    ours, theirs = socket.socketpair()
+    sender, receiver = Pipe(ours), Pipe(theirs)
+
+    def arrived(message: Message) -> Message:
+        sender.send(message)
+        return receiver.receive()
+
+    for message in (ask, answer, refused):
+        again = arrived(message)
+        for name in message.__slots__:
+            assert np.array_equal(getattr(again, name), getattr(message, name)), name
+    for signal in (Begin(), Cancel(7), Stalled(3, None), Stalled(3, "why")):
+        assert arrived(signal) == signal
+    text = ask.dumps().encode()
+    lacking, spoilt = text.replace(b'"row":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
+    for nonsense in (b"", b"\xff\xff\xff\xff", text[:9], lacking, spoilt, os.urandom(64)):
+        ours.sendall(len(nonsense).to_bytes(4, "little") + nonsense)
+        with pytest.raises(ValueError, match="of this version"):
+            receiver.receive()
+    ours.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="a message of 4294967295 bytes"):
+        receiver.receive()
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
+
+
+def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:
+    """An engine that dies between two batches is back with the next push; one that dies behind a push is missed."""
+    engine = FakeEngine("engine 0")
+    ranks = ranks_of(engine, ranks=1)
+    engine.die()
+    channel = ranks.channels[0]
+    wait_until(lambda: channel.is_stalled)
+
+    def deliver(*engines: FakeEngine) -> None:
+        node.engines.extend(engines)
+        ranks.broker.deliveries += 1
+        channel.delivered()
+        ranks.pool.take_up(engines, policy_version=1)
+
+    second = FakeEngine("engine 0 again")
+    deliver(second)
+    assert not channel.is_stalled
+    assert ranks.samplers[0].sample_all([[1]])[0].token_ids == expected([1], rank=0, row=0, turn=-1)
+    second.die()
+    wait_until(lambda: channel.is_stalled)
+    ranks.broker.deliveries += 1  # as if it had died while it was delivered to
+    channel.delivered()
+    ranks.pool.take_up([second], policy_version=2)
+    wait_until(lambda: channel.is_stalled)
+
+
+def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> None:
+    engine = FakeEngine("engine 0")
+    engine.works.clear()
+    ranks = ranks_of(engine, ranks=1)
+
+    async def impatient() -> None:
+        await asyncio.wait_for(ranks.samplers[0].sample([1], row=0, turn=0), 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    wait_until(lambda: "abort" in {word for word, _ in engine.told})
+    assert ranks.channels[0].slowest() is None
+
+
+def test_what_a_turn_may_not_have_and_a_batch_that_is_over(ranks_of: Any) -> None:
+    sampler = ranks_of(FakeEngine("engine 0"), ranks=1).samplers[0]
+    with pytest.raises(TypeError, match=r"sample\(\) takes no seed; of vLLM's SamplingParams it takes .*temperature"):
+        asyncio.run(sampler.sample([1], row=0, turn=0, seed=5))
+    with pytest.raises(ValueError, match="both count from 0"):
+        asyncio.run(sampler.sample([1], row=0, turn=-1))
+    with pytest.raises(Exception, match=r"serializ|JSON|json"):
+        asyncio.run(sampler.sample([1], row=0, turn=0, stop=object()))
+    assert sampler._channel.slowest() is None
+    sampler.close()
+    with pytest.raises(RuntimeError, match="is over"):
+        sampler.sample_all([[1]])

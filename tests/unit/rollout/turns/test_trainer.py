@@ -1,0 +1,396 @@
+"""Tools, environments and rollout functions in the real trainer, over an engine that says what is written down."""
+
+import asyncio
+import contextlib
+import gc
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from grpo.faults.failure import JobFailed
+from grpo.preflight import inputs
+from tests.support.scripted_trainer import Steps
+from tests.support.speaking_engine import (
+    TOKENIZER,
+    USER,
+    Make,
+    SpeakingEngine,
+    calculates,
+    call,
+    right,
+    steps_of,
+)
+
+LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
+
+
+def times(a: int, b: int) -> int:
+    """The product.
+
+    Args:
+        a: the one number
+        b: the other
+    """
+    return a * b
+
+
+async def plus(a: int, b: int) -> int:
+    """The sum.
+
+    Args:
+        a: the one number
+        b: the other
+    """
+    await asyncio.sleep(0)
+    return a + b
+
+
+def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make) -> None:
+    seen: list[dict[str, Any]] = []
+    trainer = make(calculates, tools=[times])
+    score = trainer._generate_and_score_completions
+
+    def noted(inputs: Any) -> Any:
+        seen.append(score(inputs))
+        return seen[-1]
+
+    trainer._generate_and_score_completions = noted  # type: ignore[method-assign]
+    first, second = steps_of(trainer)
+    assert first["reward"] == second["reward"] == 0.5  # every other seed
+    assert first["rollout/turns"] == 1.5
+    assert first["tools/call_frequency"] == 0.5
+    assert first["tools/failure_frequency"] == first["tools/abandoned"] == 0
+    assert first["sampling/importance_sampling_ratio/mean"] > 0
+    for row in range(8):
+        ids, mask = seen[0]["completion_ids"][row], seen[0]["completion_mask"][row].bool()
+        text = TOKENIZER.decode(ids[mask])
+        foreign = TOKENIZER.decode(ids[mask & ~seen[0]["tool_mask"][row].bool()])
+        if "<c>" in text:
+            result = text.partition("<t>")[2].partition("<e>")[0]
+            assert re.fullmatch(rf'<c>times{{"a": \d+, "b": \d+}}</c><e><t>{result}<e><a>{result}<e>', text)
+            assert foreign == f"<t>{result}<e><a>"
+            logprobs = seen[0]["sampling_per_token_logps"][row][mask]
+            assert (logprobs == 0).sum() == len(result) + 3
+        else:
+            assert (text, foreign) == ("17<e>", "")
+    assert {len(sample.ids) for sample in SpeakingEngine.asked_for} == {1}
+    again = [sample for sample in SpeakingEngine.asked_for if "<t>" in TOKENIZER.decode(sample.token_ids)]
+    assert all(sample.overrides["max_tokens"] < 64 for sample in again)
+
+
+def test_the_same_seed_gives_the_same_curve_whatever_comes_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools take their time, another one at each turn."""
+    rng = np.random.default_rng()
+
+    def slowly(a: int, b: int) -> int:
+        """The product.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        time.sleep(rng.random() / 50)
+        return a * b
+
+    slowly.__name__ = "times"
+    curves = []
+    for tool in (times, slowly, slowly):
+        SpeakingEngine.asked_for.clear()
+        steps = steps_of(make(calculates, tools=[tool]))
+        asked = {(sample.seed, tuple(sample.token_ids.tolist())) for sample in SpeakingEngine.asked_for}
+        curves.append(([step["loss"] for step in steps], [step["grad_norm"] for step in steps], asked))
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_asynchronous_and_synchronous_tools_side_by_side(make: Make) -> None:
+    def reply(text: str, seed: int) -> str:
+        if (asked := USER.search(text)) is None:
+            return "".join(re.findall(r"<t>(\d+)<e>", text)) + "<e>"
+        arguments = {"a": int(asked[1]), "b": int(asked[2])}
+        return call("plus", **arguments).removesuffix("<e>") + call("times", **arguments)
+
+    def both(completions: list[Any], prompts: list[Any], **more: Any) -> list[float]:
+        wanted = []
+        for prompt in prompts:
+            a, b = map(int, prompt[0]["content"].split("*"))
+            wanted.append(f"{a * b}{a + b}")  # asynchronous ones last
+        return [float(said[-1]["content"] == each) for said, each in zip(completions, wanted, strict=True)]
+
+    assert steps_of(make(reply, both, tools=[times, plus], config=LONG))[0]["reward"] == 1.0
+
+
+def test_a_tool_that_hangs_costs_its_deadline_and_the_row_goes_on(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = threading.Event()
+
+    def stuck(a: int, b: int) -> int:
+        """The product, some day.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        release.wait()
+        return 0
+
+    def reply(text: str, seed: int) -> str:
+        return "sorry<e>" if "<t>" in text else call("stuck", a=1, b=2) if seed % 8 == 1 else "17<e>"
+
+    def polite(completions: list[Any], **more: Any) -> list[float]:
+        return [float(said[-1]["content"] == "sorry") for said in completions]
+
+    config = {"tool_timeout": 0.2, "max_completion_length": 150, "vllm_max_model_length": 200}
+    (first, second) = steps_of(make(reply, polite, tools=[stuck], config=config))
+    assert first["reward"] == second["reward"] == 1 / 8
+    assert first["tools/abandoned"] == 1
+    assert "rank 0: WARNING: tool stuck, called in row" in capsys.readouterr().out
+    release.set()
+
+
+def test_too_many_that_hang_end_the_job_with_the_first_cause(make: Make) -> None:
+    release = threading.Event()
+
+    def stuck() -> int:
+        """Never."""
+        release.wait()
+        return 0
+
+    config = {"tool_timeout": 0.2, "max_abandoned_tools": 2}
+    trainer = make(lambda text, seed: call("stuck"), tools=[stuck], config=config)
+    with pytest.raises(RuntimeError, match=r"more than 2 tool calls hang.*tool stuck, called in row \d"):
+        trainer.train()
+    release.set()
+
+
+def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
+    release = threading.Event()
+
+    def stuck() -> int:
+        """Never."""
+        release.wait()
+        return 0
+
+    config = {"tool_timeout": 0.8, "rollout_timeout": 1.0, "max_abandoned_tools": 99, "max_tool_threads": 1}
+
+    def reply(text: str, seed: int) -> str:
+        return call("stuck")
+
+    trainer = make(reply, tools=[stuck], config={**config, "max_completion_length": 400, "vllm_max_model_length": 500})
+    with pytest.raises(TimeoutError, match=r"not ended after 1 s \(rollout_timeout\); it waits for tool stuck of row"):
+        trainer.train()
+    release.set()
+
+
+class Guessing:
+    """Guess a number; the environment owns data and reward."""
+
+    def __init__(self) -> None:
+        self.number, self.tries, self.resets = 0, 0, 0
+
+    def reset(self, number: int = 5, **columns: Any) -> str:
+        self.number, self.tries = number, 0
+        self.resets += 1
+        return " Guess from 0 to 9."
+
+    def guess(self, value: int) -> str:
+        """Guess.
+
+        Args:
+            value: the guess
+        """
+        self.tries += 1
+        return "right" if value == self.number else "lower" if value > self.number else "higher"
+
+    def get_reward(self) -> float:
+        return 1.0 / self.tries if self.tries else 0.0
+
+
+def halves(text: str, seed: int) -> str:
+    """Guesses in the middle of what is left."""
+    low, high = 0, 9
+    for value, said in re.findall(r'guess{"value": (\d+)}</c><e><t>(\w+)<e>', text):
+        if said == "right":
+            return "done<e>"
+        low, high = (int(value) + 1, high) if said == "higher" else (low, int(value) - 1)
+    return call("guess", value=(low + high) // 2)
+
+
+def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(make: Make) -> None:
+    release, made = threading.Event(), []
+
+    class Stuck(Guessing):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def guess(self, value: int) -> str:
+            """Guess.
+
+            Args:
+                value: the guess
+            """
+            if self.resets == 1 and self is made[0]:
+                release.wait()
+            return super().guess(value)
+
+    config = {**LONG, "tool_timeout": 0.3}
+    trainer = make(halves, None, environment_factory=Stuck, train_dataset=None, config=config)
+    first, second = steps_of(trainer)
+    assert (first["tools/abandoned"], second["tools/abandoned"]) == (1, 0)
+    assert [each.resets for each in made] == [1, *[2] * 7, 1]
+    release.set()
+
+
+def test_a_trainer_that_nobody_holds_leaves_no_thread(make: Make) -> None:
+    before = set(threading.enumerate())
+    trainer = make(calculates, tools=[times], config={"max_steps": 1})
+    trainer.train()
+    del trainer
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while left := {each for each in set(threading.enumerate()) - before if each.name.startswith("grpo-t")}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def test_an_environment_that_owns_data_and_reward(make: Make) -> None:
+    trainer = make(halves, None, environment_factory=Guessing, train_dataset=None, config=LONG)
+    first, _ = steps_of(trainer)
+    assert first["reward"] == pytest.approx(1 / 3)  # 4, 7, 5
+    assert first["rollout/turns"] == 4
+    assert all(environment.resets == 2 for environment in trainer._environment_pool[None])  # made once
+
+
+def test_several_kinds_of_environments(make: Make) -> None:
+    class Once(Guessing):
+        def reset(self, **columns: Any) -> str:
+            self.number, self.tries = 4, 0
+            return " Guess."
+
+    rows = {"environment": ["often", "once"] * 4, "number": [5] * 8}
+    data = Dataset.from_dict({**rows, "prompt": [[{"role": "user", "content": "Play."}]] * 8})
+    factories = {"often": Guessing, "once": Once}
+    first, _ = steps_of(make(halves, None, environment_factory=factories, train_dataset=data, config=LONG))
+    rewards = [first[f"rewards/{name}/mean"] for name in ("Guessing", "Once")]
+    assert {round(reward, 3) for reward in rewards if reward == reward} <= {0.333, 1.0}
+
+
+def test_an_environment_whose_reset_fails_ends_the_job_with_its_words(make: Make) -> None:
+    class Broken(Guessing):
+        def reset(self, **columns: Any) -> str:
+            raise OSError("the game server is down")
+
+    trainer = make(halves, None, environment_factory=Broken, train_dataset=None, config=LONG)
+    with pytest.raises(OSError, match="the game server is down"):
+        trainer.train()
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+_calm: list[list[dict[str, Any]]] = []
+
+
+@pytest.fixture
+def calm(make: Make) -> list[dict[str, Any]]:
+    """The steps of a training in which nothing dies; of the first test that asks."""
+    if not _calm:
+        _calm.append(steps_of(make(calculates, tools=[times])))
+        SpeakingEngine.asked.clear()
+    return _calm[0]
+
+
+def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
+    make: Make, calm: list[dict[str, Any]]
+) -> None:
+    SpeakingEngine.deaths.append(("submit", 11))  # in the second turns
+    stirred = steps_of(make(calculates, tools=[times]))
+    assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
+    assert [step["reward"] for step in calm] == [step["reward"] for step in stirred]
+    assert stirred[0]["engine/requests_reissued"] > 0
+
+
+@pytest.mark.parametrize("death", ["in a push", "idle"])
+def test_an_engine_that_dies_between_batches_comes_back_too(make: Make, calm: list[dict[str, Any]], death: str) -> None:
+    if death == "in a push":
+        SpeakingEngine.deaths.append(("update_weights", 2))
+
+    def right_and_deadly(completions: list[Any], **more: Any) -> list[float]:
+        if death == "idle" and trainer.state.global_step == 0:
+            SpeakingEngine.started[-1].die()
+        return right(completions, **more)
+
+    right_and_deadly.__name__ = "right"
+    trainer = make(calculates, right_and_deadly, tools=[times])
+    stirred = steps_of(trainer)
+    assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
+    assert stirred[-1]["engine/respawns"] == 1
+    assert stirred[-1]["push/repeats"] == (death == "in a push")
+
+
+def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make) -> None:
+    SpeakingEngine.deaths.append(("submit", 11))
+    trainer = make(calculates, tools=[times], config={"vllm_max_respawns": 0})
+    with pytest.raises(JobFailed, match="killed by signal 9"):
+        trainer.train()
+
+
+# -- prompts that no engine takes -------------------------------------------------------------------------------------
+
+
+def test_a_prompt_without_room_is_left_out_and_its_rewards_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": 408} for text in ("12*34", "12*34" + 90 * " ")]
+    data = Dataset.from_list(rows)
+    shown: list[int] = []
+
+    def reward(completions: list[Any], **more: Any) -> list[float]:
+        shown.append(len(completions))
+        return right(completions, **more)
+
+    monkeypatch.setattr(inputs, "check_prompt_lengths", lambda *args: None)  # as of rows made on the fly
+    trainer = make(
+        calculates, reward, tools=[times], train_dataset=data, config={"max_steps": 1, "shuffle_dataset": False}
+    )
+    (only,) = steps_of(trainer)
+    assert shown == [4]
+    assert only["rollout/refused"] == 4
+    assert only["reward"] == 0.5
+
+
+# -- attempts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_two_and_two_steps_are_four(kind: str, make: Make, tmp_path: Path) -> None:
+    """A stop between batches, and a resume: the same samples, the same weights."""
+
+    def hastily(text: str, seed: int) -> str:
+        """It guesses once, every other time."""
+        return halves(text, seed) if seed % 2 or "<t>" in text else "5<e>"
+
+    how: dict[str, Any] = {"tools": [times]}
+    if kind == "environment":
+        how = {"environment_factory": Guessing, "train_dataset": None}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, **LONG}
+
+    def trained(folder: str, stop_at: int = 0, **config: Any) -> list[tuple[float, ...]]:
+        output_dir = tmp_path / folder
+        reply, reward = (calculates, right) if kind == "tools" else (hastily, None)
+        trainer = make(reply, reward, config={**saving, "output_dir": str(output_dir), **config}, **how)
+        trainer.add_callback(Steps([], stop_at, output_dir))
+        with pytest.raises(SystemExit) if stop_at else contextlib.nullcontext():
+            trainer.train()
+        names = "loss", "grad_norm", "reward", "rollout/turns"
+        return [tuple(step[name] for name in names) for step in trainer.state.log_history if "reward" in step]
+
+    whole = trained("whole")
+    assert len({step[0] for step in whole}) > 1
+    assert trained("parts", stop_at=2) == whole[:2]
+    assert trained("parts", resume_from_checkpoint="auto") == whole

@@ -1,0 +1,157 @@
+"""What of stopping and saving needs no training."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerControl
+
+from grpo.checkpoints.checkpoints import CompleteRecord
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.signals import StopLead
+from grpo.seam.resuming import ResumableTrainer, what_differs
+from tests.support.made_up_checkpoints import make
+
+
+def trainer(**fields: Any) -> ResumableTrainer:
+    bare = ResumableTrainer.__new__(ResumableTrainer)
+    bare.__dict__.update({"_run": SimpleNamespace(), **fields})
+    return bare
+
+
+@pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
+def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) -> None:
+    said: list[str] = []
+    judge = StopLead(lead, said.append)
+    for now in (1000.0, 1100.0):
+        judge.batch_ended(now)
+    judge.saved(1100.0, 1140.0)
+    judge.batch_ended(1200.0)  # 60 s after the save: not the longest
+    assert (judge.longest_batch_s, judge.save_s) == (100.0, 40.0)
+    assert len(said) == warned
+    if warned:
+        assert "comes 199 s before the end" in said[0]
+        assert "--signal=B:USR1@200" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "per_batch", "ends"),
+    [((0, 4), 4, True), ((0, 2), 4, False), ((2, 4), 4, True), ((0, 8), 4, True), ((8, 16), 3, True)],
+)
+def test_where_a_generation_batch_ends(
+    micro_batches: tuple[int, int], per_batch: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where batches and optimizer steps do not end together: at the first step after it."""
+    before, now = micro_batches
+    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False, should_evaluate=True)
+    stopping = trainer(
+        _job=SimpleNamespace(largest=lambda code: code),
+        _run=SimpleNamespace(stop_request=lambda: SimpleNamespace(why="asked", requeue=True)),
+        _signals=SimpleNamespace(request=None),
+        _step=now,
+        _step_began_at=before,
+        args=SimpleNamespace(steps_per_generation=per_batch),
+        num_iterations=1,
+        _buffered_inputs=None,
+        _lead=StopLead(None, print),
+        _metrics={"train": {}},
+        state=SimpleNamespace(global_step=1, max_steps=10),
+    )
+    stopping.after_step(control)  # type: ignore[arg-type]
+    assert (control.should_save, control.should_training_stop, control.should_evaluate) == (ends, ends, not ends)
+    assert stopping.is_stopping
+    assert stopping._signals.request is not None  # from now on an engine may go
+
+
+def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def update(**_: Any) -> None:
+        raise OSError("No space left on device")
+
+    failing = trainer(_run=SimpleNamespace(update=update, path=tmp_path))
+    with pytest.raises(ZeroDivisionError), failing.recording_failures("unused"):
+        raise ZeroDivisionError
+    assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
+
+
+def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
+    told: list[dict[str, Any]] = []
+    record = FailureRecord(node=1, rank=8, host="n1", phase="push", cause="EngineDied: it was killed")
+    failing = trainer(_run=SimpleNamespace(update=lambda **changes: told.append(changes)))
+    with pytest.raises(JobFailed), failing.recording_failures("unused"):
+        raise JobFailed(record)
+    failing.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    failing.record_failure(str(record), can_heal=False, record=record)
+    assert [(each["failure"], each["can_heal"], each.get("step")) for each in told] == [
+        (record, True, None),  # there was no step yet: the state's own stays
+        (record, False, 4),
+    ]
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, []), (3, ["SystemExit: 3"])])
+def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
+    causes: list[str] = []
+    ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
+    with pytest.raises(SystemExit), ending.recording_failures("unused"):
+        raise SystemExit(code)
+    assert causes == told
+
+
+def test_a_run_that_is_done_takes_no_step_more() -> None:
+    control = TrainerControl()
+    done = trainer(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
+    done._run_epoch(epoch=2)
+    assert control.should_training_stop
+
+
+@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_complete_step": 4}])
+def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))
+    trainer(state=SimpleNamespace(global_step=4), **kept)._save_last_step()
+    assert saved == []
+
+
+RECORD = CompleteRecord(step=3, world_size=2, files={}, versions={}, sampling={"seed": 1, "num_generations": 4})
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (RECORD, "resuming with other settings than the checkpoint's is not exact: seed was 1, is 2"),
+        (replace(RECORD, sampling={"seed": 2, "num_generations": 4}), None),
+        (replace(RECORD, reshaped_from=3), "was written by 3 training processes and made for 2: weights, moments"),
+    ],
+)
+def test_what_is_not_as_before_is_said(record: CompleteRecord, said: str | None) -> None:
+    told = what_differs(record, {"seed": 2, "num_generations": 4})
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+
+
+def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None:
+    for step in (3, 6, 7, 8):
+        make(tmp_path, step)
+    make(tmp_path, 9, complete=False)
+    said: list[str] = []
+    run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
+    trainer(_say=said.append, _resumes_by_itself=True)._clear_away(run, 3)
+    assert said[0] == f"{tmp_path / 'checkpoint-9'} was not finished by an earlier attempt: deleted"
+    assert [line.split(" is ")[0] for line in said[1:4]] == [
+        str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
+    ]
+    assert said[4].endswith("was laid aside, and 2 later ones are: deleted")
+    assert len(said) == 5
+
+
+@pytest.mark.parametrize(("by_itself", "first_step"), [(True, 0), (False, 3)])
+def test_what_a_person_starts_anew_deletes_no_checkpoint(by_itself: bool, first_step: int, tmp_path: Path) -> None:
+    """A line without --resume, or with an older checkpoint's name: all that was there is laid aside."""
+    for step in (3, 6, 7, 8, 9):
+        make(tmp_path, step)
+    run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
+    trainer(_say=lambda line: None, _resumes_by_itself=by_itself)._clear_away(run, first_step)
+    aside = tmp_path / "abandoned.attempt-0"
+    left = {f"checkpoint-{step}" for step in (3, 6, 7, 8, 9) if step > first_step}
+    assert {folder.name for folder in aside.iterdir()} == left

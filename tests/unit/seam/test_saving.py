@@ -1,0 +1,147 @@
+"""What of a save needs no ranks: a disk that fills up, and what DeepSpeed must not put off."""
+
+import errno
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from grpo.checkpoints.checkpoints import newest_complete
+from grpo.checkpoints.deepspeed_settings import check_deepspeed
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.mistakes import is_mistake
+from grpo.seam import saving
+from grpo.seam.saving import telling_of_a_full_disk
+from tests.support.made_up_checkpoints import make
+
+Usage = namedtuple("Usage", "total used free")
+PARTITION = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),  # torch 2.13's words
+        RuntimeError("basic_ios::clear: iostream error"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fills_up_is_named_and_gets_room_again(error: Exception, rank: int, tmp_path: Path) -> None:
+    six = make(tmp_path, 6)
+    nine = make(tmp_path, 9, complete=False)
+    words = rf"no space left in .* while rank {rank} wrote checkpoint-9: .* GB are free"
+    with pytest.raises(OSError, match=words) as told, telling_of_a_full_disk(nine, rank, 2):
+        raise error
+    assert told.value.errno == errno.ENOSPC
+    assert f"The newest complete checkpoint is {six}" in str(told.value)
+    assert str(error) in str(told.value)
+    assert not is_mistake(told.value, before_first_step=True)
+    assert (nine / PARTITION).exists() is (rank == 0)  # each rank removes its own: the record needs some bytes
+    assert (nine / "model.safetensors").exists() is (rank == 1)
+    assert newest_complete(tmp_path) == six
+
+
+def test_another_ranks_full_disk_is_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nine = make(tmp_path, 9, complete=False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 0))
+    record = FailureRecord(node=0, host="a", rank=0, phase="save", cause="OSError: [Errno 28] no space left")
+    with pytest.raises(JobFailed), telling_of_a_full_disk(nine, 1, 2):
+        raise JobFailed(record)
+
+
+def test_another_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nine = make(tmp_path, 9, complete=False)
+    with pytest.raises(RuntimeError, match="the model is odd"), telling_of_a_full_disk(nine, 0, 2):
+        raise RuntimeError("the model is odd")
+    assert (nine / PARTITION).exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 4096))
+    words = r"0\.00 GB of 1000\.00 GB are free.*RuntimeError: the writer gave up"
+    with pytest.raises(OSError, match=words), telling_of_a_full_disk(nine, 0, 2):
+        raise RuntimeError("the writer gave up")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"checkpoint": {"writer": {"decoupled": True}}}, r"checkpoint\.writer\.decoupled is True"),
+        ({"datastates_ckpt": {"host_cache_size": 16}}, r"datastates_ckpt is \{"),
+        ({"datastates_ckpt": {}}, r"datastates_ckpt is \{\}"),
+    ],
+)
+def test_writers_that_come_back_too_early_are_refused(config: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"DeepSpeed's {key}.*Remove it"):
+        check_deepspeed(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {},
+        {"checkpoint": {"tag_validation": "Warn"}},
+        {"checkpoint": {"writer": {"type": "FAST", "decoupled": False}}},
+        {"datastates_ckpt": False},
+    ],
+)
+def test_others_are_not(config: dict | None) -> None:
+    check_deepspeed(config)
+
+
+def test_a_file_system_of_one_node_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path, 9, complete=False)
+    monkeypatch.setattr(time, "sleep", lambda _: (folder / "rollout_state_0.pt").touch())
+    saving.see_all(folder, 1)  # which it shows late
+    monkeypatch.setattr(saving, "VISIBLE_S", -1.0)
+    with pytest.raises(ValueError, match=r"rank 0 does not see in \S+checkpoint-9 what ranks \[1\] wrote: put"):
+        saving.see_all(folder, 2)
+
+
+def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:
+    """At the end of a step; what then saves the last step does not meet it again."""
+    fail = OSError("the disk went away")
+
+    def wait() -> None:
+        raise fail
+
+    trainer = saving.SavingTrainer.__new__(saving.SavingTrainer)
+    trainer._look_at_saving()
+    trainer._saving = SimpleNamespace(is_done=False, wait=wait)  # type: ignore[assignment]
+    trainer._look_at_saving()
+    trainer._saving.is_done = True  # type: ignore[misc]
+    with pytest.raises(OSError, match="went away"):
+        trainer._look_at_saving()
+    trainer._finish_saving()
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "only_model", "parts", "gathers", "expected"),
+    [
+        (True, False, True, False, True),
+        (True, False, True, True, False),
+        (True, True, True, False, False),  # then the shards are all there is
+        (True, False, False, False, False),
+        (False, False, False, False, False),
+    ],
+)
+def test_when_shards_are_all_of_the_weights(
+    deepspeed: bool, only_model: bool, parts: bool, gathers: bool, expected: bool
+) -> None:
+    trainer = saving.SavingTrainer.__new__(saving.SavingTrainer)
+    trainer.__dict__.update(
+        is_deepspeed_enabled=deepspeed,
+        args=SimpleNamespace(save_only_model=only_model),
+        model=torch.nn.Linear(1, 1),
+        model_wrapped=SimpleNamespace(
+            zero_optimization_partition_weights=lambda: parts,
+            zero_gather_16bit_weights_on_model_save=lambda: gathers,
+        ),
+    )
+    assert trainer._has_only_shards is expected
