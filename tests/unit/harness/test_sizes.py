@@ -1,9 +1,11 @@
 """`python -m tools.sizes` on trees that are made up."""
 
+from pathlib import PurePosixPath
+
 import pytest
 
-from tools import sizes
-from tools.sizes import File, broken, circle, measure, read, rooms, table
+from tools import code_lines, sizes
+from tools.sizes import Code, File, broken, broken_code, circle, code_of_parts, measure, parts, read, table
 
 NESTED = """import os
 
@@ -43,7 +45,7 @@ def test_a_file_is_read_with_the_functions_inside_functions() -> None:
 
 def test_figures_by_hand() -> None:
     files = [
-        read("grpo/engine/__init__.py", '"""The child."""\n'),  # no file of the figures, but its room's
+        read("grpo/engine/__init__.py", '"""The child."""\n'),  # no file of the figures
         read("grpo/engine/host.py", function(10) + function(30, "g")),
         read("grpo/config.py", function(20) + "x = 1\n" * 300),
         *tree(run__folder=100),
@@ -52,17 +54,14 @@ def test_figures_by_hand() -> None:
     assert (measured.files, measured.lines, measured.large_files) == (3, 460, 1)
     assert (measured.median_file, measured.p95_file) == (100, pytest.approx(100 + 0.9 * 220))
     assert (measured.median_function, measured.p95_function, measured.max_function) == (20, pytest.approx(29), 30)
-    assert rooms(files) == {".": 320, "run": 100, "engine": 41}
-    assert table(measured, rooms(files)).splitlines() == [
+    assert table(measured, {"core": Code(lines=1460, python_lines=400, tokens=3500)}).splitlines() == [
         "| tree | files / lines | median file | p95 file | function median / p95 / max | files > 300 | circles |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| grpo | 3 / 460 | 100 | 298 | 20 / 29 / 30 | 1 | 0 |",
         "",
-        "| room | lines |",
-        "| --- | --- |",
-        "| . | 320 |",
-        "| run | 100 |",
-        "| engine | 41 |",
+        "| part | code lines | tokens per line |",
+        "| --- | --- | --- |",
+        "| core | 1,460 | 8.8 |",
     ]
 
 
@@ -111,6 +110,88 @@ def test_every_broken_bound_is_named() -> None:
     assert names(found)[5] == "the median file of grpo/"
     assert found[6].startswith("the 95th percentile of functions in grpo/ is 98 lines")
     assert len(found) == 7
+
+
+COMMENTED = '''"""What the file is for.
+
+Two paragraphs.
+"""
+
+# why
+LIMIT = 3  # so many
+"""Under a field:
+two lines."""
+
+
+def first(rows: list[int]) -> int:
+    """Of the rows."""
+    return max(
+        rows[0],
+
+        # not more
+        LIMIT,
+    )
+'''
+
+
+def test_of_python_counts_neither_docstrings_nor_comments_nor_blank_lines() -> None:
+    # LIMIT; def, return, rows[0], LIMIT, ): six lines. 3 + 13 + 3 + 5 + 2 + 1 tokens.
+    assert code_lines.of_python(COMMENTED) == (6, 27)
+    assert code_lines.of_python("") == (0, 0)
+
+
+def test_of_python_counts_a_text_of_several_lines_as_one_token() -> None:
+    assert code_lines.of_python('text = """one\n\nthree"""\n') == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "source"),
+    [
+        (".js", "// head\nlet a = 1; // so many\n\n/* of\ntwo */\nlet b;\n"),
+        (".css", "/* of\ntwo */\np { top: 0 } /* why */\n\nb { }\n"),
+        (".jinja", "{#- head\nof two -#}\n<p>{{ a }}</p>\n<!-- no\nmore -->\n\n</p>\n"),
+    ],
+)
+def test_of_template_counts_lines_with_more_than_a_comment(suffix: str, source: str) -> None:
+    assert code_lines.of_template(suffix, source) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("grpo/trainer.py", {"core", "."}),
+        ("grpo/cli.py", {"wing", "."}),
+        ("grpo/rollout/queue.py", {"core", "rollout"}),
+        ("grpo/rollout/turns/talk.py", {"core", "rollout", "rollout/turns"}),
+        ("grpo/config/patches/torch.py", {"core", "config"}),
+        ("grpo/ops/__init__.py", {"wing", "ops"}),
+        ("grpo/ops/report/page.js", {"wing", "ops", "ops/report"}),
+        ("grpo/ops/init/files/train.py", {"wing", "ops", "ops/init"}),
+    ],
+)
+def test_a_file_counts_in_core_or_wing_and_in_its_folders(path: str, expected: set[str]) -> None:
+    assert parts(PurePosixPath(path)) == expected
+
+
+def test_code_of_parts_adds_templates_to_the_lines_alone() -> None:
+    files = [read("grpo/trainer.py", "x = 1\n" * 4), read("grpo/ops/report/page.py", "f(x)\n" * 10)]
+    code = code_of_parts(files, {PurePosixPath("grpo/ops/report/page.js"): 30})
+    assert list(code) == ["core", "wing", ".", "ops", "ops/report"]
+    assert code["core"] == code["."] == Code(lines=4, python_lines=4, tokens=12)
+    assert code["wing"] == code["ops"] == code["ops/report"] == Code(lines=40, python_lines=10, tokens=40)
+    assert (code["core"].tokens_per_line, code["wing"].tokens_per_line) == (3, 4)
+
+
+def test_broken_code_names_the_part_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "CODE_LINES", {"core": 1_000, "wing": 50})
+    monkeypatch.setattr(sizes, "TOKENS_PER_LINE", {"core": 8.7, "wing": 9.4})
+    just_within = Code(lines=1_000, python_lines=1_000, tokens=8_749)
+    assert broken_code({"core": just_within, "wing": Code(lines=50)}) == []
+    assert broken_code({"core": just_within, "wing": Code(lines=51, python_lines=20, tokens=190)}) == [
+        "wing has 51 code lines, of at most 50",
+        "wing has 9.5 tokens in a code line, of at most 9.4",
+    ]
+    assert broken_code({"core": Code(lines=1_001), "wing": Code()}) == ["core has 1,001 code lines, of at most 1,000"]
 
 
 def test_it_exits_with_the_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
