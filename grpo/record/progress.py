@@ -6,12 +6,11 @@ It takes the place of transformers' callbacks, which print all metrics at every 
 import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn
 from rich.table import Column
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -19,15 +18,18 @@ from transformers.trainer_utils import has_length
 from grpo.place.launch import read_launch
 from grpo.record.screen import say, speak_above
 
-PACE_STEPS = 20  # a step's time is the mean over so many: several generation batches, with a save or not
+PACE_S = 3600.0  # a step's time is the mean over so long: several generation batches, with a save or not
 _GONE = (OSError, ValueError)  # of a terminal that is no more: training goes on without it
 
 
 class ProgressOnScreen(TrainerCallback):
     """Shows steps, reward, tokens/s, waiting share, slowest node and the time left, on global rank 0.
 
-    A bar where the console is a terminal and `disable_tqdm` is off. Whoever trains calls `close` at the end: after an
-    error transformers tells nobody.
+    A bar where the console is a terminal and `disable_tqdm` is off. The trainer calls `close` at the end: after an
+    error transformers calls no callback.
+
+    The bar is drawn by the calls that change it, never by a thread of its own: data loaders fork, and would inherit its
+    lock. Standard error does not go through it: the thread that ends a rank writes there, and must wait for no lock.
 
     Args:
         console: to draw on; standard output if it is not given.
@@ -36,9 +38,12 @@ class ProgressOnScreen(TrainerCallback):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._bar: _Bar | None = None
-        self._pace = Pace()
         self._num_nodes = 1
+        self._bar: Progress | None = None
+        """From the begin of training to `close`, on rank 0. Not started where lines are shown instead."""
+        self._has_lines = False
+        self._evaluation: TaskID | None = None
+        self._figures: list[str] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -47,17 +52,28 @@ class ProgressOnScreen(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._num_nodes = read_launch(os.environ).num_nodes
-        self._pace = Pace()
         console = self._console or _Console()
-        if console.is_interactive and not args.disable_tqdm:
-            self._bar = _Bar(console, step=state.global_step, max_steps=state.max_steps)
-            self._bar.show()
+        self._has_lines = args.disable_tqdm or not console.is_interactive
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(ratio=1)),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=False,
+            expand=True,
+            get_time=self._clock,
+            speed_estimate_period=PACE_S,
+        )
+        self._bar.add_task("step", completed=state.global_step, total=state.max_steps, figures="")
+        self._show(self._bar)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._pace.step_ended(state.global_step, self._clock())
-            if self._bar is not None:
-                self._bar.advance(state.global_step, self._time_figures(state))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=state.global_step)
+            self._draw(self._bar)
 
     def on_log(
         self,
@@ -67,16 +83,16 @@ class ProgressOnScreen(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or not logs:
+        if self._bar is None or not logs:
             return
         step = f"step {state.global_step}/{state.max_steps}"
         if evaluated := figures(logs, self._num_nodes, prefix="eval_"):
             say("  ".join([step, "evaluation:", *evaluated]))
         elif shown := figures(logs, self._num_nodes):
-            if self._bar is not None:
-                self._bar.figures(shown)
-            else:
-                say("  ".join([step, *shown, *self._time_figures(state)]))
+            if self._has_lines:
+                say("  ".join([step, *shown, *time_figures(self._bar.tasks[0])]))
+            self._figures = shown
+            self._draw(self._bar)
 
     def on_prediction_step(
         self,
@@ -86,12 +102,18 @@ class ProgressOnScreen(TrainerCallback):
         eval_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        if self._bar is not None and has_length(eval_dataloader):
-            self._bar.evaluate(len(eval_dataloader))
+        if self._bar is None or not has_length(eval_dataloader):
+            return
+        if self._evaluation is None:
+            self._evaluation = self._bar.add_task("evaluation", total=len(eval_dataloader), figures="")
+        self._bar.advance(self._evaluation)
+        self._draw(self._bar)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._bar is not None:
-            self._bar.end_evaluation()
+        if self._bar is not None and self._evaluation is not None:
+            self._bar.remove_task(self._evaluation)
+            self._evaluation = None
+            self._draw(self._bar)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,45 +123,47 @@ class ProgressOnScreen(TrainerCallback):
     def close(self) -> None:
         """Take the bar away. Safe to call twice."""
         if self._bar is not None:
-            self._bar.hide()
-            self._bar = None
+            self._hide(self._bar)
+            self._bar = self._evaluation = None
+            self._figures = []
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Without a bar, for those who write to the terminal past it."""
-        if self._bar is None:
-            yield
-            return
-        self._bar.hide()
+        """Without a bar, for code that writes to the terminal past it."""
+        if self._bar is not None:
+            self._hide(self._bar)
         try:
             yield
         finally:
             if self._bar is not None:
-                self._bar.show()
+                self._show(self._bar)
 
-    def _time_figures(self, state: TrainerState) -> list[str]:
-        if (step_s := self._pace.step_s) is None:
-            return []
-        left_s = (state.max_steps - state.global_step) * step_s
-        return [f"{duration(step_s)} a step", *([f"left {duration(left_s)}"] if left_s > 0 else [])]
+    def _show(self, bar: Progress) -> None:
+        if not self._has_lines:
+            with contextlib.suppress(*_GONE):
+                bar.start()
+                self._draw(bar)
+                speak_above(bar.console)
+
+    def _hide(self, bar: Progress) -> None:
+        speak_above(None)
+        if bar.live.is_started:
+            with contextlib.suppress(*_GONE):
+                bar.stop()
+
+    def _draw(self, bar: Progress) -> None:
+        bar.update(bar.task_ids[0], figures="  ".join([*self._figures, *time_figures(bar.tasks[0])]))
+        if bar.live.is_started:
+            with contextlib.suppress(*_GONE):
+                bar.refresh()
 
 
-class Pace:
-    """How long a step takes, of the last `PACE_STEPS`. The first of an attempt counts never: engines warm up in it."""
-
-    def __init__(self) -> None:
-        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
-
-    def step_ended(self, step: int, now: float) -> None:
-        self._ends.append((step, now))
-
-    @property
-    def step_s(self) -> float | None:
-        """None before the second step."""
-        if len(self._ends) < 2:
-            return None
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        return (ended - began) / (last - first)
+def time_figures(steps: Task) -> list[str]:
+    """A step's time and the time left; empty before the second step. Of the first one nothing counts: it warms up."""
+    if not steps.speed:
+        return []
+    left_s = steps.remaining / steps.speed if steps.remaining else 0.0
+    return [f"{duration(1 / steps.speed)} a step", *([f"left {duration(left_s)}"] if left_s > 0 else [])]
 
 
 def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> list[str]:
@@ -187,65 +211,3 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """rich would end the process."""
         self.quiet = True
-
-
-class _Bar:
-    """Drawn by those who change it, never by a thread of its own: data loaders fork, and would inherit its lock.
-
-    Standard error is not led past it: the thread that ends a rank speaks there, and must wait for no lock.
-    """
-
-    def __init__(self, console: Console, *, step: int, max_steps: int) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(ratio=1)),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stderr=False,
-            expand=True,
-        )
-        self._steps = self._progress.add_task("step", completed=step, total=max_steps, figures="")
-        self._evaluation: TaskID | None = None
-        self._figures: list[str] = []
-        self._time_figures: list[str] = []
-
-    def show(self) -> None:
-        with contextlib.suppress(*_GONE):
-            self._progress.start()
-            self._progress.refresh()
-            speak_above(self._console)
-
-    def hide(self) -> None:
-        speak_above(None)
-        with contextlib.suppress(*_GONE):
-            self._progress.stop()
-
-    def advance(self, step: int, time_figures: list[str]) -> None:
-        self._time_figures = time_figures
-        self._draw(completed=step)
-
-    def figures(self, shown: list[str]) -> None:
-        self._figures = shown
-        self._draw()
-
-    def evaluate(self, num_batches: int) -> None:
-        if self._evaluation is None:
-            self._evaluation = self._progress.add_task("evaluation", total=num_batches, figures="")
-        self._progress.advance(self._evaluation)
-        self._draw()
-
-    def end_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._progress.remove_task(self._evaluation)
-            self._evaluation = None
-            self._draw()
-
-    def _draw(self, **changes: Any) -> None:
-        self._progress.update(self._steps, figures="  ".join([*self._figures, *self._time_figures]), **changes)
-        if self._progress.live.is_started:
-            with contextlib.suppress(*_GONE):
-                self._progress.refresh()

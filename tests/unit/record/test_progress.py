@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
-from grpo.record.progress import Pace, ProgressOnScreen, duration, figures
+from grpo.record.progress import PACE_S, ProgressOnScreen, duration, figures
 from grpo.record.screen import say
 from grpo.weights import delivery
 from tests.support.scripted_trainer import make_trainer, train, use_scripted_engines
@@ -174,15 +174,18 @@ def test_a_terminal_that_has_gone_does_not_end_training(bar: Screen, monkeypatch
     assert not hasattr(sys.stdout, "rich_proxied_file"), "standard output is as it was"
 
 
-def test_the_pace_is_that_of_the_last_steps_and_never_of_the_first() -> None:
-    pace = Pace()
-    pace.step_ended(5, 100.0)
-    assert pace.step_s is None
-    pace.step_ended(6, 102.0)
-    assert pace.step_s == 2.0
-    for step in range(7, 40):
-        pace.step_ended(step, 102.0 + 4.0 * (step - 6))
-    assert pace.step_s == 4.0
+def test_the_pace_is_that_of_the_last_steps_and_never_of_the_first(bar: Screen) -> None:
+    bar.begin(step=4)
+    bar.now = 100.0  # the first step takes 100 s
+    bar.step(5)
+    assert "a step" not in bar.drawn()
+    bar.now = 102.0
+    bar.step(6)
+    assert "2.0 s a step" in bar.drawn()
+    for step in range(7, 20):
+        bar.now += PACE_S / 4
+        bar.step(step)
+    assert "15 min a step" in bar.drawn()
 
 
 def test_figures_that_are_missing_are_left_out() -> None:
