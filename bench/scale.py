@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
-from bench.scale_model import Cluster, Node, Step, simulate
-from grpo.ops.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
+from bench.scale_model import NETWORK_GBPS, NVLINK_GBPS, Cluster, Node, Step, simulate
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 

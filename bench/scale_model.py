@@ -3,11 +3,11 @@
 Every layout has the same N x G GPUs and trains on the same N x C completions a step. Sampling a completion takes s
 GPU-seconds of an engine, training on it t GPU-seconds of a rank; both split over GPUs without loss.
 
-- Node-local: R reserved GPUs of each node sample for the G - R others. Generation: C s / R, and the step waits for the
-  slowest node (below). Training: C t / (G - R). The push is the slower of its two legs, gather over the network and
-  broadcast inside the node (`grpo.ops.plan.push_cost`), over the measured share of that bound which the own push
-  reaches. A step is generation + push + training, or with lookahead max(generation, training) + push over the measured
-  share of that bound.
+- Node-local: R reserved GPUs of each node sample for the G - R others. Generation: C s / R, and the step waits for
+  the slowest node (below). Training: C t / (G - R). The push is the slower of its two legs, gather over the network
+  and broadcast inside the node (`_push_legs_s`), over the measured share of that bound which the own push reaches.
+  A step is generation + push + training, or with lookahead max(generation, training) + push over the measured share
+  of that bound.
 - Central server: the S GPUs of one node sample for the G (N - 1) others; on a single node, R of its GPUs. Generation:
   N C s / S, and no wait for a slowest, for all requests stand in one queue. Rank 0 sends the weights to the server
   over the network while it gathers them: the slower of the two, over the same measured share. Prompts and completions
@@ -26,8 +26,8 @@ while training, rewards, data.
 import math
 from dataclasses import dataclass
 
-from grpo.ops.plan.push_cost import Links, push_cost
-
+NETWORK_GBPS = 400.0  # one NDR adapter
+NVLINK_GBPS = 2400.0  # an A100's; an H100's is 3600
 WEIGHT_BYTES = 2  # bf16, in trainer and engine
 COMPLETION_TOKEN_BYTES = 8  # an id (int32) and a log-probability (float32)
 
@@ -202,12 +202,16 @@ def _step_s(node: Node, generate_s: float, train_s: float, push_s: float, lookah
 
 
 def _push_legs_s(node: Node, cluster: Cluster, *, nodes: int, ranks_per_node: int) -> tuple[float, float]:
-    """(gather, broadcast to the node's engines) at the speed of the links."""
-    links = Links(network_gbps=cluster.network_gbps, nvlink_gbps=cluster.nvlink_gbps)
-    cost = push_cost(node.parameters * WEIGHT_BYTES, links, num_nodes=nodes, ranks_per_node=ranks_per_node)
-    assert cost.gather_s is not None
-    assert cost.push_s is not None
-    return cost.gather_s, cost.push_s
+    """(gather, broadcast to the node's engines) at the speed of the links.
+
+    Each of N nodes holds 1/N of the weights and receives the rest over the network, whatever algorithm gathers them;
+    each of W ranks holds 1/W, and its local main receives the rest over the links of its node.
+    """
+    num_bytes = node.parameters * WEIGHT_BYTES
+    ranks = nodes * ranks_per_node
+    network_s = _seconds(num_bytes * (nodes - 1) / nodes, cluster.network_gbps)
+    inside_s = _seconds(num_bytes * (ranks - 1) / ranks, cluster.nvlink_gbps)
+    return max(network_s, inside_s), _seconds(num_bytes, cluster.nvlink_gbps)
 
 
 def _seconds(num_bytes: float, gbps: float) -> float:

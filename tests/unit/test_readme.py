@@ -65,7 +65,6 @@ TESTED = {
         "multiprocess/test_slurm.py::test_srun_is_all_that_slurm_needs"
     ),
     "launch/local_2node.sh --max_steps 20": "unit/ops/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
-    "grpo plan --from-run runs/my-run": "unit/ops/plan/test_from_run.py::test_the_command_prints_one_line_or_json",
     "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
     "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300": (

@@ -4,15 +4,9 @@ Needs no GPU: it plans for the cluster's, on any machine.
 """
 
 import argparse
-import json
 import re
-import sys
-from dataclasses import asdict
-from pathlib import Path
 
-from grpo.ops.plan.memory_budget import ASSUMED_GPU_GIB
-from grpo.ops.plan.push_cost import NETWORK_GBPS, NVLINK_GBPS
-from grpo.ops.plan.reserve import A100_TBPS, A100_TFLOPS
+from grpo.ops.plan.memory_budget import A100_TBPS, A100_TFLOPS, ASSUMED_GPU_GIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,24 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory", type=_memory, metavar="SIZE", help=f"of one GPU, e.g. 40GiB (default: {ASSUMED_GPU_GIB}GiB)"
     )
-    parser.add_argument(
-        "--host-memory", type=_memory, metavar="SIZE", help="of one node, e.g. 1TiB (not checked without)"
-    )
     parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="the longest prompt")
-    parser.add_argument(
-        "--network-gbps",
-        type=_speed,
-        default=NETWORK_GBPS,
-        metavar="GBIT/S",
-        help="into one node, gigabits per second over all its adapters (default: %(default)g, one NDR adapter)",
-    )
-    parser.add_argument(
-        "--nvlink-gbps",
-        type=_speed,
-        default=NVLINK_GBPS,
-        metavar="GBIT/S",
-        help="into one GPU from its node, gigabits per second (default: %(default)g, an A100's; an H100's is 3600)",
-    )
     parser.add_argument(
         "--gpu-tflops",
         type=_rate,
@@ -59,20 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="terabytes a second from one GPU's memory, likewise (default: %(default)g, an A100's; an H100's is 3.35)",
     )
-    parser.add_argument(
-        "--from-run",
-        type=Path,
-        metavar="RUN",
-        help="say how many GPUs to reserve by what the engines and ranks of a run did, nothing else; its output_dir",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 when something in it cannot work."""
-    if args.from_run is not None:
-        return _advise(args)
     from grpo.ops.plan.planner import make_plan
     from grpo.ops.plan.view import print_json, print_plan
 
@@ -81,45 +50,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if plan.errors else 0
 
 
-def _advise(args: argparse.Namespace) -> int:
-    """Prints what a run says of its placement; 1 when it says nothing."""
-    from grpo.ops.plan.from_run import advice_of
-
-    others = ("config_file", "num_processes", "num_machines", "config", "gpus_per_node")
-    given = [f"--{name}" for name in others if getattr(args, name)]
-    given += ["what follows ` -- `"] if args.train_flags else []
-    try:
-        if given:
-            raise ValueError(f"--from-run reads the placement from the run: remove {', '.join(given)}")
-        advice = advice_of(args.from_run)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(asdict(advice) | {"line": advice.line()}, indent=1) if args.json else advice.line())
-    return 0
-
-
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
-def _speed(text: str) -> float:
-    return _above_zero(text, "is no speed in gigabits per second, such as 400")
-
-
 def _rate(text: str) -> float:
-    return _above_zero(text, "is no number above 0")
-
-
-def _above_zero(text: str, complaint: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return value
 
 

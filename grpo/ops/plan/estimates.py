@@ -3,13 +3,22 @@
 from dataclasses import dataclass
 
 from grpo.ops.plan.engine_memory import EngineMemory, engine_memory
-from grpo.ops.plan.host_memory import host_budget
 from grpo.ops.plan.memory_budget import Budget
 from grpo.ops.plan.placed_job import PlacedJob
-from grpo.ops.plan.push_cost import PushCost, push_cost
 from grpo.ops.plan.push_memory import push_lines
 from grpo.ops.plan.training_memory import MicroBatch, training_budget
 from grpo.ops.plan.zero_memory import Sharding, frozen_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushBytes:
+    """What one push moves, in the engine's dtype, to which shards are cast before they are gathered."""
+
+    gathered_bytes_per_node: int
+    network_bytes_per_node: int
+    """Of it over the network: of N nodes each holds 1/N, and receives the rest, whatever algorithm gathers."""
+    engine_bytes: int
+    """From the local main to each engine beside it; never leaves the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,39 +29,35 @@ class Estimates:
     training: Budget
     """One training GPU; without GPUs, one rank. A node's local main, which sends, may hold more than the others."""
     engine: EngineMemory
-    host: Budget
-    """The node with the most engines."""
-    push: PushCost
+    push: PushBytes
     """Every push; with LoRA, every one but an engine's first."""
-    first_push: PushCost | None
+    first_push: PushBytes | None
     """An engine's first one, with LoRA; None where it is like the others."""
 
 
 def estimate(job: PlacedJob) -> Estimates:
-    """Memory of a training GPU, an engine's GPU and a node's host, and the push.
+    """Memory of a training GPU and an engine's GPU, and the push.
 
     Raises:
         ValueError: a DeepSpeed configuration cannot be read.
     """
     sharding = job.sharding()
-    training, engine = _training(job, sharding), _engine(job)
-
-    def cost(num_bytes: int) -> PushCost:
-        return push_cost(
-            num_bytes,
-            job.hardware.links,
-            num_nodes=len(job.nodes),
-            ranks_per_node=job.launcher.ranks_per_node,
-            zero3=sharding.stage == 3,
-        )
-
     return Estimates(
         sharding=sharding,
-        training=training,
-        engine=engine,
-        host=host_budget(job, sharding, training, engine),
-        push=cost(job.push.later_bytes),
-        first_push=None if job.lora is None else cost(job.push.first_bytes),
+        training=_training(job, sharding),
+        engine=_engine(job),
+        push=_push(job, sharding, job.push.later_bytes),
+        first_push=None if job.lora is None else _push(job, sharding, job.push.first_bytes),
+    )
+
+
+def _push(job: PlacedJob, sharding: Sharding, num_bytes: int) -> PushBytes:
+    gathered = num_bytes if sharding.stage == 3 else 0  # below it every rank holds all weights
+    num_nodes = len(job.nodes)
+    return PushBytes(
+        gathered_bytes_per_node=gathered,
+        network_bytes_per_node=gathered * (num_nodes - 1) // num_nodes,
+        engine_bytes=num_bytes,
     )
 
 

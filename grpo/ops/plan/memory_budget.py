@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 GIB = 2**30
 ASSUMED_GPU_GIB = 80
+A100_TFLOPS, A100_TBPS = 312.0, 2.0  # NVIDIA A100 80GB SXM: bfloat16 without sparsity; its memory. An H100: 989, 3.35
 
 Phase = Literal["always", "forward and backward", "optimizer step", "push"]
 Holder = Literal["every rank", "local main", "other ranks"]

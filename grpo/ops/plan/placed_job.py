@@ -9,7 +9,6 @@ from grpo.config.models import choose_backend
 from grpo.ops.plan.batch import Batch
 from grpo.ops.plan.job import Launcher, PlannedConfig, zero_of
 from grpo.ops.plan.model_shape import ModelShape
-from grpo.ops.plan.push_cost import Links
 from grpo.ops.plan.push_memory import PushShape
 from grpo.ops.plan.zero_memory import Sharding, read_sharding
 from grpo.place.topology import NodeTopology
@@ -22,9 +21,6 @@ class Hardware:
 
     gpu_bytes: int | None
     """Memory of one GPU; None when the job runs without."""
-    host_bytes: int | None
-    """Memory of one node; None when it is not known."""
-    links: Links
     tflops: float
     """Of one GPU: trillions of operations a second in the dtype of training."""
     tbps: float

@@ -21,7 +21,6 @@ from grpo.ops.plan.memory_budget import ASSUMED_GPU_GIB, GIB
 from grpo.ops.plan.model_shape import ModelShape, count_parameters, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
 from grpo.ops.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nodes, place
-from grpo.ops.plan.push_cost import Links
 from grpo.ops.plan.push_memory import push_shape
 from grpo.ops.plan.shortfalls import errors_of, warnings_of
 from grpo.ops.plan.speed import SizeAdvice, advise
@@ -299,8 +298,6 @@ def _hardware(plan: Plan, args: argparse.Namespace, *, has_gpus: bool) -> Hardwa
         plan.assume(f"GPUs of {ASSUMED_GPU_GIB}GiB (--gpu-memory)")
     return Hardware(
         gpu_bytes=args.gpu_memory or ASSUMED_GPU_GIB * GIB if has_gpus else None,
-        host_bytes=args.host_memory,
-        links=Links(network_gbps=args.network_gbps, nvlink_gbps=args.nvlink_gbps if has_gpus else None),
         tflops=args.gpu_tflops,
         tbps=args.gpu_tbps,
     )

@@ -3,7 +3,7 @@
 from grpo.config.refusals import ddp_memory_message
 from grpo.ops.plan.engine_memory import fitting_tensor_parallel
 from grpo.ops.plan.estimates import Estimates
-from grpo.ops.plan.memory_budget import Budget, readable
+from grpo.ops.plan.memory_budget import readable
 from grpo.ops.plan.placed_job import PlacedJob
 from grpo.ops.plan.zero_memory import ddp_bytes_of
 from grpo.place.launch import either
@@ -18,11 +18,7 @@ def errors_of(job: PlacedJob, estimates: Estimates) -> list[str]:
 
 def warnings_of(job: PlacedJob, estimates: Estimates) -> list[str]:
     """What does not fit together."""
-    return [
-        *_training_warnings(job, estimates),
-        *_engine_warnings(job, estimates),
-        *_host_warnings(estimates.host),
-    ]
+    return [*_training_warnings(job, estimates), *_engine_warnings(job, estimates)]
 
 
 def _training_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
@@ -104,13 +100,4 @@ def _engine_warnings(job: PlacedJob, estimates: Estimates) -> list[str]:
         f"by estimate an engine has {left} per GPU left for its KV cache, and one sequence of {engine.sequence_tokens} "
         f"tokens takes {readable(engine.kv_bytes_per_sequence)}: lower vllm_max_model_length, or raise "
         "vllm_tensor_parallel_size or vllm_gpu_memory_utilization",
-    ]
-
-
-def _host_warnings(host: Budget) -> list[str]:
-    if host.capacity_bytes is None or host.peak_bytes <= host.capacity_bytes:
-        return []
-    return [
-        f"a node has {readable(host.capacity_bytes)} of host memory, and the estimate is {readable(host.peak_bytes)}: "
-        "use fewer engines per node (a larger vllm_tensor_parallel_size), or less offload"
     ]

@@ -1,7 +1,7 @@
 """Seconds of a step, estimated from the model's size and the lengths alone, for advice on how many GPUs to reserve.
 
 It is meant for the relation of the two, not for the seconds: every completion counts at its full length, prompts' own
-computation and the pauses between are left out. A run's timeline says better (`from_run.py`).
+computation and the pauses between are left out. `grpo report` says better, of a run.
 
 - Sampling a token reads the weights and the keys and values of all running sequences once, or computes 2 operations per
   parameter and sequence, whichever takes longer (Pope et al., https://arxiv.org/abs/2211.05102, section 2).
@@ -12,12 +12,13 @@ computation and the pauses between are left out. A run's timeline says better (`
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.ops.plan.engine_memory import EngineMemory
 from grpo.ops.plan.placed_job import PlacedJob
-from grpo.ops.plan.reserve import best_reserved
 
+WORTH_IT = 0.05  # of a step: less is within the noise of an estimate
 TRAINING_SHARE, READING_SHARE, SAMPLING_SHARE = 0.35, 0.6, 0.5  # what of these is reached; assumed, not measured
 
 
@@ -79,6 +80,16 @@ def advise(job: PlacedJob, engine: EngineMemory) -> SizeAdvice | None:
         reserve_train_s=then_train,
         overlapped=overlapped,
     )
+
+
+def best_reserved(step_s: Callable[[int], float], *, reserved: int, choices: Sequence[int]) -> int:
+    """The choice with the shortest step; `reserved`, what is so now, where that is as good by `WORTH_IT`.
+
+    Args:
+        step_s: seconds of a step with so many GPUs reserved.
+    """
+    best = min(choices, key=step_s, default=reserved)
+    return best if step_s(best) < step_s(reserved) * (1 - WORTH_IT) else reserved
 
 
 def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int) -> float:

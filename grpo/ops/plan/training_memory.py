@@ -152,6 +152,9 @@ def training_budget(
         *buffer_lines(shape, sharding),
         *frozen,
     ]
+    if offloaded := states.host_bytes + (0 if base is None else base.host_bytes):
+        how = "of the host's memory, for each rank of the node"
+        lines.append(Line("offload", "ZeRO offload", "always", offloaded, how, counted=False))
     if gpu_bytes is not None:
         how = "an allowance: context, NCCL, fragmentation"
         lines.append(Line("context", "CUDA context", "always", CUDA_CONTEXT_BYTES, how))

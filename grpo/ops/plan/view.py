@@ -11,10 +11,9 @@ from rich.table import Table
 
 from grpo.ops.plan.batch import Batch
 from grpo.ops.plan.engine_memory import EngineMemory
-from grpo.ops.plan.estimates import Estimates
+from grpo.ops.plan.estimates import Estimates, PushBytes
 from grpo.ops.plan.memory_budget import Budget, Held, readable
 from grpo.ops.plan.planner import Plan
-from grpo.ops.plan.push_cost import PushCost
 from grpo.place.topology import NodeTopology
 
 WIDTH = 120  # where there is no terminal
@@ -44,7 +43,7 @@ def print_plan(plan: Plan) -> None:
     if plan.estimates is not None and plan.model is not None and plan.batch is not None:
         console.print(
             f"\n{plan.model.name}: {plan.model.num_parameters:,} parameters in {plan.model.num_layers} layers. "
-            "All memory and all seconds below are estimates.",
+            "All memory below is estimated.",
             style="bold",
         )
         if plan.lora is not None:
@@ -127,10 +126,10 @@ def _print_estimates(console: Console, estimates: Estimates, batch: Batch) -> No
     has_gpus = estimates.engine.capacity_bytes is not None
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
-    _print_budget(console, "host memory of a node", estimates.host)
     if estimates.first_push is not None:
-        _print_push(console, "an engine's first push", estimates.first_push)
-    _print_push(console, "one push" if estimates.first_push is None else "every other push", estimates.push)
+        console.print(f"an engine's first push: {_push(estimates.first_push)}", soft_wrap=True)
+    name = "a push" if estimates.first_push is None else "every other push"
+    console.print(f"{name}: {_push(estimates.push)}", soft_wrap=True)
 
 
 def _print_budget(console: Console, title: str, budget: Budget) -> None:
@@ -181,15 +180,12 @@ def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
     console.print(table)
 
 
-def _print_push(console: Console, title: str, cost: PushCost) -> None:
-    table = _table(title, "", "bytes", "at least")
-    for what, num_bytes, seconds in (
-        ("gathered into each node", cost.gathered_bytes_per_node, cost.gather_s),
-        ("of it over the network", cost.network_bytes_per_node, None),
-        ("then pushed to each engine, inside the node", cost.engine_bytes, cost.push_s),
-    ):
-        table.add_row(what, readable(num_bytes) if num_bytes else "0", "" if seconds is None else f"{seconds:.2f} s")
-    console.print(table)
+def _push(push: PushBytes) -> str:
+    gathered = f"{readable(push.gathered_bytes_per_node)} gathered into each node"
+    gathered += (
+        f" ({readable(push.network_bytes_per_node)} of it over the network), " if push.network_bytes_per_node else ", "
+    )
+    return f"{gathered if push.gathered_bytes_per_node else ''}{readable(push.engine_bytes)} to each engine, inside the node"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -89,9 +89,9 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     push = plan["estimates"]["push"]
     assert push["gathered_bytes_per_node"] == push["engine_bytes"] == 2 * 8_030_261_248
     assert push["network_bytes_per_node"] == 2 * 8_030_261_248 * 63 // 64
-    assert push["gather_s"] == pytest.approx(push["network_bytes_per_node"] * 8 / 400e9)
     _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training())
     assert "64 nodes: 512 GPUs = 448 ranks + 64 reserved; 64 engines of 1 GPU" in out
+    assert "a push: 15.0 GiB gathered into each node (14.7 GiB of it over the network), 15.0 GiB to each engine" in out
     assert len(out.splitlines()) < 100  # one picture, not 64
 
 
@@ -132,7 +132,6 @@ def test_without_gpus(cluster: Cluster) -> None:
     assert (node["devices"], node["engines"], node["local_world_size"]) == ([], [[]], 2)
     assert plan["estimates"]["training"]["capacity_bytes"] is None
     assert plan["estimates"]["engine"]["kv_cache_bytes"] == GIB
-    assert lines_of(plan["estimates"]["host"]).keys() >= {"cpu_ranks", "cpu_engines", "shared_buffer"}
     code, out = cluster.plan("--config_file", ROOT / "configs" / "cpu.yaml")
     assert code == 0
     assert "1 node without GPUs: 2 ranks, 1 engine on each" in out
@@ -150,7 +149,7 @@ def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--network-gbps", "-1"], ["--network-gbps", "x"]]
+    "words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--gpu-tbps", "-1"], ["--gpu-tbps", "x"]]
 )
 def test_a_command_line_that_cannot_be_read_is_exit_code_2(cluster: Cluster, words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

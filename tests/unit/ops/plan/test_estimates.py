@@ -12,7 +12,6 @@ from grpo.ops.plan.engine_memory import default_max_num_seqs, engine_memory
 from grpo.ops.plan.memory_budget import GIB, Holder, Line, Phase, make_budget, readable
 from grpo.ops.plan.model_shape import ModelShape, shape_of
 from grpo.ops.plan.placement import EngineSettings, best_layout
-from grpo.ops.plan.push_cost import Links, push_cost
 from grpo.ops.plan.training_memory import (
     MicroBatch,
     activation_lines,
@@ -242,16 +241,6 @@ def test_kv_cache_of_blocks_heads_and_windows() -> None:
     config = tiny_config("gemma2-tied")  # one layer slides over 32 tokens, one remembers all
     config.sliding_window = 32
     assert sequences_of(shape_of(config, "gemma2"), 1, 96) == 2**20 // ((32 + 96) * 2 * 2 * 32 * 2)
-
-
-def test_only_the_gather_crosses_the_network() -> None:
-    links = Links(network_gbps=100, nvlink_gbps=1000)
-    one, two, four = (push_cost(2 * 10**9, links, num_nodes=nodes, ranks_per_node=4) for nodes in (1, 2, 4))
-    assert [cost.network_bytes_per_node for cost in (one, two, four)] == [0, 10**9, 15 * 10**8]
-    assert [cost.engine_bytes for cost in (one, two, four)] == [2 * 10**9] * 3
-    assert one.gather_s == pytest.approx(1.5e9 * 8 / 1000e9)  # three quarters of 2 GB inside the node
-    assert four.gather_s == pytest.approx(1.5e9 * 8 / 100e9)
-    assert one.push_s == four.push_s == pytest.approx(2e9 * 8 / 1000e9)
 
 
 def test_best_layout_keeps_to_the_tensor_parallel_size() -> None:

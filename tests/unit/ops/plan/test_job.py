@@ -98,7 +98,7 @@ def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
     assumed = cluster.read(*words)["assumptions"]
     for part in ("8 GPUs per node: the ranks and vllm_reserved_gpus", "(--prompt-tokens)", "optim is sgd"):
         assert any(part in line for line in assumed), assumed
-    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--network-gbps", "400")
+    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8")
     assert told["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
     assert not any("--prompt-tokens" in line or "--gpus-per-node" in line for line in told["assumptions"])
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from grpo.ops.plan.speed import best_reserved
 from tests.support.launching import ROOT
 from tests.unit.ops.plan.conftest import Cluster
 
@@ -78,3 +79,11 @@ def test_a_rate_that_is_none_is_exit_code_2(cluster: Cluster) -> None:
     with pytest.raises(SystemExit) as caught:
         cluster.plan("--num_processes", "7", "--gpu-tflops", "0")
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reserved", "best"),
+    [({1: 100, 2: 60, 3: 61}, 1, 2), ({1: 100, 2: 96}, 1, 1), ({1: 96, 2: 100}, 2, 2), ({}, 1, 1)],
+)
+def test_best_reserved_moves_for_five_percent_of_a_step(seconds: dict[int, float], reserved: int, best: int) -> None:
+    assert best_reserved(lambda count: seconds.get(count, 1.0), reserved=reserved, choices=list(seconds)) == best

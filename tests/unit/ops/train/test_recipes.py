@@ -81,7 +81,7 @@ def plan(recipe: str, at: Place, tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = write_shape(tmp_path / "shape", RECIPES[recipe][0])
     words = ["--config_file", ROOT / "configs" / at.launcher, "--num_machines", at.nodes]
     words += ["--num_processes", at.nodes * at.ranks, "--gpus-per-node", at.gpus]
-    words += ["--config", TRAIN / f"{recipe}.yaml", "--host-memory", "1TiB", "--json"]
+    words += ["--config", TRAIN / f"{recipe}.yaml", "--json"]
     words += ["--", "--model_name_or_path", model, "--output_dir", tmp_path / "out"]
     code = main(["plan", *map(str, words)])
     found = json.loads(capsys.readouterr().out)
