@@ -3,8 +3,8 @@
     accelerate launch --config_file configs/4node.yaml ... -m grpo.ops.doctor.bandwidth --params-b 7.6
     torchrun --nproc_per_node 7 ... -m grpo.ops.doctor.bandwidth
 
-So it has training's ranks, devices and backend. It tries the number formats, measures inside each node, over all ranks,
-and in rounds of disjoint pairs of nodes, which name a slow one; and it has a deadline of its own.
+So it has training's ranks, devices and backend. It tries the job's number formats, measures inside each node, over all
+ranks, and in rounds of disjoint pairs of nodes, which name a slow one; and it has a deadline of its own.
 """
 
 import argparse
@@ -27,8 +27,7 @@ from grpo.faults.interrupt import on_expiry
 from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
 from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.watch import FailureWatch
-from grpo.ops.doctor.bandwidth_verdict import RankResult, explain_failure, judge_bandwidth
-from grpo.ops.doctor.number_formats import DTYPES, find_broken
+from grpo.ops.doctor.bandwidth_verdict import DTYPES, RankResult, explain_failure, judge_bandwidth
 from grpo.ops.doctor.pairs import pair_rounds
 from grpo.ops.doctor.table import show
 from grpo.ops.meeting.addresses import read_interfaces, route_to
@@ -240,7 +239,7 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
     stages.enter("number formats")
-    broken = find_broken(dist.group.WORLD, training_device, dtypes)
+    broken = broken_formats(launch, training_device, dtypes)
     if size > 1:
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
         stages.enter("inside a node: making the groups")
@@ -254,8 +253,28 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
         inside_s=inside,
         across_s=across,
         pairs_s=_pair_exchanges(launch, device, sizes, stages),
-        broken=tuple(broken),
+        broken=broken,
     )
+
+
+def broken_formats(launch: Launch, device: torch.device, dtypes: Sequence[str]) -> dict[str, str]:
+    """By number format, where an all-reduce in it does not work: the backend's words, or the wrong sum.
+
+    Collective over the job. Two ranks add to the sum, so that every format holds it exactly.
+    """
+    own = {0: 1.0, launch.world_size - 1: 2.0}.get(launch.rank, 0.0)
+    broken = {}
+    for name in dtypes:
+        try:
+            result = torch.full((5,), own, device=device, dtype=getattr(torch, name))
+            dist.all_reduce(result)
+            sums = set(result.tolist())
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            broken[name] = str(error).strip().partition("\n")[0]
+            continue
+        if sums != {3.0}:
+            broken[name] = f"1 + 2 is {', '.join(f'{each:g}' for each in sorted(sums))}"
+    return broken
 
 
 def _collectives(

@@ -1,16 +1,15 @@
 """What the measured seconds mean: GB/s, a push, a slow node. Pure functions of the ranks' results."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from grpo.ops.doctor.number_formats import Broken, judge_formats
-from grpo.ops.doctor.number_formats import merge as merge_broken
 from grpo.ops.doctor.pairs import PairSpeed, below_reference, find_slow
 from grpo.ops.doctor.records import Finding, Verdict, merge
 from grpo.ops.meeting.trouble import list_nodes
 from grpo.place.wire import Wire
 
 GB = 1e9
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +24,8 @@ class RankResult(Wire):
     """The same among all ranks; empty with one node."""
     pairs_s: tuple[tuple[int, float], ...] = ()
     """Node of the partner, and seconds, of each round of pairs in which this rank's node took part."""
-    broken: tuple[Broken, ...] = ()
-    """Operations and number formats that did not work over all ranks."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Number formats in which an all-reduce over all ranks did not work, each with the reason."""
 
 
 def name_nodes(hosts: Sequence[str]) -> tuple[str, ...]:
@@ -65,21 +64,32 @@ def judge_bandwidth(
     for result in results:
         by_node.setdefault(result.node, []).append(result)
     names = name_nodes([by_node[node][0].host for node in sorted(by_node)])
-    formats = judge_formats(
-        merge_broken([result.broken for result in results]),
-        where=f"{len(results)} ranks, on {device}",
-        backend=backend,
-        job=job_dtypes,
-    )
     findings = [
         Finding.passed("backend", backend, nodes=names),
-        *(replace(finding, nodes=names) for finding in formats),
+        *_formats(results, names, f"{backend} on {device}", job_dtypes),
         *_inside(by_node, names, num_bytes, backend),
         *_across(results, names, num_bytes),
         *_push(results, names, num_bytes, model_bytes),
         *_pairs(by_node, names, pair_bytes),
     ]
     return Verdict(nodes=names, findings=merge(findings))
+
+
+def _formats(
+    results: Sequence[RankResult], names: tuple[str, ...], backend: str, job_dtypes: Sequence[str] | None
+) -> list[Finding]:
+    """A finding for each format that does not work, or one for all that do."""
+    broken = {dtype: why for result in reversed(results) for dtype, why in result.broken.items()}
+    findings = []
+    for dtype, why in broken.items():
+        message = f"{backend} does not carry {dtype}: {why}"
+        fix = "train in another format (bf16, fp16), with the other ddp_backend, or with another build of torch"
+        if job_dtypes is not None or dtype == "float32":  # which every job exchanges
+            findings.append(Finding.fail("number formats", message, fix, nodes=names))
+        else:
+            findings.append(Finding.warn("number formats", message, f"if the job trains in it: {fix}", nodes=names))
+    carried = f"{backend} carries {', '.join(job_dtypes or DTYPES)}"
+    return findings or [Finding.passed("number formats", carried, nodes=names)]
 
 
 def _slowest(results: Sequence[RankResult], field_name: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--output-dir", type=Path, metavar="DIR", help="room in it, and whether all nodes share it")
     what.add_argument("--model", help="a folder or a hub name: is it complete on every node")
     what.add_argument("--dataset", help="a path or a hub name: the same")
-    add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which backend, which number formats"))
+    add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which data set"))
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo.ops.doctor import gpus, installation, leftovers, network, number_formats, storage
+from grpo.ops.doctor import gpus, installation, leftovers, network, storage
 from grpo.ops.doctor.records import Finding, NodeReport
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.ops.meeting.agreement import read_software
@@ -59,7 +59,6 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
         "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
         "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
         "open files": lambda: ([storage.check_open_files()], {}),
-        "number formats": lambda: (_number_formats(asked.job, fields.get("gpus", 0)), {}),
     }
     if (output_dir := asked.output_dir) is not None:
         checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
@@ -120,25 +119,6 @@ def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
     )
     findings = [count, *gpus.check_gpu_memory(visible, processes)]
     return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
-
-
-def _number_formats(job: Wishes | None, num_gpus: int) -> list[Finding]:
-    """Tried by two ranks of this node: what a backend lacks, it lacks on one machine as well."""
-    backend = (job.backend if job is not None else None) or ("nccl" if num_gpus else "gloo")
-    dtypes = number_formats.DTYPES if job is None else job.dtypes
-    where = "two ranks of this node, on " + ("GPUs" if num_gpus else "CPUs")
-    if num_gpus == 1 or (backend == "nccl" and not num_gpus):
-        message = (
-            f"{backend} was not tried: that takes two GPUs; grpo.ops.doctor.bandwidth tries it in the job's own ranks"
-        )
-        return [Finding.warn("number formats", message, "run it before you train")]
-    try:
-        broken = number_formats.try_processes(backend, dtypes) if num_gpus else number_formats.try_gloo(dtypes)
-    except (TimeoutError, ChildProcessError) as error:
-        fix = "run it again; if it stays, look for what hangs with NCCL_DEBUG=INFO (GPUs that cannot reach each other: "
-        fix += "NCCL_P2P_DISABLE=1), or try grpo.ops.doctor.bandwidth"
-        return [Finding.warn("number formats", str(error), fix)]
-    return number_formats.judge_formats(broken, where=where, backend=backend, job=None if job is None else job.dtypes)
 
 
 def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:

@@ -181,11 +181,12 @@ def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
 
 
 def _push(push: PushBytes) -> str:
-    gathered = f"{readable(push.gathered_bytes_per_node)} gathered into each node"
-    gathered += (
-        f" ({readable(push.network_bytes_per_node)} of it over the network), " if push.network_bytes_per_node else ", "
-    )
-    return f"{gathered if push.gathered_bytes_per_node else ''}{readable(push.engine_bytes)} to each engine, inside the node"
+    text = f"{readable(push.engine_bytes)} to each engine, inside the node"
+    if push.network_bytes_per_node:
+        text = f"{readable(push.network_bytes_per_node)} into each node over the network, {text}"
+    if push.gathered_bytes_per_node:
+        text = f"{readable(push.gathered_bytes_per_node)} gathered in each node, {text}"
+    return text
 
 
 def _table(title: str, *columns: str) -> Table:

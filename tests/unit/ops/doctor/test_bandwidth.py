@@ -4,16 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from grpo.ops.doctor import bandwidth
 from grpo.ops.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
-from grpo.ops.doctor.number_formats import Broken
 from grpo.ops.doctor.pairs import PairSpeed, find_slow, pair_rounds
 from grpo.ops.doctor.records import Status
 from grpo.place.launch import Launch
 
-PASS, WARN = Status.PASS, Status.WARN
+PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
 
 def test_a_lone_rank_has_nobody_to_exchange_with(
@@ -88,11 +88,11 @@ def test_results_become_a_verdict() -> None:
                     pairs_s=tuple(partners.items()),
                 )
             )
-    results[3] = replace(results[3], broken=(Broken(operation="all-reduce", dtype="bfloat16", why="no"),))
+    results[3] = replace(results[3], broken={"bfloat16": "no"})
     assert RankResult.loads(results[3].dumps()) == results[3]
     verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=15 * 10**9)
     told = {(f.check, f.status): f.message for f in verdict.findings}
-    assert told["number formats", WARN] == "nccl does not carry bfloat16 (6 ranks, on CPUs): all-reduce: no"
+    assert told["number formats", WARN] == "nccl on CPUs does not carry bfloat16: no"
     assert told["inside a node", PASS] == "all-reduce 10.00..10.00 GB/s, all-gather 5.00..5.00 GB/s among 2 ranks"
     assert told["across nodes", PASS] == "all-reduce 0.83 GB/s, all-gather 0.28 GB/s over 6 ranks on 3 nodes"
     assert told["one push", PASS].startswith("about 45.0 s to gather 15.0 GB")
@@ -147,3 +147,38 @@ def test_a_failure_says_what_to_set() -> None:
     assert "NCCL_P2P_DISABLE=1" in fix("inside a node: all-reduce")
     assert "GLOO_SOCKET_IFNAME=eth1" in fix("across nodes: all-reduce", backend="gloo")
     assert "node 1 (n1)" in fix("across nodes: all-reduce", late=("node 1 (n1)",))
+
+
+def test_broken_formats_names_what_an_all_reduce_refuses_or_adds_up_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_reduce(tensor: torch.Tensor) -> None:
+        """As rank 0 of three sees it: the last one adds 2."""
+        if tensor.dtype is torch.bfloat16:
+            raise RuntimeError("Invalid scalar type\nException raised from all_reduce")
+        tensor += 2
+        if tensor.dtype is torch.float16:
+            tensor[3:] += 1
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    launch = Launch(rank=0, world_size=3, local_rank=0, local_world_size=3, node=0, num_nodes=1)
+    broken = bandwidth.broken_formats(launch, torch.device("cpu"), ("float32", "bfloat16", "float16"))
+    assert broken == {"bfloat16": "Invalid scalar type", "float16": "1 + 2 is 3, 4"}
+
+
+@pytest.mark.parametrize(
+    ("job", "broken", "told"),
+    [
+        (None, {}, [(PASS, "gloo on CPUs carries float32, bfloat16, float16")]),
+        (("float32", "float16"), {}, [(PASS, "gloo on CPUs carries float32, float16")]),
+        (None, {"bfloat16": "no"}, [(WARN, "gloo on CPUs does not carry bfloat16: no")]),
+        (None, {"float32": "no"}, [(FAIL, "gloo on CPUs does not carry float32: no")]),
+        (("float32", "bfloat16"), {"bfloat16": "no"}, [(FAIL, "gloo on CPUs does not carry bfloat16: no")]),
+    ],
+)
+def test_a_format_that_the_job_needs_is_a_failure(
+    job: tuple[str, ...] | None, broken: dict[str, str], told: list[tuple[Status, str]]
+) -> None:
+    results = [RankResult(node=0, host="n"), RankResult(node=0, host="n", broken=broken)]
+    verdict = judge_bandwidth(
+        results, backend="gloo", num_bytes=8, pair_bytes=8, model_bytes=None, device="CPUs", job_dtypes=job
+    )
+    assert [(each.status, each.message) for each in verdict.findings if each.check == "number formats"] == told

@@ -9,6 +9,9 @@ import pytest
 from grpo.cli import main
 from grpo.ops.doctor import report, shared_file, table
 from grpo.ops.doctor.records import Finding, Status, Verdict
+from grpo.ops.doctor.report import Asked, examine
+from grpo.place.files import read_wishes
+from tests.support.launching import ROOT
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -76,3 +79,36 @@ def test_the_next_step_is_told_below_a_verdict_that_is_no_fail(
     verdict = Verdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
     table.show(verdict, as_json=False, next_step="then start the second stage")
     assert ("then start the second stage" in capsys.readouterr().out) is is_told
+
+
+@pytest.mark.parametrize(
+    ("flags", "launcher", "dtypes"),
+    [
+        ([], "4node.yaml", ["bfloat16"]),  # the demo has no format of its own: the launcher's counts
+        ([], "cpu.yaml", []),
+        (["--model_name_or_path", "m"], "cpu.yaml", ["bfloat16"]),  # TRL's default
+        (["--model_name_or_path", "m", "--bf16", "false"], "cpu.yaml", []),
+        (["--fp16"], "zero3.json", ["float16"]),
+        (["--config", "configs/train/gsm8k_qwen2.5_7b.yaml"], None, ["bfloat16"]),
+        (["--bf16", "--deepspeed", '{"communication_data_type": "fp16"}'], None, ["bfloat16", "float16"]),
+        (["--deepspeed", '{"bf16": {"enabled": true}}'], None, ["bfloat16"]),
+    ],
+)
+def test_formats_of_a_job(flags: list[str], launcher: str | None, dtypes: list[str]) -> None:
+    flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in flags]
+    file = None if launcher is None else str(ROOT / "configs" / launcher)
+    assert read_wishes(flags, config_file=file).dtypes == ("float32", *dtypes)
+
+
+def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match=r"train.yaml holds no settings, but \[1\]"):
+        read_wishes(["--config", str(tmp_path / "train.yaml")])
+
+
+def test_a_model_and_a_dataset_are_looked_for_where_asked(tmp_path: Path) -> None:
+    nothing = tmp_path / "model"
+    nothing.mkdir()
+    asked = Asked(gpus_per_node=None, output_dir=None, model=str(nothing), dataset=str(tmp_path), job=None)
+    found = {finding.check: finding.status for finding in examine("a", asked, {}, peers=()).findings}
+    assert (found["model"], found["dataset"]) == (FAIL, PASS)
