@@ -266,11 +266,16 @@ def test_strangers_are_turned_away() -> None:
                 while stranger.recv(1000):  # a challenge, and the end
                     pass
         with pytest.raises(OSError, match="it ends the connection"):
-            join(["127.0.0.1"], port, "cd" * 32, 1, LONG_S)  # another secret
-        with pytest.raises(OSError, match="it ends the connection"):
             join(["127.0.0.1"], port, SECRET, 1, LONG_S)  # a node that is there already
         nothing_happens(nodes, 0.5)
         ends_well(nodes)
+
+
+def test_another_secret_does_not_take_the_place_of_a_node_that_is_awaited() -> None:
+    with light_job(LONG_S, missing=1) as (node,):
+        with pytest.raises(OSError, match="it ends the connection"):
+            join(["127.0.0.1"], node.port, "cd" * 32, 1, LONG_S)
+        join(["127.0.0.1"], node.port, SECRET, 1, LONG_S).close()  # its place is free
 
 
 def test_who_does_not_know_the_secret_is_no_hub() -> None:

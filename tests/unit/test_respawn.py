@@ -189,8 +189,19 @@ def test_requests_that_kill_twice_are_named(tiny_model: Path, tmp_path: Path, st
     assert state["checkpoint"].endswith("checkpoint-1")
 
 
-def test_prompts_that_no_engine_takes_are_left_out(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
-    """No function sees them, they have no reward, and the rest of their batch trains."""
+def test_prompts_that_no_engine_takes_are_left_out(
+    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No function sees them, they have no reward and no part in the loss, and the rest of their batch trains."""
+    batches: list[torch.Tensor] = []
+    score = GRPOTrainer._generate_and_score_completions
+
+    def scored(*args: Any) -> dict[str, Any]:
+        batch = score(*args)
+        batches.append(batch["completion_mask"].any(dim=1))
+        return batch
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", scored)
     long = "1+" * 40 + "1="
     settings = {"max_steps": 2, "vllm_max_model_length": 200}  # the engine says 64
     trainer = trained(tiny_model, tmp_path, story, prompts=[long, *(f"{n}+{n}=" for n in range(10, 13))], **settings)
@@ -198,6 +209,7 @@ def test_prompts_that_no_engine_takes_are_left_out(tiny_model: Path, tmp_path: P
     assert not any(long in prompts for prompts in of_kind(story, "score"))
     lines = [line for line in trainer.state.log_history if "reward" in line]
     assert sorted(line["rollout/refused"] for line in lines) == [0, 4]
+    assert sorted((~trained_on).sum().item() for trained_on in batches) == [0, 4]
     for name in ("reward", "loss", "grad_norm", "rewards/reward/mean"):
         assert all(math.isfinite(line[name]) for line in lines), name
     assert {line["sampling/sampling_logp_difference/max"] < 6 for line in lines} == {True}  # of what was sampled alone
