@@ -2,32 +2,23 @@
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 # What a launcher sets for its ranks. An engine that saw it would join the trainer's rendezvous:
 # TORCHELASTIC_USE_AGENT_STORE, for one, makes every rank a client of the agent's store, and vLLM's own group hangs.
-_LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
-_LAUNCHER_VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"}
-
-# All that an engine inherits besides: keys of trackers, clouds and services are the trainer's alone.
-_PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "LANG", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV"}
-_PASSED |= {"CC", "CXX", "LOGLEVEL", "NO_COLOR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "MAX_JOBS"}
-_PASSED |= {"HUGGING_FACE_HUB_TOKEN", "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "GCC_EXEC_PREFIX", "COMPILER_PATH"}
-_PASSED |= {"CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"}  # modules give gcc its headers by these
-_PASSED_PREFIXES = (
-    *("LC_", "LD_", "PYTHON", "CONDA_", "XDG_", "MALLOC_", "SSL_", "COVERAGE_", "GRPO_"),
-    *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "FLASHINFER_", "HF_", "HUGGINGFACE_"),
-    *("TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_"),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
-    *("CUDA", "NVIDIA_", "NVCC_", "CUBLAS", "CUDNN", "CUTE_DSL_", "NVSHMEM_", "DG_JIT_", "TVM_", "TILELANG_"),
-    *("NCCL_", "OFI_NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "NIX_", "CRAY_", "PE_"),
-    *("HIP_", "HIPBLASLT_", "HSA_", "ROCM_", "ROCR_", "ROCBLAS_", "TENSILE_", "AITER_", "MIOPEN_", "RCCL_", "AMD_"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+_LAUNCHER = re.compile(
+    "((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))|MASTER_ADDR|MASTER_PORT|NODE_RANK|OMP_NUM_THREADS|TORCH_FR_DUMP_TEMP_FILE|"
+    "(ROLE|TORCHELASTIC|PET|ACCELERATE|FSDP|OMPI|PMI|PMIX)_.*"
 )
-MORE_VARIABLE = "GRPO_ENGINE_ENV"  # names that an engine is to see as well, separated by commas; `NAME*` for a prefix
+# Keys of trackers, clouds and services are the trainer's alone; the hub's load the model.
+_SECRET = re.compile(".*(SECRET|PASSW|CREDENTIAL|(^|_)(TOKEN|KEY|KEYS|PAT|JWT|AUTH)(_|$)).*", re.IGNORECASE)
+_HUB_TOKENS = ("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN")
+MORE_VARIABLE = "GRPO_ENGINE_ENV"  # secrets that an engine is to see as well, separated by commas; `NAME*` for a prefix
 
 
 def engine_environment(
@@ -38,19 +29,18 @@ def engine_environment(
     engines_per_node: int,
     dtype: str | None = None,
 ) -> dict[str, str]:
-    """The environment of an engine host: of the inherited one what engines need, and its own devices.
+    """The environment of an engine host: the inherited one without launcher's variables and secrets, its own devices.
 
     Args:
         devices: values for CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
         dtype: of the engine, as vLLM names it; None: not known yet.
     """
-    more = [name.strip() for name in inherited.get(MORE_VARIABLE, "").split(",") if name.strip()]
-    names = _PASSED | {name for name in more if not name.endswith("*")}
-    prefixes = (*_PASSED_PREFIXES, *(name[:-1] for name in more if name.endswith("*")))
+    allowed = [*_HUB_TOKENS, *filter(None, map(str.strip, inherited.get(MORE_VARIABLE, "").split(",")))]
     env = {
         name: value
         for name, value in inherited.items()
-        if (name in names or name.startswith(prefixes)) and name not in _LAUNCHER_VARIABLES
+        if not _LAUNCHER.fullmatch(name)
+        and (not _SECRET.fullmatch(name) or any(fnmatchcase(name, pattern) for pattern in allowed))
     }
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # DeepSpeed sets it in a rank when it is imported, vLLM in any case
