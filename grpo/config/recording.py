@@ -1,5 +1,6 @@
 """What a run leaves to look at: fields of `GRPOConfig`, and their checks."""
 
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,8 @@ def check_recording(args: Any) -> None:
     for name in ("log_completions_prompts", "usage_interval_s", "report_every_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
+    if args.report_every_s and not importlib.util.find_spec("altair"):
+        raise ValueError("report_every_s needs altair, which is not installed: pip install 'grpo-local[report]'")
     if profiled_steps(args.profile_steps):
         profiled_ranks(args.profile_ranks, args.world_size)
 

@@ -21,6 +21,7 @@ def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
         r
         for r in requirements
         if r not in always and r.marker is not None and any(r.marker.evaluate({"extra": e}) for e in ("gpu", "cpu"))
+        if r.name != DISTRIBUTION  # the extra `report` is part of both
     ]
     return always, engines
 

@@ -5,10 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.ops.report.page import write_report
-
 PAGE = "report.html"
 DAY_S = 86_400
+CHARTS = ("altair", "vl_convert")  # modules of the extra `report`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +26,13 @@ def run(args: argparse.Namespace) -> int:
     """The command: 0, or 1 with the reason on stderr. Ctrl-C ends `--watch`."""
     if args.watch is not None and not 0 < args.watch <= DAY_S:
         print(f"grpo report: --watch is {args.watch:g}: give seconds, more than 0 and up to a day", file=sys.stderr)
+        return 1
+    try:
+        from grpo.ops.report.page import write_report
+    except ModuleNotFoundError as error:
+        if error.name not in CHARTS:
+            raise
+        print(f"grpo report: {error.name} is not installed: pip install 'grpo-local[report]'", file=sys.stderr)
         return 1
     out = args.out or (args.runs[0] / PAGE if len(args.runs) == 1 else Path(PAGE))
     try:

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -283,3 +285,18 @@ def test_what_cannot_work_is_told_in_a_line(
     assert said in error
     assert error.startswith("grpo report: ")
     assert error.count("\n") == 1
+
+
+NO_CHARTS = """
+import sys
+sys.modules["{module}"] = None  # as where it is not installed
+from grpo.cli import main
+sys.exit(main(["report", "run"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["altair", "vl_convert"])
+def test_without_the_extra_the_command_says_what_to_install(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_CHARTS.format(module=module)], capture_output=True, text=True)
+    told = f"grpo report: {module} is not installed: pip install 'grpo-local[report]'\n"
+    assert (done.returncode, done.stderr) == (1, told)
