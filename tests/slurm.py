@@ -194,7 +194,7 @@ class Slurm:
 
     def processes_on(self, node: str) -> list[psutil.Process]:
         """Those of a job on this node, their own children with them, and Slurm's there."""
-        found = {}
+        found: dict[int, psutil.Process] = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 is_daemon = process.name() == "slurmd" and node in process.cmdline()

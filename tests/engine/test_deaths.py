@@ -22,27 +22,10 @@ from grpo.engine.messages import EngineSpec
 from grpo.faults.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
+from tests.support.bare_engine import MAX_TOKENS, START_S, engine_spec, has_loaded_torch, until
 from tests.support.contract import CONTRACT_S, inner_process
 from tests.support.launching import ROOT, kill, wait_gone
 from tests.support.left_over import orphaned_shared_memory
-
-START_S = 240  # 12 s alone
-MAX_TOKENS = 3000
-
-
-def engine_spec(model: Path, **engine_args: Any) -> EngineSpec:
-    return EngineSpec(
-        engine_args={
-            "model": str(model),
-            "dtype": "float32",
-            "max_model_len": MAX_TOKENS + 100,
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 2**28,
-            "weight_transfer_config": "grpo_shm",
-            **engine_args,
-        },
-        sampling={"max_tokens": MAX_TOKENS, "ignore_eos": True},
-    )
 
 
 @contextlib.contextmanager
@@ -62,18 +45,6 @@ def started(
     assert not session_members(client.pid)
     assert not client.private_folder.exists()
     until(lambda: not orphaned_shared_memory() - before, CONTRACT_S, "shared memory is left")
-
-
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def has_loaded_torch(pid: int) -> bool:
-    """A host loads it a few seconds before vLLM is imported."""
-    return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def has_inner_process(pid: int) -> bool:

@@ -17,7 +17,7 @@ from grpo.engine.environment import engine_environment
 from grpo.faults.sessions import session_members
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
-from tests.engine.test_deaths import START_S, engine_spec, has_loaded_torch, until
+from tests.support.bare_engine import START_S, engine_spec, has_loaded_torch, until
 from tests.support.contract import CONTRACT_S, worker_process
 from tests.support.launching import ROOT, known_models
 

@@ -12,7 +12,7 @@ import pytest
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.faults.sessions import session_members
-from tests.engine.test_deaths import START_S, engine_spec, until
+from tests.support.bare_engine import START_S, engine_spec, until
 from tests.support.contract import inner_process, worker_process
 from tests.support.launching import kill, known_models, wait_gone
 

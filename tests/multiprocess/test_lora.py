@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo.cli import main as grpo
-from tests.multiprocess.test_resume import expect, run, seen, steps
 from tests.support.finished import MAX_GAP, finish
 from tests.support.launching import start_tiny_job
+from tests.support.resumed_runs import expect, run, seen, steps
 
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
 

@@ -9,7 +9,7 @@ import torch
 from grpo import cli
 from grpo.checkpoints.checkpoints import read_complete
 from tests.support.launching import ROOT, Job, start, torchrun_command
-from tests.unit.ops.reshape.test_command import make
+from tests.support.made_up_checkpoints import make_reshapable
 
 JOB_S = 240
 CONFIG = {
@@ -84,7 +84,7 @@ def test_one_and_three_ranks_go_on_as_two(
 
 def test_other_batches_are_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
     """Of a checkpoint that none could load: its weights are seven letters."""
-    checkpoint = make(tmp_path / "two" / "checkpoint-2", step=6)
+    checkpoint = make_reshapable(tmp_path / "two" / "checkpoint-2", step=6)
     out = tmp_path / "run" / "checkpoint-2"
     assert cli.main(["reshape", str(checkpoint), "--ranks", "1", "--out", str(out)]) == 0
     config = {"max_steps": 3, "gradient_accumulation_steps": 3, "resume_from_checkpoint": "auto"}

@@ -1,9 +1,7 @@
 """The templates in launch/ on a real Slurm cluster: two nodes without GPUs, and two whose GPUs are device files."""
 
 import json
-import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,47 +12,13 @@ from grpo.place.launch import Launch
 from grpo.place.topology import plan_node
 from tests import slurm
 from tests.support.launching import BIN, ROOT
-
-STUB = f'#!/bin/sh\nexec {sys.executable} -m tests.jobs.stub_launcher "$@"\n'
-
-
-@pytest.fixture(scope="module")
-def slurm_is_here() -> None:
-    if reason := slurm.why_not():
-        if os.environ.get("GRPO_TEST_SLURM") == "install":
-            pytest.fail(reason)
-        pytest.skip(reason)
+from tests.support.slurm_jobs import STUB, everything_said, submit
 
 
 @pytest.fixture(scope="module")
 def cluster(slurm_is_here: None) -> Iterator[slurm.Slurm]:
     with slurm.cluster({"cpu": {"n1": 0, "n2": 0}, "gpu": {"g7": 7, "g8": 8}}) as running:
         yield running
-
-
-def submit(
-    cluster: slurm.Slurm,
-    template: str,
-    output_dir: Path,
-    path: list[Path],
-    *arguments: str,
-    options: list[str],
-    **env: str,
-) -> str:
-    """The job's id; its own log is `output_dir/slurm.log`."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    environment = output_dir / "environment"
-    environment.write_text(f"PATH={':'.join(map(str, path))}:$PATH\n")
-    log = f"--output={output_dir}/slurm.log"
-    command = [log, f"--chdir={ROOT}", *options, str(ROOT / "launch" / template), *arguments]
-    return cluster.submit(
-        *command, env={"GRPO_ENVIRONMENT": str(environment), "GRPO_OUTPUT_DIR": str(output_dir), **env}
-    )
-
-
-def everything_said(output_dir: Path) -> str:
-    logs = [output_dir / "slurm.log", *sorted(output_dir.glob("logs/*.log"))]
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-5000:]}" for log in logs if log.exists())
 
 
 def plan(visible: str, *, ranks: int, node: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:

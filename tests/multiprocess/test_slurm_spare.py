@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.multiprocess.test_slurm import STUB, everything_said, slurm_is_here, submit
 from tests.support.launching import BIN
+from tests.support.slurm_jobs import STUB, everything_said, submit
 
-__all__ = ["slurm_is_here"]  # a fixture
 ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}
 REPLACED_S = 90  # from the loss of a node until the next attempt begins: 24 s beside other jobs
 

@@ -5,7 +5,7 @@ pytest removes old temporary folders, and what a job said is in files there. `te
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,14 +57,16 @@ def keep(name: str, folders: Iterable[Path], into: Path) -> Path:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
         name = item.nodeid.removeprefix("tests/")
         kept = keep(name if report.when == "call" else f"{name}-{report.when}", folders_of(item), KEPT)
         (kept / "report.txt").write_text(report.longreprtext)  # to be read while the others still run
-        if hasattr(report.longrepr, "addsection"):
-            report.longrepr.addsection("its logs", f"are kept in {kept}")
+        if (add_section := getattr(report.longrepr, "addsection", None)) is not None:
+            add_section("its logs", f"are kept in {kept}")
     if report.when == "teardown":
         LAUNCHED.clear()
     return report

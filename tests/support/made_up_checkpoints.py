@@ -1,8 +1,17 @@
 """Folders that look like checkpoints of two ranks."""
 
+import random
 from pathlib import Path
 
-from grpo.checkpoints.checkpoints import PARTIAL_FILE, read_rank_records, write_complete, write_rank_record
+import numpy as np
+import torch
+
+from grpo.checkpoints.checkpoints import (
+    PARTIAL_FILE,
+    read_rank_records,
+    write_complete,
+    write_rank_record,
+)
 
 SAMPLING = {
     "generation_batch_size": 24,
@@ -48,3 +57,24 @@ def make(output_dir: Path, step: int, *, complete: bool = True, resumable: bool 
 
 def names(output_dir: Path) -> set[str]:
     return {path.name for path in output_dir.iterdir()}
+
+
+def make_reshapable(folder: Path, *, step: int, batch: list | None = None, ranks: int = 2) -> Path:
+    """A checkpoint without DeepSpeed, after 2 steps: `grpo reshape` takes its random numbers and its batches.
+
+    Args:
+        step: micro-batches that have been trained on.
+    """
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    for rank in range(ranks):
+        torch.save({"step": step, "batch": batch, "reference": None}, folder / f"rollout_state_{rank}.pt")
+        states = {
+            "python": random.Random(rank).getstate(),
+            "numpy": np.random.RandomState(rank).get_state(),
+            "cpu": torch.Generator().manual_seed(rank).get_state(),
+            "cuda": [torch.full((16,), rank, dtype=torch.uint8)],
+        }
+        torch.save(states, folder / f"rng_state_{rank}.pth")
+    write_complete(folder, step=2, world_size=ranks, sampling=SAMPLING)
+    return folder

@@ -1,12 +1,15 @@
 """Made-up launches and placements: the variables of torchrun, nodes of eight GPUs, whole jobs."""
 
-from grpo.place.launch import read_launch
-from grpo.place.topology import plan_node
+from collections.abc import Sequence
+from typing import Any
+
+from grpo.place.launch import Launch, read_launch
+from grpo.place.topology import NodeTopology, plan_node
 
 EIGHT = tuple(str(i) for i in range(8))
 
 
-def torchrun_env(rank, world_size, local_world_size, **changes):
+def torchrun_env(rank: int, world_size: int, local_world_size: int, **changes: int | str | None) -> dict[str, str]:
     env = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -14,27 +17,34 @@ def torchrun_env(rank, world_size, local_world_size, **changes):
         "LOCAL_WORLD_SIZE": local_world_size,
         "GROUP_RANK": rank // local_world_size,
         "GROUP_WORLD_SIZE": world_size // local_world_size,
-    } | changes
-    return {name: str(value) for name, value in env.items() if value is not None}
+    }
+    return {name: str(value) for name, value in {**env, **changes}.items() if value is not None}
 
 
-def launch(rank=0, world_size=7, local_world_size=7):
+def launch(rank: int = 0, world_size: int = 7, local_world_size: int = 7) -> Launch:
     return read_launch(torchrun_env(rank, world_size, local_world_size))
 
 
-def plan(launch, devices=EIGHT, *, reserved=None, size=1, engines=None, **kwargs):
+def plan(
+    launch: Launch,
+    devices: Sequence[str] = EIGHT,
+    *,
+    reserved: int | None = None,
+    size: int = 1,
+    engines: int | None = None,
+    **more: Any,
+) -> NodeTopology:
     return plan_node(
         launch,
         devices,
         reserved_gpus=reserved,
         tensor_parallel_size=size,
         engines_per_node=engines,
-        host=kwargs.pop("host", "n0"),
-        **kwargs,
+        **{"host": "n0", **more},
     )
 
 
-def job(gpus_per_node=(8, 8, 7, 8), ranks=6):
+def job(gpus_per_node: Sequence[int] = (8, 8, 7, 8), ranks: int = 6) -> list[NodeTopology]:
     world_size = ranks * len(gpus_per_node)
     return [
         plan(launch(rank, world_size, ranks), EIGHT[: gpus_per_node[rank // ranks]], host=f"h{rank // ranks}")

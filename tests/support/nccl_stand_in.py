@@ -131,6 +131,10 @@ class StandInTransport(NcclTransport):
         self._communicator = self._wire
 
 
+def _cpu_streams(device: object, number: int) -> tuple[CpuStream, ...]:
+    return tuple(CpuStream() for _ in range(number))
+
+
 class StandInEngine:
     """An engine's client, and behind it vLLM's consumer of packed buffers.
 
@@ -154,7 +158,7 @@ class StandInEngine:
         self._buffer_bytes = buffer_bytes
         self._packed_tensor = packed_tensor or packed_tensor_module()
         if wire.device == "cpu":
-            self._packed_tensor._get_streams = lambda device, number: tuple(CpuStream() for _ in range(number))
+            self._packed_tensor._get_streams = _cpu_streams  # type: ignore[attr-defined]
         self._late = ThreadPoolExecutor(max_workers=1)  # takes up updates in order where they are answered early
         self._answers_early, self._dies_at, self._hangs = answers_early, dies_at, hangs
         self.arrived: dict[str, torch.Tensor] = {}

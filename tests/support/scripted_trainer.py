@@ -72,7 +72,7 @@ class ScriptedEngine:
             return [WireFormat().dumps()]
         return True
 
-    def listen(self, hear: Callable[[Sampled], None]) -> None:
+    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
         self._hear = hear
 
     def submit(self, sample: Sample) -> None:

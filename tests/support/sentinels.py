@@ -115,7 +115,7 @@ def light_job(
     Args:
         missing: nodes that the job has beside these.
     """
-    settings = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s}
     settings |= {"secret": SECRET, "join_s": join_s}
     started: list[LightNode] = []
     processes = [LightRank(rank, timeout_s) for rank in range(nodes * ranks)]

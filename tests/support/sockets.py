@@ -39,7 +39,7 @@ class Listening:
         """As somebody on this machine."""
         if self.kind == "unix":
             one = socket.socket(socket.AF_UNIX, self.style)
-            target: object = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+            target: str | tuple[str, int] = "\0" + self.address[1:] if self.address.startswith("@") else self.address
         else:
             address = ipaddress.ip_address(self.address)
             if address.is_unspecified:

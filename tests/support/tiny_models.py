@@ -1,10 +1,17 @@
 """Models of a few hundred thousand parameters, one for each way in which checkpoints and engines differ."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 512  # more than one vLLM padding unit of 64, and more than the characters
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -23,7 +30,7 @@ _COMMON = {
 }
 
 # family -> (transformers model type, what is special about it)
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
     "gemma2-tied": ("gemma2", {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32}),
@@ -69,7 +76,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def tiny_config(family: str):
+def tiny_config(family: str) -> PretrainedConfig:
     model_type, special = FAMILIES[family]
     return CONFIG_MAPPING[model_type](**{**_COMMON, **special})
 

@@ -5,20 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo.engine import early
-
-
-class MadeUpHost:
-    """Stands where `HostProcess` does."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
-        self.runs = True
-
-    def is_running(self) -> bool:
-        return self.runs
-
-    def close(self) -> None:
-        self.runs = False
+from tests.support.engines import MadeUpHost
 
 
 @pytest.fixture(autouse=True)

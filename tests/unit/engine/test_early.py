@@ -8,7 +8,7 @@ import pytest
 
 from grpo.engine import early
 from grpo.engine.environment import engine_environment
-from tests.unit.conftest import MadeUpHost
+from tests.support.engines import MadeUpHost
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo.faults.watch import FailureWatch
 from tests.support.reward_batches import PATIENCE_S, Batch, MakeBatch
-from tests.unit.rollout.turns.conftest import make, model
+from tests.support.speaking_trainers import make, model
 
 __all__ = ["make", "model"]
 

@@ -10,8 +10,8 @@ import trl
 
 from grpo import GRPOTrainer, scores_each
 from grpo.rewards.scoring import Scoring
+from tests.support.made_up_tools import times
 from tests.support.speaking_engine import Make, calculates, right, steps_of
-from tests.unit.rollout.turns.test_trainer import times
 
 PATIENCE_S = 60.0
 REPLIES = ("17", "4", "250", "12", "9")

@@ -5,7 +5,7 @@ import torch
 
 from grpo.ops.doctor import gpus
 from grpo.ops.doctor.records import Status
-from tests.unit.ops.doctor.test_number_formats import examined
+from tests.support.doctored import examined
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 

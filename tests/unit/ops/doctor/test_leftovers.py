@@ -11,7 +11,7 @@ import pytest
 
 from grpo.ops.doctor import leftovers
 from grpo.ops.doctor.records import Status
-from tests.unit.ops.doctor.test_storage import GIB, room
+from tests.support.doctored import GIB, room
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 

@@ -13,9 +13,9 @@ import pytest
 
 from grpo.ops.doctor import storage
 from grpo.ops.doctor.records import Finding, Status
+from tests.support.doctored import GIB, room
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,6 @@ def test_few_open_files(soft: int, hard: int, fix: str, monkeypatch: pytest.Monk
     finding = storage.check_open_files()
     assert (finding.status, finding.message) == (WARN, f"1024, hard limit {hard}")
     assert finding.fix.startswith(fix)
-
-
-def room(free_bytes: int, *, inodes: int = 10**6, all_inodes: int = 10**7) -> SimpleNamespace:
-    return SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_blocks=10**13, f_favail=inodes, f_files=all_inodes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from grpo.ops.plan.memory_budget import GIB
 from grpo.ops.plan.view import _runs
 from tests.support.launching import ROOT
-from tests.unit.ops.plan.conftest import Cluster, lines_of
+from tests.support.planned_cluster import Cluster, lines_of
 
 
 def test_one_node(cluster: Cluster) -> None:

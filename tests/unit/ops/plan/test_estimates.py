@@ -1,11 +1,10 @@
 """The formulae of `grpo plan`: parameters, ZeRO states, activations, KV cache, push, by hand and against autograd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.ops.plan.batch import plan_batch
 from grpo.ops.plan.engine_memory import default_max_num_seqs, engine_memory
@@ -13,13 +12,13 @@ from grpo.ops.plan.memory_budget import GIB, Holder, Line, Phase, make_budget, r
 from grpo.ops.plan.model_shape import ModelShape, shape_of
 from grpo.ops.plan.placement import EngineSettings, best_layout
 from grpo.ops.plan.training_memory import (
-    MicroBatch,
     activation_lines,
     at_the_worst_moment,
     head_lines,
     saved_bytes_per_token,
 )
 from grpo.ops.plan.zero_memory import Sharding, read_sharding, states_of, step_lines
+from tests.support.activations import micro_batch, saved_by_autograd
 from tests.support.tiny_models import FAMILIES, tiny_config
 
 
@@ -48,48 +47,6 @@ def test_fused_experts_count_whole() -> None:
     (layer,) = shape.layers
     assert layer.parameters > 4 * 3 * 64 * 128
     assert layer.mlp_elements == 2 * (4 * 64 + 2 * 128)  # two experts per token
-
-
-def saved_by_autograd(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    sequences: int,
-    tokens: int,
-    *,
-    adapt: Callable[[Any], None] = lambda model: None,
-) -> int:
-    """Bytes that the decoder keeps for the backward, each storage once; parameters are not counted.
-
-    Args:
-        adapt: puts adapters into the model.
-    """
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    adapt(model)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    mask = torch.ones(sequences, tokens, dtype=torch.long)
-    mask[0, :5] = 0  # padding, as in a real batch: without it transformers leaves the mask out
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(input_ids=mask, attention_mask=mask, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def micro_batch(sequences: int, tokens: int, dtype_bytes: int = 2, flash_attention: bool = True) -> MicroBatch:
-    return MicroBatch(
-        sequences=sequences,
-        sequence_tokens=tokens,
-        completion_tokens=tokens,
-        dtype_bytes=dtype_bytes,
-        checkpointing=True,
-        flash_attention=flash_attention,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.launching import ROOT
-from tests.unit.ops.plan.conftest import TRAINING, Cluster, lines_of
+from tests.support.planned_cluster import TRAINING, Cluster, lines_of
 
 
 def test_groups_that_do_not_divide(cluster: Cluster) -> None:

@@ -14,10 +14,10 @@ from grpo.ops.plan.push_memory import push_lines, push_shape
 from grpo.ops.plan.training_memory import saved_bytes_per_token
 from grpo.ops.plan.zero_memory import Sharding
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
+from tests.support.activations import micro_batch, saved_by_autograd
 from tests.support.launching import ROOT
+from tests.support.planned_cluster import Cluster, lines_of
 from tests.support.tiny_models import tiny_config
-from tests.unit.ops.plan.conftest import Cluster, lines_of
-from tests.unit.ops.plan.test_estimates import micro_batch, saved_by_autograd
 
 ONE_NODE = ROOT / "configs" / "1node.yaml"
 HIDDEN, MLP, KEYS, LAYERS, VOCABULARY = 3584, 18944, 512, 28, 152064

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import ROOT
-from tests.unit.ops.plan.conftest import Cluster
+from tests.support.planned_cluster import Cluster
 
 # settings of the training file (None: left out), flags -> what the one error says
 MISTAKES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {

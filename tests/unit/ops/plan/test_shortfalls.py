@@ -4,7 +4,7 @@ import pytest
 
 from grpo.ops.plan.memory_budget import GIB
 from tests.support.launching import ROOT
-from tests.unit.ops.plan.conftest import LLAMA_8B, Cluster, lines_of
+from tests.support.planned_cluster import LLAMA_8B, Cluster, lines_of
 
 
 def test_weights_that_no_engine_can_hold(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from grpo.ops.plan.speed import best_reserved
 from tests.support.launching import ROOT
-from tests.unit.ops.plan.conftest import Cluster
+from tests.support.planned_cluster import Cluster
 
 PARAMETERS = 8_030_261_248
 ATTENTION = 2 * 32 * 32 * 128 * 1536  # layers, heads, their size, tokens

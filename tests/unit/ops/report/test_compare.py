@@ -11,7 +11,7 @@ from grpo.cli import main
 from grpo.ops.report.compare import compare, differing
 from grpo.ops.report.page import names_of
 from grpo.ops.report.reading import read_run
-from tests.unit.ops.report.test_page import data_of
+from tests.support.report_pages import data_of
 
 
 def test_curves_of_all_runs_hold_their_own_values(

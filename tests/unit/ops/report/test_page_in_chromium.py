@@ -11,7 +11,7 @@ import pytest
 
 from grpo.ops.report.page import write_report
 from tests import chromium
-from tests.unit.ops.report.test_page import NASTY, with_texts
+from tests.support.report_pages import NASTY, with_texts
 
 TABS = ("time", "learning", "completions", "failures", "setup")
 DEADLINE_MS = 60_000

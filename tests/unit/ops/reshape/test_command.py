@@ -6,36 +6,19 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from grpo import cli
-from grpo.checkpoints.checkpoints import CompleteRecord, read_complete, verify, write_complete
+from grpo.checkpoints.checkpoints import CompleteRecord, read_complete, verify
 from grpo.ops.reshape.command import batch_settings, default_out, reshape
-from tests.support.made_up_checkpoints import SAMPLING
+from tests.support.made_up_checkpoints import SAMPLING, make_reshapable
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Of two ranks by DDP, after two generation batches."""
-    return make(tmp_path / "run" / "checkpoint-2", step=6)
-
-
-def make(folder: Path, *, step: int, batch: list | None = None, ranks: int = 2) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
-    for rank in range(ranks):
-        torch.save({"step": step, "batch": batch, "reference": None}, folder / f"rollout_state_{rank}.pt")
-        states = {
-            "python": random.Random(rank).getstate(),
-            "numpy": np.random.RandomState(rank).get_state(),
-            "cpu": torch.Generator().manual_seed(rank).get_state(),
-            "cuda": [torch.full((16,), rank, dtype=torch.uint8)],
-        }
-        torch.save(states, folder / f"rng_state_{rank}.pth")
-    write_complete(folder, step=2, world_size=ranks, sampling=SAMPLING)
-    return folder
+    return make_reshapable(tmp_path / "run" / "checkpoint-2", step=6)
 
 
 def random_file(folder: Path, name: str) -> dict:
@@ -113,7 +96,7 @@ def test_the_same_batches_with_other_settings(
 
 
 def test_in_the_middle_of_a_generation_batch_it_is_refused(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run" / "checkpoint-2", step=7, batch=[])
+    folder = make_reshapable(tmp_path / "run" / "checkpoint-2", step=7, batch=[])
     with pytest.raises(ValueError, match=r"in the middle of a generation batch: 1 of its 3 micro-batches .*a multiple"):
         reshape(folder, tmp_path / "out", ranks=3)
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """Tools, environments and rollout functions in the real trainer, over an engine that says what is written down."""
 
-import asyncio
 import contextlib
 import gc
 import re
@@ -15,6 +14,7 @@ from datasets import Dataset
 
 from grpo.faults.failure import JobFailed
 from grpo.preflight import inputs
+from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.scripted_trainer import Steps
 from tests.support.speaking_engine import (
     TOKENIZER,
@@ -28,27 +28,6 @@ from tests.support.speaking_engine import (
 )
 
 LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
-
-
-def times(a: int, b: int) -> int:
-    """The product.
-
-    Args:
-        a: the one number
-        b: the other
-    """
-    return a * b
-
-
-async def plus(a: int, b: int) -> int:
-    """The sum.
-
-    Args:
-        a: the one number
-        b: the other
-    """
-    await asyncio.sleep(0)
-    return a + b
 
 
 def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make) -> None:
@@ -186,40 +165,6 @@ def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
     with pytest.raises(TimeoutError, match=r"not ended after 1 s \(rollout_timeout\); it waits for tool stuck of row"):
         trainer.train()
     release.set()
-
-
-class Guessing:
-    """Guess a number; the environment owns data and reward."""
-
-    def __init__(self) -> None:
-        self.number, self.tries, self.resets = 0, 0, 0
-
-    def reset(self, number: int = 5, **columns: Any) -> str:
-        self.number, self.tries = number, 0
-        self.resets += 1
-        return " Guess from 0 to 9."
-
-    def guess(self, value: int) -> str:
-        """Guess.
-
-        Args:
-            value: the guess
-        """
-        self.tries += 1
-        return "right" if value == self.number else "lower" if value > self.number else "higher"
-
-    def get_reward(self) -> float:
-        return 1.0 / self.tries if self.tries else 0.0
-
-
-def halves(text: str, seed: int) -> str:
-    """Guesses in the middle of what is left."""
-    low, high = 0, 9
-    for value, said in re.findall(r'guess{"value": (\d+)}</c><e><t>(\w+)<e>', text):
-        if said == "right":
-            return "done<e>"
-        low, high = (int(value) + 1, high) if said == "higher" else (low, int(value) - 1)
-    return call("guess", value=(low + high) // 2)
 
 
 def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(make: Make) -> None:

@@ -10,8 +10,8 @@ import trl
 
 from examples.calculator_model import problems
 from grpo import GRPOConfig, GRPOTrainer, scores_each
+from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.speaking_engine import TOKENIZER, calculates, right
-from tests.unit.rollout.turns.test_trainer import Guessing, halves, plus, times
 
 WAYS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [times, plus], "reward_funcs": scores_each("completion")(right)},

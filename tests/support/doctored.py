@@ -1,0 +1,22 @@
+"""A node examined by the doctor."""
+
+from types import SimpleNamespace
+
+from grpo.ops.doctor.records import Finding
+from grpo.ops.doctor.report import Asked, examine
+from grpo.place.files import read_wishes
+
+
+def examined(env: dict[str, str], *flags: str) -> dict[str, Finding]:
+    """What a node says, by the name of the check, with this build of torch or what a test makes of it."""
+    asked = Asked(
+        gpus_per_node=None, output_dir=None, model=None, dataset=None, job=read_wishes(flags) if flags else None
+    )
+    return {finding.check: finding for finding in examine("a", asked, env, peers=()).findings}
+
+
+GIB = 1 << 30
+
+
+def room(free_bytes: int, *, inodes: int = 10**6, all_inodes: int = 10**7) -> SimpleNamespace:
+    return SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_blocks=10**13, f_favail=inodes, f_files=all_inodes)
