@@ -26,7 +26,7 @@ from bench.generate import local_vllm
 from bench.learning import FIRST_SEED, LAST_STEPS, RUN_TIMEOUT_S
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from examples.demo_model import ensure_demo_model
-from grpo.engine.client import EngineClient
+from grpo.engine.like import EngineLike
 from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import read_topology
 
@@ -36,7 +36,7 @@ QUIET_S = 3.0  # a host that has imported vLLM uses no processor for so long
 DEADLINE_S = 300.0
 
 
-def until_hosts_wait(engine: EngineClient) -> None:
+def until_hosts_wait(engine: EngineLike) -> None:
     """Until this process's other hosts have imported what they import, and wait."""
     deadline, quiet_since, before = time.monotonic() + DEADLINE_S, time.monotonic(), -1.0
     while time.monotonic() < deadline:

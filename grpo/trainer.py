@@ -23,7 +23,8 @@ from grpo.config import GRPOConfig
 from grpo.config.models import attention_heads, base_of, describe_model, engine_spec
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
-from grpo.engine.supervisor import EngineSupervisor, StartEngine
+from grpo.engine.like import EngineLike, StartEngine
+from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch, watch_for
@@ -47,7 +48,7 @@ from grpo.weights.trained import TrainedModel
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
 
 
-def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineClient]]:
+def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]:
     """The present ones, while there are any, by whoever must not hold them."""
     alive = weakref.ref(engines)
     return lambda: [] if (found := alive()) is None else found.clients

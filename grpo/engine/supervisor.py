@@ -13,13 +13,11 @@ from pathlib import Path
 from grpo.engine.client import STOPPED_TIMEOUT_S, EngineClient, EngineDied, EngineError
 from grpo.engine.early import drop_host, stand_by
 from grpo.engine.environment import engine_environment
+from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.messages import EngineSpec, Ready
 from grpo.faults.failure import FailureRecord, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.topology import NodeTopology
-
-StartEngine = Callable[..., EngineClient]
-"""Takes what `EngineClient` takes."""
 
 WINDOW_S = 3600.0  # in which deaths are counted
 MAX_FAILED_STARTS = 2  # of one respawn
@@ -69,7 +67,7 @@ class _Loss:
 
     since: float
     record: FailureRecord
-    successor: EngineClient | None = None
+    successor: EngineLike | None = None
     failed_starts: int = 0
     given_up: FailureRecord | None = None
     """Why there will be no successor."""
@@ -77,7 +75,7 @@ class _Loss:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slot:
-    start: Callable[[], EngineClient]
+    start: Callable[[], EngineLike]
     limit: RespawnLimit
     loss: _Loss | None = None
 
@@ -123,7 +121,7 @@ class EngineSupervisor:
         self._changed = threading.Condition()
         me = weakref.ref(self)  # the engines' threads would keep this object alive
 
-        def starter(index: int, environment: dict[str, str]) -> Callable[[], EngineClient]:
+        def starter(index: int, environment: dict[str, str]) -> Callable[[], EngineLike]:
             def on_death(error: EngineDied) -> None:
                 if (supervisor := me()) is not None:
                     supervisor._note_death(index, error)
@@ -151,8 +149,8 @@ class EngineSupervisor:
             _Slot(start=starter(index, environment), limit=RespawnLimit(max_respawns))
             for index, environment in enumerate(self._environments)
         ]
-        self.clients: list[EngineClient] = []
-        self._every: list[EngineClient] = []  # whose processes may still be there
+        self.clients: list[EngineLike] = []
+        self._every: list[EngineLike] = []  # whose processes may still be there
         self._ender = weakref.finalize(self, _close_all, self._every, watch)
         try:
             for slot in self._slots:
@@ -162,7 +160,7 @@ class EngineSupervisor:
             raise
         drop_host()  # one that no engine of this node has taken
 
-    def _started(self, slot: _Slot) -> EngineClient:
+    def _started(self, slot: _Slot) -> EngineLike:
         client = slot.start()
         self._every.append(client)
         self._watch.covers(client.private_folder, client.pid)
@@ -250,7 +248,7 @@ class EngineSupervisor:
                     slot.loss = _Loss(since=time.monotonic(), record=record)
                     self._start_successor(slot, slot.loss)
 
-    def _await_successor(self, slot: _Slot, loss: _Loss) -> EngineClient:
+    def _await_successor(self, slot: _Slot, loss: _Loss) -> EngineLike:
         while True:
             with self._changed:
                 if loss.given_up is not None or loss.successor is None:
@@ -268,11 +266,11 @@ class EngineSupervisor:
                 with self._changed:
                     loss.given_up = self._record(loss, f"{error}")
 
-    def _changes(self, loss: _Loss, successor: EngineClient) -> bool:
+    def _changes(self, loss: _Loss, successor: EngineLike) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: loss.successor is not successor, NOTICE_S)
 
-    def _forget(self, dead: EngineClient) -> None:
+    def _forget(self, dead: EngineLike) -> None:
         """Its pid may be another process's some day."""
         self._every.remove(dead)
         self._watch.uncovers(dead.private_folder)
@@ -331,12 +329,12 @@ def _first_line(cause: str) -> str:
     return cause.removeprefix("EngineDied: ").partition("; the last lines of")[0].splitlines()[0]
 
 
-def _close_all(clients: Sequence[EngineClient], watch: FailureWatch) -> None:
+def _close_all(clients: Sequence[EngineLike], watch: FailureWatch) -> None:
     with contextlib.ExitStack() as all_of_them:  # whatever one of them raises
         for client in clients:
             all_of_them.callback(_close, client, watch)
 
 
-def _close(client: EngineClient, watch: FailureWatch) -> None:
+def _close(client: EngineLike, watch: FailureWatch) -> None:
     client.close()
     watch.uncovers(client.private_folder)  # not if the job's failure has come in between: the sentinel ends it then

@@ -17,7 +17,8 @@ from functools import partial
 
 import numpy as np
 
-from grpo.engine.client import EngineClient, EngineDied, EngineError
+from grpo.engine.client import EngineDied, EngineError
+from grpo.engine.like import EngineLike
 from grpo.engine.messages import Sample, Sampled
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.batch import Batch
@@ -53,7 +54,7 @@ class EnginePool:
 
     def __init__(
         self,
-        clients: Sequence[EngineClient],
+        clients: Sequence[EngineLike],
         *,
         max_num_seqs: Sequence[int],
         max_tokens: int,
@@ -86,7 +87,7 @@ class EnginePool:
         for engine, client in enumerate(clients):
             self._attach(engine, client)
 
-    def _attach(self, engine: int, client: EngineClient) -> None:
+    def _attach(self, engine: int, client: EngineLike) -> None:
         thread = threading.Thread(
             target=self._send, args=[client, self._outboxes[engine]], name=f"grpo-{client.name}-sender", daemon=True
         )
@@ -197,7 +198,7 @@ class EnginePool:
                 self._outboxes[engine].put(tuple(completions))
             self._feed()
 
-    def take_up(self, clients: Sequence[EngineClient], *, policy_version: int) -> None:
+    def take_up(self, clients: Sequence[EngineLike], *, policy_version: int) -> None:
         """Go on with these engines, all of which have the weights of `policy_version`; all were at rest meanwhile."""
         self.policy_version = policy_version
         for engine, client in enumerate(clients):
@@ -206,7 +207,7 @@ class EnginePool:
         with self._changed:
             self._say_trouble()  # of an engine that has died since it was delivered to
 
-    def _replace(self, engine: int, client: EngineClient) -> None:
+    def _replace(self, engine: int, client: EngineLike) -> None:
         with self._changed:
             self._outboxes[engine].put(None)  # of one that was closed by us
             self._clients[engine], self._outboxes[engine] = client, queue.SimpleQueue()
@@ -305,7 +306,7 @@ class EnginePool:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _hear(self, engine: int, client: EngineClient, answer: Sampled | EngineError) -> None:
+    def _hear(self, engine: int, client: EngineLike, answer: Sampled | EngineError) -> None:
         with self._noting_errors(), self._changed:
             if client is not self._clients[engine]:
                 return  # of an earlier life
@@ -342,7 +343,7 @@ class EnginePool:
             if batch.on_done is not None:
                 batch.on_done(batch)
 
-    def _send(self, client: EngineClient, outbox: _Outbox) -> None:
+    def _send(self, client: EngineLike, outbox: _Outbox) -> None:
         with self._noting_errors():
             while (message := outbox.get()) is not None:
                 if isinstance(message, tuple):

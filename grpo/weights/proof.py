@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo.engine.client import EngineClient
+from grpo.engine.like import EngineLike
 from grpo.weights.report import LogprobGap
 
 PROBE_PROMPTS = 4
@@ -36,7 +36,7 @@ class Prover:
     """Proves pushes. Every rank has one; `prove` is collective, as the trainer's forward is under ZeRO-3."""
 
     model: nn.Module
-    clients: Sequence[EngineClient]
+    clients: Sequence[EngineLike]
     """The node's engines on its local main; none on every other rank."""
     probe: list[list[int]]
     """See `probe_prompts`; the same on every rank."""

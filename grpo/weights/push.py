@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo.engine.client import EngineClient, EngineError
+from grpo.engine.client import EngineError
+from grpo.engine.like import EngineLike
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
@@ -50,7 +51,7 @@ def load_transport(backend: str) -> None:
 class NodeEngines:
     """vLLM's four-method weight-sync client over all engines of a node, called concurrently."""
 
-    def __init__(self, clients: Sequence[EngineClient], *, tensor_parallel_size: int, timeout_s: float) -> None:
+    def __init__(self, clients: Sequence[EngineLike], *, tensor_parallel_size: int, timeout_s: float) -> None:
         self._clients = list(clients)
         self._tensor_parallel_size = tensor_parallel_size
         self._timeout_s = timeout_s
@@ -114,7 +115,7 @@ class Pusher:
     def __init__(
         self,
         source: "GatheredSource",
-        clients: Sequence[EngineClient],
+        clients: Sequence[EngineLike],
         *,
         backend: str,
         tensor_parallel_size: int,

@@ -8,7 +8,7 @@ from torch import nn
 
 from grpo.config import GRPOConfig
 from grpo.config.models import EngineModel
-from grpo.engine.client import EngineClient
+from grpo.engine.like import EngineLike
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
 from grpo.weights.proof import Prover, probe_prompts
@@ -40,7 +40,7 @@ class TrainedModel:
             lora=self.lora,
         )
 
-    def prover(self, args: GRPOConfig, clients: Sequence[EngineClient], max_model_len: int) -> Prover:
+    def prover(self, args: GRPOConfig, clients: Sequence[EngineLike], max_model_len: int) -> Prover:
         embedding = self.model.get_input_embeddings()
         vocab_size = getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
         return Prover(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.place.wire import Wire
 
 if TYPE_CHECKING:
-    from grpo.engine.client import EngineClient  # vLLM's workers import this file
+    from grpo.engine.like import EngineLike  # vLLM's workers import this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class WireFormat(Wire):
     """Buffers that the engine takes from no checkpoint, since it computes them itself: they stay at home."""
 
 
-def ask_engines(clients: Sequence["EngineClient"], question: dict[str, Any], timeout_s: float) -> WireFormat:
+def ask_engines(clients: Sequence["EngineLike"], question: dict[str, Any], timeout_s: float) -> WireFormat:
     """Ask every engine of a node, each in turn.
 
     Args:

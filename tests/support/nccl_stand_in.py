@@ -22,6 +22,7 @@ import torch
 from grpo.engine.client import EngineError
 from grpo.weights.buckets import Bucket, ParamMeta
 from grpo.weights.nccl import NcclTransport
+from tests.support.engines import Script, ScriptedEngine
 
 LATE_S = 0.02  # from a broadcast's turn on its stream until it reads the buffer
 LATE_CYCLES = 40_000_000  # likewise on a GPU: about that time at 2 GHz
@@ -135,8 +136,8 @@ def _cpu_streams(device: object, number: int) -> tuple[CpuStream, ...]:
     return tuple(CpuStream() for _ in range(number))
 
 
-class StandInEngine:
-    """An engine's client, and behind it vLLM's consumer of packed buffers.
+class StandInEngine(ScriptedEngine):
+    """With vLLM's consumer of packed buffers behind it.
 
     Args:
         answers_early: before an update has arrived; the engine that must not be.
@@ -154,6 +155,7 @@ class StandInEngine:
         dies_at: int | None = None,
         hangs: bool = False,
     ) -> None:
+        super().__init__(script=Script(control=self._answer))
         self._wire = wire
         self._buffer_bytes = buffer_bytes
         self._packed_tensor = packed_tensor or packed_tensor_module()
@@ -162,26 +164,30 @@ class StandInEngine:
         self._late = ThreadPoolExecutor(max_workers=1)  # takes up updates in order where they are answered early
         self._answers_early, self._dies_at, self._hangs = answers_early, dies_at, hangs
         self.arrived: dict[str, torch.Tensor] = {}
-        self.calls: list[str] = []
+        self._timeout_s = 0.0
 
-    def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-        number = self.calls.count("update_weights")
-        self.calls.append(method)
+    def methods(self) -> list[str]:
+        """What it was asked, in order."""
+        return [method for method, _ in self.calls]
+
+    def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
+        self._timeout_s = timeout_s
+        return super().call(method, timeout_s, **kwargs)
+
+    def _answer(self, method: str, kwargs: dict[str, Any]) -> bool:
+        number = self.methods().count("update_weights") - 1
         if method != "update_weights":
             return True
         if number == self._dies_at:
             raise EngineError("was killed by signal 9")
         if self._hangs:
-            self._wire.destroyed.wait(timeout_s)
-            raise EngineError(f"did not answer update_weights within {timeout_s:.0f} s")
+            self._wire.destroyed.wait(self._timeout_s)
+            raise EngineError(f"did not answer update_weights within {self._timeout_s:.0f} s")
         if self._answers_early:
             self._late.submit(self._consume, kwargs["update_info"])
         else:
             self._consume(kwargs["update_info"])
         return True
-
-    def error(self, what: str) -> EngineError:
-        return EngineError(what)
 
     def finish(self) -> None:
         """Until all that was sent has been taken up."""

@@ -1,104 +1,25 @@
 """The real trainer over an engine that answers at once, whatever the weights."""
 
-import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.engine.client import EngineDied, EngineError
-from grpo.engine.messages import Ready, Sample, Sampled
-from grpo.weights.wire_format import WireFormat
+from tests.support.engines import Script
 
 
-class ScriptedEngine:
-    """Answers at once, and writes down what it is told."""
+def use_scripted_engines(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Script:
+    """Trainers start engines by this script from now on.
 
-    story: list[tuple]
-    tokens_of: dict[tuple[int, ...], str]
-    deaths: ClassVar[list[tuple[str, int]]] = []
-    """What some engine is asked for, and at which time that kills the engine that is asked."""
-
-    started: list["ScriptedEngine"]
-    asked: Counter[str]
-    is_closed = False
-    pid, private_folder = 0, Path("unused")
-
-    def __init__(self, spec: Any, *, name: str, on_death: Any, **kwargs: Any) -> None:
-        self.name = name
-        self.on_death = on_death  # a real engine's thread holds it
-        self.started.append(self)
-        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
-        self._death: EngineDied | None = None
-
-    def die(self) -> None:
-        """As a real one: whoever waits hears of it, and then its supervisor, from another thread."""
-        death = self._death = EngineDied(f"{self.name} was killed by signal 9; the last lines of its log:\nnothing")
-
-        def tell() -> None:
-            self._hear(death)
-            self.on_death(death)
-
-        threading.Thread(target=tell, daemon=True).start()
-
-    @property
-    def is_dead(self) -> bool:
-        return self._death is not None
-
-    def _is_asked(self, what: str) -> None:
-        self.asked[what] += 1
-        if (what, self.asked[what]) in self.deaths:
-            self.die()
-        if self._death is not None:
-            raise self._death
-
-    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
-        self._is_asked("wait_ready")
-        return Ready(max_model_len=64, max_num_seqs=16, startup_s=1.0)
-
-    def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
-        self._is_asked(method)
-        if method == "prompt_logprobs":
-            return [[0.0] * (len(prompt) - 1) for prompt in kwargs["prompts"]]
-        if method == "finish_weight_update":
-            self.story.append(("push", int(kwargs["weight_version"])))
-        if method == "wire_format":
-            return [WireFormat().dumps()]
-        return True
-
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        self._hear = hear
-
-    def submit(self, sample: Sample) -> None:
-        try:
-            self._is_asked("submit")
-        except EngineDied:
-            return
-        for number, completion_id in enumerate(sample.ids):
-            token_ids = np.random.default_rng(sample.seed + number).integers(5, 20, 3).astype(np.int32)
-            logprobs = np.full(3, -2.5, np.float32)
-            self._hear(Sampled(completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs))
-
-    def abort(self, ids: Any) -> None:
-        self.story.append(("abort",))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def use_scripted_engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Trainers start these from now on. Returns what will have happened, in order."""
-    story: list[tuple] = []
-    for name, value in {"story": story, "started": [], "asked": Counter(), "deaths": []}.items():
-        monkeypatch.setattr(ScriptedEngine, name, value, raising=False)
-    monkeypatch.setattr(GRPOTrainer, "start_engine", ScriptedEngine)
-    return story
+    Args:
+        settings: of the script.
+    """
+    script = Script(**settings)
+    monkeypatch.setattr(GRPOTrainer, "start_engine", script.start)
+    return script
 
 
 class Steps(TrainerCallback):

@@ -1,21 +1,17 @@
-"""The real trainer over an engine that answers with texts, by what it is asked."""
+"""The real trainer over an engine that answers with texts, by what it is asked, and what such an engine says."""
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.calculator_model import MODEL, build_tokenizer, problems
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.engine.client import EngineDied
-from grpo.engine.messages import Ready, Sample, Sampled
-from tests.support.scripted_trainer import ScriptedEngine
+from grpo.engine.messages import Sample
 
 TOKENIZER = build_tokenizer()
 USER = re.compile(r"<u>(\d+)\*(\d+)<e><a>$")
@@ -26,37 +22,14 @@ def call(name: str, **arguments: int | str) -> str:
     return f"<c>{name}{json.dumps(arguments)}</c><e>"
 
 
-class SpeakingEngine(ScriptedEngine):
-    """Says what `reply` makes of the conversation so far, and its seed."""
+def speaks(reply: Callable[[str, int], str]) -> Callable[[Sample, int], list[int]]:
+    """The tokens of what `reply` makes of the conversation so far, and its seed."""
 
-    reply: ClassVar[Callable[[str, int], str]]
-    asked_for: ClassVar[list[Sample]]
+    def tokens_of(sample: Sample, number: int) -> list[int]:
+        ids = TOKENIZER(reply(TOKENIZER.decode(sample.token_ids), sample.seed + number))["input_ids"]
+        return ids[: sample.overrides.get("max_tokens", 64)]
 
-    def __init__(self, spec: Any, **kwargs: Any) -> None:
-        super().__init__(spec, **kwargs)
-        self._max_model_len = spec.engine_args["max_model_len"]
-
-    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
-        return replace(super().wait_ready(timeout_s, check), max_model_len=self._max_model_len)
-
-    def submit(self, sample: Sample) -> None:
-        try:
-            self._is_asked("submit")
-        except EngineDied:
-            return
-        self.asked_for.append(sample)
-        text = TOKENIZER.decode(sample.token_ids)
-        for number, completion_id in enumerate(sample.ids):
-            ids = TOKENIZER(type(self).reply(text, sample.seed + number))["input_ids"]
-            ids = ids[: sample.overrides.get("max_tokens", 64)]
-            self._hear(
-                Sampled(
-                    completion_id=completion_id,
-                    token_ids=np.asarray(ids, np.int32),
-                    engine_logprobs=np.full(len(ids), -2.5, np.float32),
-                    finish_reason="stop",
-                )
-            )
+    return tokens_of
 
 
 def save_model(folder: Path) -> Path:

@@ -9,8 +9,9 @@ import pytest
 
 from grpo import GRPOTrainer
 from grpo.weights import delivery
+from tests.support.engines import Script
 from tests.support.scripted_trainer import use_scripted_engines
-from tests.support.speaking_engine import Make, SpeakingEngine, make_trainer, right, save_model
+from tests.support.speaking_engine import Make, make_trainer, right, save_model, speaks
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +20,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Iterator[Make]:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Of the engines that `make`'s trainers start."""
+    return use_scripted_engines(monkeypatch)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, script: Script, model: Path, tmp_path: Path) -> Iterator[Make]:
     """A trainer whose engine has this `reply`; closed afterwards."""
-    use_scripted_engines(monkeypatch)
-    monkeypatch.setattr(GRPOTrainer, "start_engine", SpeakingEngine)
-    monkeypatch.setattr(SpeakingEngine, "asked_for", [], raising=False)
     monkeypatch.setattr(delivery, "is_due", lambda push: False)
     made: weakref.WeakSet[GRPOTrainer] = weakref.WeakSet()  # those that their test holds no more go by themselves
 
     def trainer(reply: Callable[[str, int], str], reward: Any = right, **more: Any) -> GRPOTrainer:
-        monkeypatch.setattr(SpeakingEngine, "reply", staticmethod(reply), raising=False)
+        script.tokens_of = speaks(reply)
         new = make_trainer(model, tmp_path / "run", reward, **more)
         made.add(new)
         return new

@@ -13,7 +13,8 @@ from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.rollout.pool import EnginePool
 from grpo.weights import delivery
-from tests.support.scripted_trainer import ScriptedEngine, make_trainer, of_kind, train, use_scripted_engines
+from tests.support.engines import Script
+from tests.support.scripted_trainer import make_trainer, of_kind, train, use_scripted_engines
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -41,9 +42,14 @@ def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_
 
 
 @pytest.fixture
-def story(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    return use_scripted_engines(monkeypatch)
+
+
+@pytest.fixture
+def story(script: Script, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
     """What happened, in order: pushes, submissions and collections by their prompts, and optimizer steps."""
-    events = use_scripted_engines(monkeypatch)
+    events = script.story
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     monkeypatch.setattr(delivery, "is_due", lambda push: False)
     submit, collect = EnginePool.submit, EnginePool.collect
@@ -119,10 +125,12 @@ def test_after_a_failed_training_a_signal_ends_the_process_again(
         trainer.close()
 
 
-def test_a_trainer_that_nobody_holds_ends_its_engines(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_a_trainer_that_nobody_holds_ends_its_engines(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
     trainer.train()
-    (engine,) = ScriptedEngine.started
+    (engine,) = script.started
     assert not engine.is_closed
     del trainer
     gc.collect()

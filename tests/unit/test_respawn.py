@@ -11,43 +11,50 @@ from transformers import TrainerCallback
 
 from grpo import GRPOTrainer
 from grpo.engine import supervisor
+from grpo.engine.messages import EngineSpec
 from grpo.faults.failure import StepFailed
 from grpo.record.timeline.records import RESPAWN, read_timelines
-from tests.support.scripted_trainer import ScriptedEngine, make_trainer, of_kind, use_scripted_engines
+from tests.support.engines import Script, ScriptedEngine
+from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 
 LOOSE = 1e9  # a scripted engine computes no probabilities
 
 
 @pytest.fixture
-def story(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return use_scripted_engines(monkeypatch)
+
+
+@pytest.fixture
+def story(script: Script) -> list[tuple]:
+    return script.story
 
 
 class Deaths(TrainerCallback):
     """The engine dies at the end of a step, while nobody asks anything of it."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, script: Script, step: int) -> None:
+        self.script, self.step = script, step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            ScriptedEngine.started[-1].die()
+            self.script.started[-1].die()
 
 
 def trained(
     tiny_model: Path,
     output_dir: Path,
-    story: list[tuple],
+    script: Script,
     *deaths: tuple[str, int],
     idle_after: int = 0,
     **settings: Any,
 ) -> GRPOTrainer:
-    ScriptedEngine.deaths = [*deaths]
-    ScriptedEngine.asked.clear()
-    ScriptedEngine.started.clear()
-    story.clear()
-    trainer = make_trainer(tiny_model, output_dir, story, **{"vllm_max_logprob_gap": LOOSE, "max_steps": 4, **settings})
-    trainer.add_callback(Deaths(idle_after))
+    script.deaths = [*deaths]
+    for seen in (script.asked, script.started, script.story):
+        seen.clear()
+    settings = {"vllm_max_logprob_gap": LOOSE, "max_steps": 4, **settings}
+    trainer = make_trainer(tiny_model, output_dir, script.story, **settings)
+    trainer.add_callback(Deaths(script, idle_after))
     try:
         trainer.train()
     finally:
@@ -83,25 +90,25 @@ DEATHS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("where", DEATHS)
 def test_the_run_is_what_it_would_have_been(
-    where: str, tiny_model: Path, tmp_path: Path, story: list[tuple], undisturbed: dict[str, Any]
+    where: str, tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], undisturbed: dict[str, Any]
 ) -> None:
     if not undisturbed:
-        undisturbed["weights"] = weights(trained(tiny_model, tmp_path / "whole", story))
+        undisturbed["weights"] = weights(trained(tiny_model, tmp_path / "whole", script))
         undisturbed["story"] = of_kind(story, "score", "step")
-        assert len(ScriptedEngine.started) == 1
+        assert len(script.started) == 1
     case = dict(DEATHS[where])
     num_deaths = len(case["deaths"]) or 1
-    trainer = trained(tiny_model, tmp_path / "hit", story, *case.pop("deaths"), **case)
+    trainer = trained(tiny_model, tmp_path / "hit", script, *case.pop("deaths"), **case)
     assert of_kind(story, "score", "step") == undisturbed["story"]
     assert torch.equal(weights(trainer), undisturbed["weights"])
-    assert len(ScriptedEngine.started) == 1 + num_deaths
+    assert len(script.started) == 1 + num_deaths
     lines = [line for line in trainer.state.log_history if "reward" in line]
-    failed_starts = sum(what == "wait_ready" for what, _ in ScriptedEngine.deaths)
+    failed_starts = sum(what == "wait_ready" for what, _ in script.deaths)
     assert lines[-1]["engine/respawns"] == num_deaths - failed_starts
     assert lines[-1]["engine/respawn_s"] >= 0
     assert lines[-1]["push/repeats"] == (where in ("push", "end of a push", "proof", "three of them"))
     reissued = sum(line["engine/requests_reissued"] for line in lines)
-    assert (reissued > 0) == ("submit" in str(ScriptedEngine.deaths)), reissued
+    assert (reissued > 0) == ("submit" in str(script.deaths)), reissued
     (timeline,) = read_timelines(tmp_path / "hit")
     back = [span for span in timeline.spans if span.phase == RESPAWN]
     assert len(back) == num_deaths - failed_starts
@@ -114,12 +121,12 @@ def test_the_run_is_what_it_would_have_been(
 
 
 def test_what_was_lost_of_a_batch_ahead_is_sampled_by_the_new_policy(
-    tiny_model: Path, tmp_path: Path, story: list[tuple]
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
-    trained(tiny_model, tmp_path / "whole", story, generation_lookahead=1)
+    trained(tiny_model, tmp_path / "whole", script, generation_lookahead=1)
     scored = of_kind(story, "score", "step")
     # Four prompts a step, two of them in a chunk: of the second batch one prompt is answered, the other one is lost.
-    trainer = trained(tiny_model, tmp_path / "hit", story, ("submit", 4), generation_lookahead=1)
+    trainer = trained(tiny_model, tmp_path / "hit", script, ("submit", 4), generation_lookahead=1)
     assert of_kind(story, "score", "step") == scored
     lines = [line for line in trainer.state.log_history if "reward" in line]
     assert [line["rollout/policy_lag"] for line in lines] == [0, 0.5, 1, 1]
@@ -127,26 +134,28 @@ def test_what_was_lost_of_a_batch_ahead_is_sampled_by_the_new_policy(
     assert lines[1]["engine/requests_reissued"] == 4
 
 
-def test_where_engines_do_not_come_back_no_step_is_lost(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
-    undisturbed = trained(tiny_model, tmp_path / "whole", story)
+def test_where_engines_do_not_come_back_no_step_is_lost(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
+    undisturbed = trained(tiny_model, tmp_path / "whole", script)
     scored = of_kind(story, "score")
     with pytest.raises(StepFailed, match="was killed by signal 9"):
-        trained(tiny_model, tmp_path / "hit", story, ("submit", 5), vllm_max_respawns=0)
+        trained(tiny_model, tmp_path / "hit", script, ("submit", 5), vllm_max_respawns=0)
     state = state_of(tmp_path / "hit")
     assert (state["state"], state["step"], state["can_heal"]) == ("failed", 2, True)
     assert state["checkpoint"].endswith("checkpoint-2")
     assert of_kind(story, "step") == [1, 2]
-    trainer = trained(tiny_model, tmp_path / "hit", story, resume_from_checkpoint="auto")
+    trainer = trained(tiny_model, tmp_path / "hit", script, resume_from_checkpoint="auto")
     assert of_kind(story, "step") == [3, 4]
     assert of_kind(story, "score") == scored[2:]
     assert torch.equal(weights(trainer), weights(undisturbed))
 
 
-def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(
         StepFailed, match=r"died more than 1 times in an hour \(vllm_max_respawns\): EngineDied: engine 0 of node 0"
     ):
-        trained(tiny_model, tmp_path, story, ("submit", 3), ("update_weights", 4), vllm_max_respawns=1)
+        trained(tiny_model, tmp_path, script, ("submit", 3), ("update_weights", 4), vllm_max_respawns=1)
     assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
     limit = supervisor.RespawnLimit(2)
     assert [limit.allows(now) for now in (0.0, 10.0, 20.0, 3611.0, 3650.0)] == [True, True, False, True, True]
@@ -161,36 +170,36 @@ def test_a_trainer_whose_engines_were_closed_says_so(tiny_model: Path, tmp_path:
 
 
 def test_engines_end_where_another_one_cannot_be_started(
-    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(spec: Any, **kwargs: Any) -> ScriptedEngine:
-        if len(ScriptedEngine.started) == 1:
+    def start(spec: EngineSpec, **more: Any) -> ScriptedEngine:
+        if len(script.started) == 1:
             raise OSError("no room for its log")
-        return ScriptedEngine(spec, **kwargs)
+        return script.start(spec, **more)
 
     monkeypatch.setattr(GRPOTrainer, "start_engine", staticmethod(start))
     with pytest.raises(Exception, match="no room for its log"):
         make_trainer(tiny_model, tmp_path / "run", story, vllm_engines_per_node=2)
-    assert [engine.is_closed for engine in ScriptedEngine.started] == [True]
+    assert [engine.is_closed for engine in script.started] == [True]
 
 
-def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(StepFailed, match="could not be started again, 2 times: EngineDied: engine 0 of node 0"):
-        trained(tiny_model, tmp_path, story, ("submit", 3), ("wait_ready", 2), ("wait_ready", 3))
+        trained(tiny_model, tmp_path, script, ("submit", 3), ("wait_ready", 2), ("wait_ready", 3))
     assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
-    assert len(ScriptedEngine.started) == 3
+    assert len(script.started) == 3
 
 
-def test_requests_that_kill_twice_are_named(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_requests_that_kill_twice_are_named(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(StepFailed, match=r"died 2 times at work on the same completions: rows \[.*signal 9"):
-        trained(tiny_model, tmp_path, story, ("submit", 3), ("submit", 5))
+        trained(tiny_model, tmp_path, script, ("submit", 3), ("submit", 5))
     state = state_of(tmp_path)
     assert state["step"] == 1
     assert state["checkpoint"].endswith("checkpoint-1")
 
 
 def test_prompts_that_no_engine_takes_are_left_out(
-    tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No function sees them, they have no reward and no part in the loss, and the rest of their batch trains."""
     batches: list[torch.Tensor] = []
@@ -203,8 +212,9 @@ def test_prompts_that_no_engine_takes_are_left_out(
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", scored)
     long = "1+" * 40 + "1="
-    settings = {"max_steps": 2, "vllm_max_model_length": 200}  # the engine says 64
-    trainer = trained(tiny_model, tmp_path, story, prompts=[long, *(f"{n}+{n}=" for n in range(10, 13))], **settings)
+    settings = {"max_steps": 2, "vllm_max_model_length": 200}
+    script.max_model_len = 64
+    trainer = trained(tiny_model, tmp_path, script, prompts=[long, *(f"{n}+{n}=" for n in range(10, 13))], **settings)
     assert len(of_kind(story, "score")) == 2
     assert not any(long in prompts for prompts in of_kind(story, "score"))
     lines = [line for line in trainer.state.log_history if "reward" in line]
@@ -215,14 +225,14 @@ def test_prompts_that_no_engine_takes_are_left_out(
     assert {line["sampling/sampling_logp_difference/max"] < 6 for line in lines} == {True}  # of what was sampled alone
     (tmp_path / "few").mkdir()
     with pytest.raises(StepFailed, match=r"more than vllm_max_refused \(3\) completions were left out: 8 completions"):
-        trained(tiny_model, tmp_path / "few", story, prompts=[long] * 4, vllm_max_refused=3, **settings)
+        trained(tiny_model, tmp_path / "few", script, prompts=[long] * 4, vllm_max_refused=3, **settings)
     assert not state_of(tmp_path / "few")["can_heal"]
 
 
 def test_an_engine_that_dies_after_a_stop_was_asked_for_is_not_missed(
-    tiny_model: Path, tmp_path: Path, story: list[tuple]
+    tiny_model: Path, tmp_path: Path, script: Script
 ) -> None:
     """The scheduler's signal goes to all processes of a job."""
     with pytest.raises(SystemExit) as ended:
-        trained(tiny_model, tmp_path, story, ("submit", 5), stop_at=1, gradient_accumulation_steps=1, num_iterations=1)
+        trained(tiny_model, tmp_path, script, ("submit", 5), stop_at=1, gradient_accumulation_steps=1, num_iterations=1)
     assert ended.value.code == 0

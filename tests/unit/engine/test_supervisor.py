@@ -1,7 +1,7 @@
 """Who ends a node's engines."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -10,6 +10,7 @@ from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.topology import read_topology
+from tests.support.engines import ScriptedEngine
 
 FAILED = JobFailed(FailureRecord(node=1, rank=1, host="b", phase="push", cause="it died without a word"))
 
@@ -28,26 +29,21 @@ class Watch(FailureWatch):
         self.covered.remove(folder)
 
 
-class Engine:
-    """The first one's end is interrupted."""
-
-    pid = 1
-    made: ClassVar[list["Engine"]] = []
-
-    def __init__(self, *_: object, name: str, **__: object) -> None:
-        self.private_folder = Path(name)
-        self.is_closed = False
-        self.made.append(self)
+class Unending(ScriptedEngine):
+    """The job's failure comes while it is ended."""
 
     def close(self) -> None:
-        if self is self.made[0]:
-            raise FAILED
-        self.is_closed = True
+        raise FAILED
 
 
 def test_what_the_jobs_failure_keeps_from_being_ended_stays_the_sentinels(tmp_path: Path) -> None:
     watch = Watch()
-    start_engine: Any = Engine
+    made: list[ScriptedEngine] = []
+
+    def start_engine(spec: EngineSpec, *, name: str, **_: Any) -> ScriptedEngine:
+        made.append(ScriptedEngine(name) if made else Unending(name))
+        return made[-1]
+
     topology = read_topology(
         use_cpu=True, reserved_gpus=0, tensor_parallel_size=1, engines_per_node=2, num_attention_heads=4
     )
@@ -55,7 +51,7 @@ def test_what_the_jobs_failure_keeps_from_being_ended_stays_the_sentinels(tmp_pa
     engines = EngineSupervisor(
         spec, topology, watch, log_folder=tmp_path, attempt=0, timeout_s=1.0, start_engine=start_engine
     )
-    first, second = Engine.made
+    first, second = made
     assert watch.covered == {first.private_folder, second.private_folder}
     with pytest.raises(JobFailed):
         engines.close()

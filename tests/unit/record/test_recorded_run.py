@@ -27,21 +27,27 @@ from grpo.record.timeline.records import (
     read_timelines,
 )
 from grpo.rollout.facts import STOPPED
-from tests.support.scripted_trainer import ScriptedEngine, make_trainer, use_scripted_engines
+from tests.support.engines import Script
+from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 LOOSE = 1e9  # a scripted engine computes no probabilities
 
 
 @pytest.fixture
-def story(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return use_scripted_engines(monkeypatch)
+
+
+@pytest.fixture
+def story(script: Script) -> list[tuple]:
+    return script.story
 
 
 def attempts(output_dir: Path) -> list[dict[str, Any]]:
     return json.loads((output_dir / "run.json").read_text())["attempts"]
 
 
-def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]) -> None:
     def made(stop_at: int = 0) -> GRPOTrainer:
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
         settings |= {"vllm_max_logprob_gap": LOOSE, "hub_token": "secret", "vllm_max_respawns": 0}
@@ -53,12 +59,12 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, story:
     with pytest.raises(SystemExit):
         trainer.train()
     failing = made()
-    ScriptedEngine.asked.clear()
-    ScriptedEngine.deaths = [("submit", 1)]
+    script.asked.clear()
+    script.deaths = [("submit", 1)]
     with pytest.raises(Exception, match="killed by signal 9"):
         failing.train()
     failing.close()
-    ScriptedEngine.deaths = []
+    script.deaths = []
     finishing = made()
     finishing.train()
     finishing.close()

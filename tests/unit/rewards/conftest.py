@@ -9,9 +9,9 @@ import pytest
 
 from grpo.faults.watch import FailureWatch
 from tests.support.reward_batches import PATIENCE_S, Batch, MakeBatch
-from tests.support.speaking_trainers import make, model
+from tests.support.speaking_trainers import make, model, script
 
-__all__ = ["make", "model"]
+__all__ = ["make", "model", "script"]
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from grpo.engine.client import EngineError
 from grpo.rollout import pool as engine_pool
 from grpo.rollout.packing import REFUSED, Request, to_lists
 from grpo.rollout.stints import IdleClock
-from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
+from tests.support.engines import DEADLINE_S, ThreadedEngine
+from tests.support.pools import Node, expected_of, requests_of, wait_until
 
 
 @pytest.fixture
@@ -28,7 +29,9 @@ def test_every_completion_comes_back_to_its_place(trial: int, node: Node) -> Non
     """For any lengths, engines, speeds, windows and numbers of samples; several batches at once."""
     rng = np.random.default_rng(trial)
     engines = [
-        FakeEngine(f"engine {number}", num_slots=int(rng.integers(1, 6)), token_s=float(rng.choice([0, 0, 2e-5, 2e-4])))
+        ThreadedEngine(
+            f"engine {number}", num_slots=int(rng.integers(1, 6)), token_s=float(rng.choice([0, 0, 2e-5, 2e-4]))
+        )
         for number in range(rng.integers(1, 5))
     ]
     pool = node.pool(*engines, windows=rng.integers(1, 9, size=len(engines)).tolist())
@@ -40,7 +43,7 @@ def test_every_completion_comes_back_to_its_place(trial: int, node: Node) -> Non
 
 
 def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> None:
-    slow, fast = FakeEngine("slow", num_slots=2), FakeEngine("fast", num_slots=2)
+    slow, fast = ThreadedEngine("slow", num_slots=2), ThreadedEngine("fast", num_slots=2)
     slow.works.clear()
     pool = node.pool(slow, fast)
     requests = requests_of(np.random.default_rng(0), 20)
@@ -52,7 +55,7 @@ def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> 
 
 
 def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: Node) -> None:
-    first, second = FakeEngine("engine 0", num_slots=64), FakeEngine("engine 1", num_slots=64)
+    first, second = ThreadedEngine("engine 0", num_slots=64), ThreadedEngine("engine 1", num_slots=64)
     pool = node.pool(first, second)
     requests = [Request(token_ids=np.array([7, 8], np.int32), n=13, seed=5)]
     assert to_lists(pool.collect(pool.submit(requests), DEADLINE_S)) == expected_of(requests)
@@ -61,14 +64,14 @@ def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: N
 
 @pytest.mark.parametrize(("num_slots", "together"), [(4, {True, False}), (64, {True})])
 def test_answers_come_one_by_one_only_while_something_waits(num_slots: int, together: set[bool], node: Node) -> None:
-    engines = [FakeEngine(f"engine {number}", num_slots=num_slots) for number in range(2)]
+    engines = [ThreadedEngine(f"engine {number}", num_slots=num_slots) for number in range(2)]
     requests = requests_of(np.random.default_rng(8), 12)
     assert to_lists(node.pool(*engines).collect(node.pools[0].submit(requests), DEADLINE_S)) == expected_of(requests)
     assert {sample.together for engine in engines for sample in engine.samples} == together
 
 
 def test_submitting_waits_for_no_engine(node: Node) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.reads.clear()
     pool = node.pool(engine)
     began = time.monotonic()
@@ -82,7 +85,7 @@ def test_submitting_waits_for_no_engine(node: Node) -> None:
 
 def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
     """By the engine, and by the pool for want of room, which asks no engine."""
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.refuses = lambda owed: owed.seed == 5
     pool = node.pool(engine, max_model_len=3)
     requests = requests_of(np.random.default_rng(2), 9)
@@ -106,7 +109,7 @@ def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
 
 
 def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.submit = lambda sample: 1 / 0  # type: ignore[assignment,return-value]
     pool = node.pool(engine)
     with pytest.raises(ZeroDivisionError):
@@ -114,7 +117,7 @@ def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:
 
 
 def test_the_deadline_counts_from_the_submission_and_names_an_engine(node: Node) -> None:
-    stuck = FakeEngine("engine 1")
+    stuck = ThreadedEngine("engine 1")
     stuck.works.clear()
     pool = node.pool(stuck)
     batch = pool.submit(requests_of(np.random.default_rng(3), 4))
@@ -126,7 +129,7 @@ def test_the_deadline_counts_from_the_submission_and_names_an_engine(node: Node)
 
 
 def test_what_a_check_raises_ends_the_wait(node: Node) -> None:
-    stuck = FakeEngine("engine 0")
+    stuck = ThreadedEngine("engine 0")
     stuck.works.clear()
     pool = node.pool(stuck)
 
@@ -138,7 +141,7 @@ def test_what_a_check_raises_ends_the_wait(node: Node) -> None:
 
 
 def test_a_dropped_batch_gives_its_places_to_the_next(node: Node) -> None:
-    engine = FakeEngine("engine 0", num_slots=4)
+    engine = ThreadedEngine("engine 0", num_slots=4)
     engine.works.clear()
     pool = node.pool(engine)
     dropped = pool.submit(requests_of(np.random.default_rng(5), 12))
@@ -155,16 +158,16 @@ def test_a_dropped_batch_gives_its_places_to_the_next(node: Node) -> None:
 
 
 def test_no_requests_are_answered_at_once(node: Node) -> None:
-    pool = node.pool(FakeEngine("engine 0"))
+    pool = node.pool(ThreadedEngine("engine 0"))
     completions = pool.collect(pool.submit([]), DEADLINE_S)
     assert to_lists(completions) == ([], [])
 
 
 def test_a_closed_pool_leaves_no_threads(node: Node) -> None:
     before = threading.active_count()
-    pool = node.pool(FakeEngine("engine 0"), FakeEngine("engine 1"))
+    pool = node.pool(ThreadedEngine("engine 0"), ThreadedEngine("engine 1"))
     for engine in node.engines:
-        engine.end()
+        engine.close()
     assert threading.active_count() == before + 2
     pool.close()
     assert threading.active_count() == before
@@ -202,7 +205,7 @@ def test_the_idle_clock_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_seconds_are_a_mean_over_engines(node: Node) -> None:
-    engines = [FakeEngine("engine 0"), FakeEngine("engine 1")]
+    engines = [ThreadedEngine("engine 0"), ThreadedEngine("engine 1")]
     for engine in engines:
         engine.works.clear()
     pool = node.pool(*engines)

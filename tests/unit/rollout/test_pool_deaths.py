@@ -9,7 +9,8 @@ from grpo.rollout import pool as engine_pool
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Request, to_lists
 from grpo.rollout.pool import DeadlyRequests, EnginePool
-from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, expected_of, requests_of, wait_until
+from tests.support.engines import DEADLINE_S, ThreadedEngine
+from tests.support.pools import Node, expected_of, requests_of, wait_until
 
 
 @pytest.fixture
@@ -24,8 +25,8 @@ def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 
     """New engines in these places, as after a push."""
     clients = [*pool._clients]
     for place in places:
-        clients[place] = FakeEngine(f"engine {place}, again")  # type: ignore[assignment]
-        node.engines.append(clients[place])  # type: ignore[arg-type]
+        clients[place] = ThreadedEngine(f"engine {place}, again")
+        node.engines.append(clients[place])
     pool.take_up(clients, policy_version=policy_version)
 
 
@@ -33,7 +34,7 @@ def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 
 def test_the_others_take_what_a_dead_engine_owed(trial: int, node: Node) -> None:
     """Whatever it had answered, and under the seeds that each completion has anyway."""
     rng = np.random.default_rng(trial)
-    engines = [FakeEngine(f"engine {number}", num_slots=3, token_s=1e-5) for number in range(3)]
+    engines = [ThreadedEngine(f"engine {number}", num_slots=3, token_s=1e-5) for number in range(3)]
     engines[0].dies_after = int(rng.integers(0, 8))
     pool = node.pool(*engines)
     batches = [requests_of(rng, 12, first_seed=1000 * number) for number in range(2)]
@@ -55,7 +56,7 @@ def test_where_none_is_left_the_wait_ends_until_they_are_back(
 ) -> None:
     monkeypatch.setattr(engine_pool, "MAX_DEATHS", num_engines + 1)  # the second may take what the first had
     rng = np.random.default_rng(trial)
-    engines = [FakeEngine(f"engine {number}", token_s=1e-5) for number in range(num_engines)]
+    engines = [ThreadedEngine(f"engine {number}", token_s=1e-5) for number in range(num_engines)]
     for engine in engines:
         engine.dies_after = int(rng.integers(0, 6))
     pool = node.pool(*engines)
@@ -79,7 +80,7 @@ def test_where_none_is_left_the_wait_ends_until_they_are_back(
 
 
 def test_an_engine_that_dies_idle_is_missed_by_nobody(node: Node) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     pool = node.pool(engine)
     engine.die()
     come_back(node, pool, 0)
@@ -91,7 +92,7 @@ def test_an_engine_that_dies_idle_is_missed_by_nobody(node: Node) -> None:
 
 
 def test_a_second_death_at_the_same_requests_names_them(node: Node) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.works.clear()
     pool = node.pool(engine)
     done = pool.submit([])
@@ -114,7 +115,7 @@ def test_a_second_death_at_the_same_requests_names_them(node: Node) -> None:
 
 def test_what_waits_for_a_place_is_blamed_for_no_death(node: Node) -> None:
     """By a lone engine, too: each of 12 is one completion, and it has places for 4."""
-    engine = FakeEngine("engine 0", num_slots=4)
+    engine = ThreadedEngine("engine 0", num_slots=4)
     engine.works.clear()
     pool = node.pool(engine)
     requests = [Request(token_ids=np.array([1], np.int32), n=1, seed=row) for row in range(12)]
@@ -125,16 +126,16 @@ def test_what_waits_for_a_place_is_blamed_for_no_death(node: Node) -> None:
         at_work.die()
         if at_work is engine:
             assert pool.collect(batch, DEADLINE_S) is None
-            second = FakeEngine("engine 0, again")
+            second = ThreadedEngine("engine 0, again")
             second.works.clear()
             node.engines.append(second)
-            pool.take_up([second], policy_version=0)  # type: ignore[list-item]
+            pool.take_up([second], policy_version=0)
     with pytest.raises(DeadlyRequests, match=r"rows \[0, 1, 2, 3\] of"):
         pool.collect(batch, DEADLINE_S)
 
 
 def test_what_was_dropped_is_not_sampled_again(node: Node) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.works.clear()
     pool = node.pool(engine)
     dropped: Batch = pool.submit(requests_of(np.random.default_rng(2), 4))

@@ -36,7 +36,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Connect:
         monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
         pusher = Pusher(
             source,  # type: ignore[arg-type]
-            [stand_in],  # type: ignore[list-item]
+            [stand_in],
             backend="nccl",
             tensor_parallel_size=1,
             timeout_s=timeout_s,
@@ -66,7 +66,7 @@ def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> No
     assert error is None
     assert different(source, engine) == []
     assert report.num_bytes == sum(tensor.nbytes for tensor in source.tensors.values())
-    assert engine.calls[-2:] == ["finish_weight_update", "reset_prefix_cache"]
+    assert engine.methods()[-2:] == ["finish_weight_update", "reset_prefix_cache"]
 
 
 def test_an_engine_that_answers_early_gets_wrong_weights(connected: Connect) -> None:
@@ -110,12 +110,12 @@ def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(connected: Co
     assert "NCCL error: unhandled system error" in str(error)
     assert source.num_fills == NUM_BUCKETS  # the other ranks gather with this one
     assert wire.destroyed.is_set()
-    assert "finish_weight_update" not in engine.calls
+    assert "finish_weight_update" not in engine.methods()
 
     _, again = pusher.push(2)  # nothing is sent over what is broken, and nobody is left in a gather
     assert "ended by an earlier failure" in str(again)
     assert source.num_fills == 2 * NUM_BUCKETS
-    assert engine.calls.count("start_weight_update") == 1
+    assert engine.methods().count("start_weight_update") == 1
 
     fresh, other_engine, _ = connected(source, Wire("cpu"))
     _, error = fresh.push(3)

@@ -29,24 +29,18 @@ from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
 from grpo.weights.worker import CountedNCCLEngine, NCCLUpdateInfo
+from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
 from tests.support.tiny_models import tiny_model
 
 
-class RecordingEngine:
-    """Stands for an `EngineClient`; records what it is asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-        self.calls.append((method, kwargs))
-        return True
+def refuse(method: str, kwargs: dict[str, Any]) -> Any:
+    raise EngineError("does not take it")
 
 
 def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> None:
-    engines = [RecordingEngine(), RecordingEngine(), RecordingEngine()]
-    client = NodeEngines(engines, tensor_parallel_size=2, timeout_s=1.0)  # type: ignore[arg-type]
+    engines = [ScriptedEngine() for _ in range(3)]
+    client = NodeEngines(engines, tensor_parallel_size=2, timeout_s=1.0)
     assert isinstance(client, VLLMWeightSyncClient)
     info = NCCLWeightTransferInitInfo(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=7)
     client.init_weight_transfer_engine(dataclasses.asdict(info))
@@ -60,16 +54,12 @@ def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
     """One engine fails at once; the other sits in a broadcast until the transport is aborted."""
     aborted = threading.Event()
 
-    class Refusing(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            raise EngineError("does not take it")
+    def wait(method: str, kwargs: dict[str, Any]) -> Any:
+        assert aborted.wait(30)
+        raise EngineError("was aborted")
 
-    class Waiting(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            assert aborted.wait(30)
-            raise EngineError("was aborted")
-
-    client = NodeEngines([Waiting(), Refusing()], tensor_parallel_size=1, timeout_s=30)  # type: ignore[list-item]
+    engines = [ScriptedEngine(script=Script(control=control)) for control in (wait, refuse)]
+    client = NodeEngines(engines, tensor_parallel_size=1, timeout_s=30)
     client.on_failure = aborted.set
     with pytest.raises(EngineError, match="does not take it"):
         client.update_weights({})
@@ -123,10 +113,6 @@ def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
 ) -> None:
     told: list[EngineError] = []
 
-    class Refusing(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            raise EngineError("does not take it")
-
     def open_endpoint(*args: Any) -> None:
         deadline = time.monotonic() + 20
         while not told and time.monotonic() < deadline:
@@ -136,7 +122,7 @@ def test_a_refusal_while_the_trainer_waits_for_the_workers_is_told_at_once(
     monkeypatch.setattr(nccl_common, "uid_init_process_group", open_endpoint)
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 1, "timeout_s": 5.0, "tell": told.append}
-    pusher = Pusher(source, [Refusing()], **settings)  # type: ignore[list-item]
+    pusher = Pusher(source, [ScriptedEngine(script=Script(control=refuse))], **settings)
     with pytest.raises(EngineError, match="does not take it"):
         pusher.connect()
     assert [str(error) for error in told] == ["does not take it"]
@@ -150,7 +136,7 @@ def test_a_trainer_without_nccl_says_so_before_any_engine_waits(
             raise OSError("libnccl.so.2: cannot open shared object file")
 
     monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Missing)
-    engine = RecordingEngine()
+    engine = ScriptedEngine()
     with pytest.raises(RuntimeError, match="set vllm_sync_backend to 'shm'"):
         nccl.NcclTransport(buffer_bytes=16, num_workers=1).open(engine, lambda error: None)  # type: ignore[arg-type]
     assert engine.calls == []
@@ -172,20 +158,33 @@ def test_the_worker_joins_by_the_id_and_connects_to_no_store(monkeypatch: pytest
 
 
 def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) -> None:
+    """What NCCL raises then says less than the engine's own error; unaborted, NCCL's is the error."""
     transport = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
 
-    class Aborted(Communicator):
+    class Failing(Communicator):
+        is_aborted = True
+
         def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
-            transport.abort()  # as an engine's failure does from another thread, meanwhile
+            super().broadcast(tensor, src, stream)
+            if self.is_aborted:
+                transport.abort()  # as an engine's failure does from another thread, meanwhile
             raise RuntimeError("NCCL error: unhandled system error")
 
         def destroy(self) -> None:
             pass
 
-    transport._communicator = Aborted()
-    bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
-    transport.places(0, bucket)  # type: ignore[arg-type]
-    transport.start_sending(0, bucket)  # type: ignore[arg-type]
+    communicator = transport._communicator = Failing()
+    bucket: Any = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
+    transport.places(0, bucket)
+    transport.start_sending(0, bucket)
+    assert len(communicator.sent) == 1
+    assert transport._aborted.is_set()
+    alone = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
+    communicator = alone._communicator = Failing()
+    communicator.is_aborted = False
+    alone.places(0, bucket)
+    with pytest.raises(EngineError, match="unhandled system error"):
+        alone.start_sending(0, bucket)
 
 
 def test_what_is_given_up_before_the_call_is_not_called(without_gpus: None) -> None:
@@ -231,8 +230,8 @@ def test_importing_vllm_leaves_a_training_process_its_kernels(monkeypatch: pytes
 def test_an_interrupted_push_goes_on_with_nothing(without_gpus: None) -> None:
     before = set(threading.enumerate())
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
-    engine = RecordingEngine()
-    pusher = Pusher(source, [engine], backend="shm", tensor_parallel_size=1, timeout_s=5.0)  # type: ignore[list-item]
+    engine = ScriptedEngine()
+    pusher = Pusher(source, [engine], backend="shm", tensor_parallel_size=1, timeout_s=5.0)
     pusher.connect()
     fill, filled = source.fill, []
 
@@ -256,11 +255,11 @@ def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pyt
     """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
     opened, communicator = [], Communicator()
     monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *args: opened.append(args) or communicator)
-    engines = [RecordingEngine(), RecordingEngine()]
+    engines = [ScriptedEngine(), ScriptedEngine()]
     trained = tiny_model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 2, "timeout_s": 5.0}
-    pusher = Pusher(source, engines, **settings)  # type: ignore[arg-type]
+    pusher = Pusher(source, engines, **settings)
     pusher.connect()
     assert opened == [(UNIQUE_ID, 0, 5, 0)]
     worker_infos = [NCCLWeightTransferInitInfo(**engine.calls[0][1]["init_info"]) for engine in engines]
@@ -315,14 +314,14 @@ def test_the_workers_own_code_takes_what_the_transport_sends(
     monkeypatch.setattr(worker, "load", lambda tensors: arrived.update((n, t.clone()) for n, t in tensors))
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, number: tuple(CpuStream() for _ in range(number)))
 
-    class Engine(RecordingEngine):
-        def call(self, method: str, timeout_s: float, **kwargs: Any) -> bool:
-            if method == "update_weights":
-                worker.receive_weights(NCCLUpdateInfo(**kwargs["update_info"]))
-            return super().call(method, timeout_s, **kwargs)
+    def load(method: str, kwargs: dict[str, Any]) -> Any:
+        if method == "update_weights":
+            worker.receive_weights(NCCLUpdateInfo(**kwargs["update_info"]))
+        return agree(method, kwargs)
 
     monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
-    pusher = Pusher(source, [Engine()], backend="nccl", tensor_parallel_size=1, timeout_s=30.0)  # type: ignore[list-item]
+    engine = ScriptedEngine(script=Script(control=load))
+    pusher = Pusher(source, [engine], backend="nccl", tensor_parallel_size=1, timeout_s=30.0)
     pusher.connect()
     _, error = pusher.push(1)
     assert error is None
@@ -338,5 +337,6 @@ def test_the_workers_own_code_takes_what_the_transport_sends(
 @pytest.mark.parametrize(("backend", "loads"), [("nccl", True), ("shm", False)])
 def test_vllms_part_of_a_transport_is_imported_ahead(backend: str, loads: bool) -> None:
     script = f"import sys; from grpo.weights.push import load_transport; load_transport({backend!r}); "
-    script += f"sys.exit(('vllm.distributed.weight_transfer.nccl_common' in sys.modules) != {loads})"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    script += "print('vllm.distributed.weight_transfer.nccl_common' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert printed.splitlines()[-1] == str(loads)

@@ -1,7 +1,6 @@
 """Every recipe of configs/train: planned where it is meant for, its data and rewards, and two steps and a resume."""
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 
 from grpo import GRPOTrainer
 from grpo.cli import main
-from grpo.engine.messages import Sample, Sampled
+from grpo.engine.messages import Sample
 from grpo.ops.plan.job import PlannedConfig
 from grpo.ops.train.adapters import ADAPTERS, last_boxed
 from grpo.ops.train.arguments import Arguments, parse_arguments
@@ -32,7 +31,7 @@ from tests.support.made_up_data import (
     write_rows,
     write_shape,
 )
-from tests.support.scripted_trainer import ScriptedEngine
+from tests.support.scripted_trainer import use_scripted_engines
 
 TRAIN = ROOT / "configs" / "train"
 PAGE = ROOT / "docs" / "recipes.md"
@@ -229,27 +228,15 @@ def test_a_data_set_of_another_form_is_told(tmp_path: Path) -> None:
 # -- two steps and a resume --------------------------------------------------------------------------------------------
 
 
-class RamblingEngine(ScriptedEngine):
-    """Its answers have different lengths, and so different rewards."""
-
-    def submit(self, sample: Sample) -> None:
-        self._is_asked("submit")
-        for number, completion_id in enumerate(sample.ids):
-            rng = np.random.default_rng(sample.seed + number)
-            token_ids = rng.integers(5, 40, int(rng.integers(1, 7))).astype(np.int32)
-            logprobs = np.full(len(token_ids), -6.0, np.float32)
-            self._hear(Sampled(completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs))
-
-    def wait_ready(self, timeout_s: float, check: Any) -> Any:
-        ready = super().wait_ready(timeout_s, check)
-        return type(ready)(max_model_len=4096, max_num_seqs=16, startup_s=1.0)
+def ramble(sample: Sample, number: int) -> list[int]:
+    """Answers have different lengths, and so different rewards."""
+    rng = np.random.default_rng(sample.seed + number)
+    return rng.integers(5, 40, int(rng.integers(1, 7))).tolist()
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"story": [], "started": [], "asked": Counter(), "deaths": []}.items():
-        monkeypatch.setattr(ScriptedEngine, name, value, raising=False)
-    monkeypatch.setattr(GRPOTrainer, "start_engine", RamblingEngine)
+    use_scripted_engines(monkeypatch, tokens_of=ramble)
 
 
 TRAINED = ("sanity_math_1.5b", "gsm8k_qwen2.5_7b_lora")  # by `make test`, two steps each

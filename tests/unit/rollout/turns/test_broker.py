@@ -18,7 +18,8 @@ from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
 from grpo.rollout.turns.sampler import Sampler
-from tests.support.fake_engines import DEADLINE_S, FakeEngine, Node, answer_to, wait_until
+from tests.support.engines import DEADLINE_S, ThreadedEngine, answer_to
+from tests.support.pools import Node, wait_until
 
 BASE = 12345
 
@@ -56,7 +57,7 @@ def watch() -> Watch:
 class Ranks:
     """A broker and the channels of its node's ranks."""
 
-    def __init__(self, nodes: Node, watch: Watch, *engines: FakeEngine, ranks: int = 2, **pool: Any) -> None:
+    def __init__(self, nodes: Node, watch: Watch, *engines: ThreadedEngine, ranks: int = 2, **pool: Any) -> None:
         self.pool = nodes.pool(*engines, **pool)
         self.broker = TurnBroker(self.pool, watch, num_others=ranks - 1)  # type: ignore[arg-type]
         self.broker.accept()
@@ -76,7 +77,7 @@ class Ranks:
 def ranks_of(node: Node, watch: Watch) -> Iterator[Any]:
     made: list[Ranks] = []
 
-    def make(*engines: FakeEngine, **more: Any) -> Ranks:
+    def make(*engines: ThreadedEngine, **more: Any) -> Ranks:
         made.append(Ranks(node, watch, *engines, **more))
         return made[-1]
 
@@ -90,7 +91,7 @@ def expected(prompt: list[int], *, rank: int, row: int, turn: int) -> list[int]:
 
 
 def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ranks_of: Any) -> None:
-    ranks = ranks_of(FakeEngine("engine 0"), FakeEngine("engine 1"), ranks=3)
+    ranks = ranks_of(ThreadedEngine("engine 0"), ThreadedEngine("engine 1"), ranks=3)
     first, _, third = ranks.samplers
 
     async def talk() -> list[list[int]]:
@@ -134,7 +135,7 @@ def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> No
 
 
 def test_turns_of_a_conversation_go_to_the_engine_that_has_its_beginning(ranks_of: Any) -> None:
-    engines = [FakeEngine(f"engine {number}") for number in range(3)]
+    engines = [ThreadedEngine(f"engine {number}") for number in range(3)]
     ranks = ranks_of(*engines, ranks=1, node=1)
     sampler = ranks.samplers[0]
     homes = {}
@@ -147,7 +148,7 @@ def test_turns_of_a_conversation_go_to_the_engine_that_has_its_beginning(ranks_o
 
 
 def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.refuses = lambda owed: owed.token_ids[0] == 6
     ranks = ranks_of(engine, ranks=1, max_model_len=5)
     refused, long, taken, _ = ranks.samplers[0].sample_all([[6], [1] * 5, [1], [1]])
@@ -160,7 +161,7 @@ def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
 
 def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
     """By `sample`, which told of the refusal; what `sample_all` was refused is in its row's completion for good."""
-    ranks = ranks_of(FakeEngine("engine 0"), ranks=1, max_model_len=5)
+    ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1, max_model_len=5)
     sampler = ranks.samplers[0]
     asyncio.run(sampler.sample([1] * 5, row=0, turn=0))
     assert [*sampler.refused] == [0]
@@ -173,7 +174,7 @@ def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
 
 
 def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(node: Node, ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
     future = ranks.channels[1].ask(np.array([1, 2], np.int32), row=0, seed=5, name="a turn", overrides={})
@@ -181,19 +182,19 @@ def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(n
     engine.die()
     wait_until(lambda: all(channel.is_stalled for channel in ranks.channels))
     assert {channel.trouble for channel in ranks.channels} == {None}
-    successor = FakeEngine("engine 0 again")
+    successor = ThreadedEngine("engine 0 again")
     node.engines.append(successor)
     ranks.broker.deliveries += 1
     for channel in ranks.channels:
         channel.delivered()
-    ranks.pool.take_up([successor], policy_version=3)  # type: ignore[list-item]
+    ranks.pool.take_up([successor], policy_version=3)
     assert not any(channel.is_stalled for channel in ranks.channels)
     answer = future.result(DEADLINE_S)
     assert (answer.token_ids.tolist(), answer.policy_version) == (answer_to(np.array([1, 2]), 5), 3)
 
 
 def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch: Watch) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     broker = TurnBroker(node.pool(engine), watch, num_others=1)  # type: ignore[arg-type]
     broker.accept()
     engine.die()
@@ -204,7 +205,7 @@ def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch
 
 
 def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node, ranks_of: Any) -> None:
-    engines = [FakeEngine(f"engine {number}") for number in range(2)]
+    engines = [ThreadedEngine(f"engine {number}") for number in range(2)]
     ranks = ranks_of(*engines, ranks=1)
     for engine in engines:
         engine.works.clear()
@@ -220,7 +221,7 @@ def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node,
 
 
 def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     engine._hear(engine.error("failed at a request"))
     wait_until(lambda: watch.failures)
@@ -229,7 +230,7 @@ def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_
 
 
 def test_what_a_rank_begins_anew_is_forgotten_and_one_that_goes_is_too(ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
     asked = [channel.ask(np.array([1], np.int32), row=0, seed=5, name="", overrides={}) for channel in ranks.channels]
@@ -244,14 +245,14 @@ def test_what_a_rank_begins_anew_is_forgotten_and_one_that_goes_is_too(ranks_of:
 
 
 def test_overrides_reach_the_engine(ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     asyncio.run(ranks.samplers[0].sample([1], row=0, turn=0, max_tokens=7, stop=["x"]))
     assert engine.samples[0].overrides == {"max_tokens": 7, "stop": ["x"]}
 
 
 def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door(watch: Watch, ranks_of: Any) -> None:
-    ranks = ranks_of(FakeEngine("engine 0"), ranks=1)
+    ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1)
     assert ranks.broker.address is None
     broker = TurnBroker(ranks.pool, watch, num_others=2)  # type: ignore[arg-type]
     folder = Path(str(broker.address)).parent
@@ -315,19 +316,19 @@ def test_messages_are_what_they_were() -> None:
 
 def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:
     """An engine that dies between two batches is back with the next push; one that dies behind a push is missed."""
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     engine.die()
     channel = ranks.channels[0]
     wait_until(lambda: channel.is_stalled)
 
-    def deliver(*engines: FakeEngine) -> None:
+    def deliver(*engines: ThreadedEngine) -> None:
         node.engines.extend(engines)
         ranks.broker.deliveries += 1
         channel.delivered()
         ranks.pool.take_up(engines, policy_version=1)
 
-    second = FakeEngine("engine 0 again")
+    second = ThreadedEngine("engine 0 again")
     deliver(second)
     assert not channel.is_stalled
     assert ranks.samplers[0].sample_all([[1]])[0].token_ids == expected([1], rank=0, row=0, turn=-1)
@@ -340,7 +341,7 @@ def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any
 
 
 def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> None:
-    engine = FakeEngine("engine 0")
+    engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=1)
 
@@ -354,7 +355,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> Non
 
 
 def test_what_a_turn_may_not_have_and_a_batch_that_is_over(ranks_of: Any) -> None:
-    sampler = ranks_of(FakeEngine("engine 0"), ranks=1).samplers[0]
+    sampler = ranks_of(ThreadedEngine("engine 0"), ranks=1).samplers[0]
     with pytest.raises(TypeError, match=r"sample\(\) takes no seed; of vLLM's SamplingParams it takes .*temperature"):
         asyncio.run(sampler.sample([1], row=0, turn=0, seed=5))
     with pytest.raises(ValueError, match="both count from 0"):

@@ -12,10 +12,11 @@ import pytest
 from grpo import GRPOTrainer
 from grpo.faults.limits import CallLimits
 from grpo.rollout.turns import batch
-from tests.support.speaking_engine import TOKENIZER, Make, SpeakingEngine, calculates, steps_of
+from tests.support.engines import Script, ScriptedEngine
+from tests.support.speaking_engine import TOKENIZER, Make, calculates, steps_of
 
 
-def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make) -> None:
+def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make, script: Script) -> None:
     """As in TRL's examples: token ids in and out, extra fields for the rewards, a mask of what it put in itself."""
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make) -> N
     first, _ = steps_of(make(calculates, reward, rollout_func=rollout))
     assert first["reward"] == 1.0
     assert first["rollout/turns"] == 2.0
-    seeds = [sample.seed for sample in SpeakingEngine.asked_for]
+    seeds = [sample.seed for sample in script.samples]
     assert len(set(seeds)) == len(seeds)
 
 
@@ -116,22 +117,24 @@ def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
     release.set()
 
 
-def test_time_without_an_engine_is_none_of_the_rollouts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_without_an_engine_is_none_of_the_rollouts(
+    make: Make, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine dies, and the next one takes longer to start than a batch may."""
     passed, limits = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
     monkeypatch.setattr(batch, "time", clock)
-    ready, around = SpeakingEngine.wait_ready, CallLimits.around
+    ready, around = ScriptedEngine.wait_ready, CallLimits.around
 
-    def late(self: SpeakingEngine, *args: Any) -> Any:
-        passed[0] += 4000.0 * (len(SpeakingEngine.started) > 1)
+    def late(self: ScriptedEngine, *args: Any) -> Any:
+        passed[0] += 4000.0 * (len(script.started) > 1)
         return ready(self, *args)
 
     def noted(self: CallLimits, phase: str, timeout_s: float, cause: str) -> Any:
         limits.append((phase, timeout_s))
         return around(self, phase, timeout_s, cause)
 
-    monkeypatch.setattr(SpeakingEngine, "wait_ready", late)
+    monkeypatch.setattr(ScriptedEngine, "wait_ready", late)
     monkeypatch.setattr(CallLimits, "around", noted)
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def test_time_without_an_engine_is_none_of_the_rollouts(make: Make, monkeypatch:
         return output
 
     trainer = make(calculates, nothing, rollout_func=rollout)
-    SpeakingEngine.deaths.append(("submit", 1))
+    script.deaths.append(("submit", 1))
     steps_of(trainer)
     assert passed[0] > trainer.args.rollout_timeout
     while_it_runs = [timeout_s for phase, timeout_s in limits if phase == "rollout"]

@@ -14,13 +14,13 @@ from datasets import Dataset
 
 from grpo.faults.failure import JobFailed
 from grpo.preflight import inputs
+from tests.support.engines import Script
 from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.scripted_trainer import Steps
 from tests.support.speaking_engine import (
     TOKENIZER,
     USER,
     Make,
-    SpeakingEngine,
     calculates,
     call,
     right,
@@ -30,7 +30,7 @@ from tests.support.speaking_engine import (
 LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
 
 
-def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make) -> None:
+def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make, script: Script) -> None:
     seen: list[dict[str, Any]] = []
     trainer = make(calculates, tools=[times])
     score = trainer._generate_and_score_completions
@@ -58,12 +58,14 @@ def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make) -> Non
             assert (logprobs == 0).sum() == len(result) + 3
         else:
             assert (text, foreign) == ("17<e>", "")
-    assert {len(sample.ids) for sample in SpeakingEngine.asked_for} == {1}
-    again = [sample for sample in SpeakingEngine.asked_for if "<t>" in TOKENIZER.decode(sample.token_ids)]
+    assert {len(sample.ids) for sample in script.samples} == {1}
+    again = [sample for sample in script.samples if "<t>" in TOKENIZER.decode(sample.token_ids)]
     assert all(sample.overrides["max_tokens"] < 64 for sample in again)
 
 
-def test_the_same_seed_gives_the_same_curve_whatever_comes_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_seed_gives_the_same_curve_whatever_comes_first(
+    make: Make, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tools take their time, another one at each turn."""
     rng = np.random.default_rng()
 
@@ -80,9 +82,9 @@ def test_the_same_seed_gives_the_same_curve_whatever_comes_first(make: Make, mon
     slowly.__name__ = "times"
     curves = []
     for tool in (times, slowly, slowly):
-        SpeakingEngine.asked_for.clear()
+        script.samples.clear()
         steps = steps_of(make(calculates, tools=[tool]))
-        asked = {(sample.seed, tuple(sample.token_ids.tolist())) for sample in SpeakingEngine.asked_for}
+        asked = {(sample.seed, tuple(sample.token_ids.tolist())) for sample in script.samples}
         curves.append(([step["loss"] for step in steps], [step["grad_norm"] for step in steps], asked))
     assert curves[0] == curves[1] == curves[2]
 
@@ -244,18 +246,18 @@ _calm: list[list[dict[str, Any]]] = []
 
 
 @pytest.fixture
-def calm(make: Make) -> list[dict[str, Any]]:
+def calm(make: Make, script: Script) -> list[dict[str, Any]]:
     """The steps of a training in which nothing dies; of the first test that asks."""
     if not _calm:
         _calm.append(steps_of(make(calculates, tools=[times])))
-        SpeakingEngine.asked.clear()
+        script.asked.clear()
     return _calm[0]
 
 
 def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
-    make: Make, calm: list[dict[str, Any]]
+    make: Make, script: Script, calm: list[dict[str, Any]]
 ) -> None:
-    SpeakingEngine.deaths.append(("submit", 11))  # in the second turns
+    script.deaths.append(("submit", 11))  # in the second turns
     stirred = steps_of(make(calculates, tools=[times]))
     assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
     assert [step["reward"] for step in calm] == [step["reward"] for step in stirred]
@@ -263,13 +265,15 @@ def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
 
 
 @pytest.mark.parametrize("death", ["in a push", "idle"])
-def test_an_engine_that_dies_between_batches_comes_back_too(make: Make, calm: list[dict[str, Any]], death: str) -> None:
+def test_an_engine_that_dies_between_batches_comes_back_too(
+    make: Make, script: Script, calm: list[dict[str, Any]], death: str
+) -> None:
     if death == "in a push":
-        SpeakingEngine.deaths.append(("update_weights", 2))
+        script.deaths.append(("update_weights", 2))
 
     def right_and_deadly(completions: list[Any], **more: Any) -> list[float]:
         if death == "idle" and trainer.state.global_step == 0:
-            SpeakingEngine.started[-1].die()
+            script.started[-1].die()
         return right(completions, **more)
 
     right_and_deadly.__name__ = "right"
@@ -280,8 +284,8 @@ def test_an_engine_that_dies_between_batches_comes_back_too(make: Make, calm: li
     assert stirred[-1]["push/repeats"] == (death == "in a push")
 
 
-def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make) -> None:
-    SpeakingEngine.deaths.append(("submit", 11))
+def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make, script: Script) -> None:
+    script.deaths.append(("submit", 11))
     trainer = make(calculates, tools=[times], config={"vllm_max_respawns": 0})
     with pytest.raises(JobFailed, match="killed by signal 9"):
         trainer.train()
