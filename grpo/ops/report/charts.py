@@ -91,46 +91,30 @@ def line_chart(
     height: int = 110,
 ) -> Chart:
     """Curves over the steps, each with its band where it has one."""
-    fields = {"x0": "step"}
-    for number, line in enumerate(lines):
-        fields[f"y{number}"] = line.column
-        if line.low:
-            fields |= {f"lo{number}": line.low, f"hi{number}": line.high}
     shape = tuple(
         (line.colour, bool(line.low), line.is_dashed, len(there(columns[line.column])) <= FEW_POINTS) for line in lines
     )
     is_flat = len({value for line in lines for value in there(columns[line.column])}) == 1
-    return Chart(
-        id=id,
-        title=title,
-        unit=unit,
-        note=note,
-        table=table,
-        lines=tuple(lines),
-        fields=fields,
-        spec=_line_spec(shape, unit, height, is_flat),
-        summary="; ".join(summary_of(line.label, columns["step"], columns[line.column]) for line in lines),
-    )
+    return _chart(id, title, unit, table, lines, columns, note=note, spec=_line_spec(shape, unit, height, is_flat))
 
 
 def stacked_chart(
     id: str, title: str, unit: str, table: str, lines: Sequence[Line], columns: Columns, *, note: str = ""
 ) -> Chart:
     """Layers on top of each other; each line's `low` and `high` are its layer's edges."""
+    spec = _stacked_spec(tuple(line.colour for line in lines))
+    return _chart(id, title, unit, table, lines, columns, note=note, spec=spec, width="wide")
+
+
+def _chart(id: str, title: str, unit: str, table: str, lines: Sequence[Line], columns: Columns, **shown: Any) -> Chart:
     fields = {"x0": "step"}
     for number, line in enumerate(lines):
-        fields |= {f"lo{number}": line.low, f"hi{number}": line.high}
+        fields[f"y{number}"] = line.column
+        if line.low:
+            fields |= {f"lo{number}": line.low, f"hi{number}": line.high}
+    summary = "; ".join(summary_of(line.label, columns["step"], columns[line.column]) for line in lines)
     return Chart(
-        id=id,
-        title=title,
-        unit=unit,
-        note=note,
-        table=table,
-        lines=tuple(lines),
-        fields=fields,
-        spec=_stacked_spec(tuple(line.colour for line in lines)),
-        summary="; ".join(summary_of(line.label, columns["step"], columns[line.column]) for line in lines),
-        width="wide",
+        id=id, title=title, unit=unit, table=table, lines=tuple(lines), fields=fields, summary=summary, **shown
     )
 
 
@@ -204,30 +188,6 @@ def specification(chart: alt.Chart | alt.LayerChart, height: int) -> dict[str, A
     for name in ("$schema", "config", "datasets"):  # the page's own; an address that nobody should follow
         spec.pop(name, None)
     return spec
-
-
-def heat_chart(id: str, title: str, table: str, nodes: int, *, note: str, summary: str) -> Chart:
-    """A ribbon of each node over the steps: the fuller the colour, the larger the share."""
-    rows = alt.Chart(alt.NamedData("rows")).mark_rect(color=COLOURS[3], aria=False, tooltip=None)
-    axis = alt.Axis(ticks=False, domain=False, labelExpr="'node ' + datum.value")
-    ribbon = rows.encode(
-        x=_x(),
-        x2="x1",
-        y=alt.Y("node:O", title=None, sort=None, axis=axis),
-        opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.03, 1]), legend=None),
-    )
-    return Chart(
-        id=id,
-        title=title,
-        unit="share of the steps",
-        note=note,
-        table=table,
-        lines=(Line(label="was slowest", colour=COLOURS[3], column="share"),),
-        fields={"x0": "step", "x1": "to", "node": "node", "share": "share"},
-        spec=finished([ribbon], max(28, 15 * nodes)),
-        summary=summary,
-        width="wide",
-    )
 
 
 def summary_of(label: str, steps: list[Any], values: list[Any]) -> str:

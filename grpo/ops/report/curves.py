@@ -35,12 +35,9 @@ class Curve:
     unit: str
     metrics: tuple[tuple[str, str], ...]
     """Name and label of each."""
-    bands: tuple[str, str] | None = None
-    """Metrics of the least and the most around the first, where it is not a spread."""
     spread: str = ""
     """The metric of a standard deviation around the first."""
     limit: str = ""
-    note: str = ""
 
 
 LEARNING = (
@@ -60,13 +57,6 @@ LEARNING = (
             ("completions/length_p10", "p10"),
             ("completions/length_p90", "p90"),
         ),
-    ),
-    Curve(
-        title="Completion length, mean",
-        unit="tokens",
-        metrics=(("completions/mean_length", "mean"),),
-        bands=("completions/min_length", "completions/max_length"),
-        note="band: shortest to longest",
     ),
     Curve(
         title="Clipped and masked",
@@ -132,7 +122,7 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
     """Into that table of `found`, which has its steps already."""
     columns = found.tables[table]
     for curve in curves:
-        lines, note = [], curve.note
+        lines, note = [], ""
         for number, (name, label) in enumerate(curve.metrics):
             if metrics.get(name) is None:
                 found.absent.append(name)
@@ -149,7 +139,7 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
 
 
 def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: str) -> tuple[str, str, str]:
-    """Columns of the band around a curve: its spread, its own least and most, or those of what one point stands for.
+    """Columns of the band around a curve: its spread, or the least and most of what one point stands for.
 
     Returns: their names, and what the band is; empty where there is none.
     """
@@ -158,8 +148,6 @@ def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: st
     spread = metrics.get(curve.spread) if curve.spread else None
     if spread is not None:
         lower, upper, told = bins.means(middle - spread), bins.means(middle + spread), "band: one standard deviation"
-    elif curve.bands and all(metrics.get(each) is not None for each in curve.bands):
-        lower, upper = bins.least(metrics.columns[curve.bands[0]]), bins.most(metrics.columns[curve.bands[1]])
     elif bins.is_thinned and len(curve.metrics) == 1:
         lower, upper = bins.least(middle), bins.most(middle)
     else:

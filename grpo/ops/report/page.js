@@ -65,7 +65,7 @@ function pointAt(step) {
 function showStep(step) {
   for (const figure of document.querySelectorAll("section:not([hidden]) [data-chart]")) {
     const chart = page.charts[figure.dataset.chart], view = views.get(figure.dataset.chart);
-    if (!view || chart.table === "slowest") continue;
+    if (!view) continue;
     view.signal("at", step).runAsync();
     const outputs = figure.querySelectorAll(".legend output"), table = page.tables[chart.table];
     let shown = null;
@@ -109,14 +109,13 @@ function listen(figure) {
 
 function numbersOf(chart) {
   const table = page.tables[chart.table], made = element("table"), last = table.step.length - 1;
-  const columns = [...(table.node ? [["node", "node"]] : []), ...chart.lines.map((line) => [line.label, line.column])];
   const head = made.createTHead().insertRow();
-  for (const label of ["step", ...columns.map(([label]) => label)]) head.append(element("th", label, { scope: "col" }));
-  const count = Math.min(table.node ? 48 : 12, last + 1), body = made.createTBody();
+  for (const label of ["step", ...chart.lines.map((line) => line.label)]) head.append(element("th", label, { scope: "col" }));
+  const count = Math.min(12, last + 1), body = made.createTBody();
   for (let row = 0; row < count; row++) {
     const index = count > 1 ? Math.round((row * last) / (count - 1)) : 0, line = body.insertRow();
     line.append(element("th", table.step[index].toLocaleString("en"), { scope: "row" }));
-    for (const [label, column] of columns) line.append(element("td", format(table[column][index], label === "node" ? "" : chart.unit)));
+    for (const { column } of chart.lines) line.append(element("td", format(table[column][index], chart.unit)));
   }
   return made;
 }

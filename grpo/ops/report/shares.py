@@ -100,27 +100,19 @@ class Slowest:
 
 
 def slowest_of(run: Run) -> Slowest | None:
-    """None for one node, or where nothing tells it."""
-    nodes = slowest_by_step(run)
+    """The node that generated longest in most of the logged steps. None for one node, or where no figures are whole."""
     figures = of_present_nodes(run, "rollout/generate_s")
-    if figures is None or not (nodes >= 0).any():
+    if figures is None or figures.shape[1] < 2:
         return None
-    node, times = np.unique(nodes[nodes >= 0], return_counts=True)
-    worst = int(node[np.argmax(times)])
     full = figures[np.isfinite(figures).all(1)]
+    if not len(full):
+        return None
+    node, times = np.unique(np.argmax(full, axis=1), return_counts=True)
+    worst = int(node[np.argmax(times)])
     others = np.median(np.delete(full, worst, axis=1), axis=1)
     ratios = full[:, worst] / np.where(others > 0, others, np.nan)
     ratio = float(np.nanmedian(ratios)) if np.isfinite(ratios).any() else 1.0
     return Slowest(node=worst, share=float(times.max() / times.sum()), ratio=ratio)
-
-
-def slowest_by_step(run: Run) -> np.ndarray:
-    """[S] for each logged step the node that generated longest; -1 where a figure is missing, or there is one node."""
-    figures = of_present_nodes(run, "rollout/generate_s")
-    if figures is None or figures.shape[1] < 2:
-        return np.full(len(run.metrics.steps), -1)
-    is_whole = np.isfinite(figures).all(1)
-    return np.where(is_whole, np.argmax(np.where(is_whole[:, None], figures, 0), axis=1), -1)
 
 
 def of_present_nodes(run: Run, name: str) -> np.ndarray | None:

@@ -1,17 +1,16 @@
-"""The tab of time: what steps are made of, who waits, and which node is slow."""
+"""The tab of time: what steps are made of, and who waits."""
 
 import numpy as np
 
 from grpo.ops.report.advice import Figures, percent
-from grpo.ops.report.charts import COLOURS, Line, heat_chart, line_chart, numbers, stacked_chart
+from grpo.ops.report.charts import COLOURS, Line, line_chart, numbers, stacked_chart
 from grpo.ops.report.curves import WAITS, Multiples, add_curves, steps_of
 from grpo.ops.report.lanes import colour_of
 from grpo.ops.report.reading import Run
-from grpo.ops.report.shares import of_present_nodes, slowest_by_step
+from grpo.ops.report.shares import of_present_nodes
 from grpo.ops.report.thinning import bins_of
 
 MANY_NODES = len(COLOURS)
-RIBBON_NODES = 16
 
 
 def step_figures(figures: Figures) -> Multiples:
@@ -22,7 +21,6 @@ def step_figures(figures: Figures) -> Multiples:
     found.tables["waits"] = steps_of(run.metrics, bins)
     add_tokens(found, run)
     add_curves(found, run.metrics, bins, "waits", WAITS)
-    add_slowest(found, run)
     return found
 
 
@@ -71,32 +69,4 @@ def add_tokens(found: Multiples, run: Run) -> None:
         lines = [Line(label="mean over nodes", colour=COLOURS[0], column="mean", low="least", high="most")]
         note = "band: slowest to fastest node"
     chart = line_chart("tokens", "Tokens sampled, by node", "tokens/s", "tokens", lines, columns, note=note, height=150)
-    found.charts.append(chart)
-
-
-def add_slowest(found: Multiples, run: Run) -> None:
-    """The ribbon of the slowest node."""
-    slowest = slowest_by_step(run)
-    known = slowest >= 0
-    if not known.any():
-        if run.num_nodes > 1:
-            found.absent.append("the slowest node (by_node in metrics.jsonl)")
-        return
-    nodes, times = np.unique(slowest[known], return_counts=True)
-    shown = sorted(nodes[np.argsort(-times)][:RIBBON_NODES]) if run.num_nodes > RIBBON_NODES else range(run.num_nodes)
-    bins = bins_of(len(slowest), 150)
-    steps = run.metrics.steps
-    begin, end = steps[bins.starts], np.append(steps[bins.starts[1:]], steps[-1] + 1)
-    table: dict[str, list] = {"step": [], "to": [], "node": [], "share": []}
-    for node in shown:
-        share = bins.means(np.where(known, slowest == node, np.nan))
-        table["step"] += numbers(begin)
-        table["to"] += numbers(end)
-        table["node"] += [int(node)] * len(begin)
-        table["share"] += numbers(np.round(share, 2))
-    found.tables["slowest"] = table
-    worst = nodes[np.argmax(times)]
-    summary = f"node {worst} was slowest most often, in {percent(times.max() / times.sum())} of the steps"
-    note = f"the fuller the colour, the more often a node generated longest; {summary}"
-    chart = heat_chart("slowest", "The slowest node", "slowest", len(shown), note=note, summary=summary)
     found.charts.append(chart)
