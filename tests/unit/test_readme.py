@@ -23,8 +23,6 @@ GSM8K = "--config configs/train/gsm8k_qwen2.5_7b.yaml"
 # What a test runs, as it stands or with smaller settings: below tests/.
 TESTED = {
     "make demo": "multiprocess/test_layouts.py::test_the_demo_by_torchrun_with_deepspeeds_json",
-    "make test": "unit/test_readme.py::test_make_knows_what_is_asked_of_it",
-    "make test-long": "unit/test_readme.py::test_make_knows_what_is_asked_of_it",
     "make coverage": "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count",
     "make install": "unit/harness/test_install.py::test_the_lists_hold_what_pyproject_pins",
     "make install PYTHON=python3.12": (
@@ -95,6 +93,9 @@ TESTED = {
     ),
 }
 
+# Run by no test: they run the tests. `test_make_knows_what_is_asked_of_it` holds them against the Makefile.
+NOT_RUN = {"make test", "make test-long"}
+
 # What is run below, and how it ends.
 RUN_HERE = {
     "grpo launch --help": 0,
@@ -144,15 +145,59 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_every_command_is_run_by_a_test_or_marked_with_what_it_needs() -> None:
+def words_of(line: str) -> set[str]:
+    """What distinguishes a command, apart from paths and values: variables, program, subcommand, and options."""
+    variables, command = re.findall(r"^(?:([A-Z_]+)=\S+ )?(.*)$", line)[0]
+    program, *rest = shlex.split(re.sub(r"^(sbatch|srun)( --\S+)*", r"\1", command))  # Slurm's options are Slurm's
+    words = {variables, Path(program).name} | {word.lstrip("-") for word in rest if word.startswith("--")}
+    if program in ("grpo", "make"):
+        words.add(rest[0])
+    if program == "python":
+        words.add(rest[1])  # after -m
+    words |= {Path(word).name for word in rest if word.endswith(".sbatch")}
+    return {"stop"} if program == "touch" else words - {"", "its", "config", "python"}  # --its stands for any option
+
+
+def texts_in(file: Path, seen: set[Path]) -> Iterator[str]:
+    """Texts and names of arguments in a test's module, in what it imports from tests/, and in its conftest."""
+    if file in seen or not file.exists():
+        return
+    seen.add(file)
+    yield from texts_in(file.parent / "conftest.py", seen)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+            module = ROOT / (node.module or "").replace(".", "/")
+            for found in (module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)):
+                yield from texts_in(found, seen)
+
+
+def test_every_command_is_marked_or_in_the_tables() -> None:
     unmarked = {command.line: command.page for command in commands() if not command.is_marked}
-    assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys(), (
+    assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys() | NOT_RUN, (
         "the tables here, and the ```bash blocks of README and docs/"
     )
-    for line, test in TESTED.items():
-        file, _, name = test.partition("::")
-        functions = {each.name for each in ast.parse((ROOT / "tests" / file).read_text()).body if hasattr(each, "name")}
-        assert name in functions, f"{line}: there is no {test}"
+
+
+@pytest.mark.parametrize("line", TESTED)
+def test_a_commands_test_is_there_and_speaks_of_all_its_options(line: str) -> None:
+    """Whether it runs the command is for its reader; an option that no text of it mentions, it cannot give."""
+    file, _, name = TESTED[line].partition("::")
+    path = ROOT / "tests" / file
+    functions = {each.name for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)}
+    assert name in functions
+    said = "\n".join(texts_in(path, set()))
+    assert {word for word in words_of(line) if word not in said} == set()
+
+
+def test_what_distinguishes_a_command() -> None:
+    assert words_of("grpo reshape runs/x --ranks 14") == {"grpo", "reshape", "ranks"}
+    assert words_of(f"GRPO_SPARE_NODES=1 sbatch --nodes=5 launch/train.sbatch {GSM8K}") == {
+        "sbatch", "train.sbatch", "GRPO_SPARE_NODES"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("line", RUN_HERE)
@@ -254,8 +299,26 @@ def test_the_table_of_metrics_has_every_metric() -> None:
     assert len(logged) > 20
 
 
-def test_the_map_names_every_file_of_the_package() -> None:
-    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Every file")[2]
-    for file in PACKAGE:
-        if file.name != "__init__.py":
-            assert file.name in section, f"{file.relative_to(ROOT)} is not on the map"
+def on_the_map(page: str) -> set[str]:
+    """Paths of the modules that the map names: in a package's rows by their names in it, elsewhere whole."""
+    named, folder = set(), ""
+    for row in page.partition("## Every file")[2].splitlines():
+        if row.startswith("| **"):
+            of_package = re.match(r"\| \*\*`(grpo/[\w/]*)`\*\* \|", row)
+            folder = of_package[1] if of_package else ""
+        elif row.startswith("| "):
+            files = re.findall(r"`([\w./]+\.py)`", row.split("|")[1])
+            named |= {file if file.startswith("grpo/") else folder + file for file in files}
+    return {file for file in named if file.startswith("grpo/")}
+
+
+def test_the_map_names_every_file_of_the_package_in_its_place() -> None:
+    files = {str(file.relative_to(ROOT)) for file in PACKAGE}
+    named = on_the_map((ROOT / "docs" / "architecture.md").read_text())
+    assert {file for file in files if not file.endswith("__init__.py")} - named == set(), "not on the map"
+    assert named - files == set(), "on the map alone"
+
+
+def test_a_file_is_looked_for_in_its_package_alone() -> None:
+    rows = "## Every file\n| `grpo/cli.py`, `pyproject.toml` | it |\n| **`grpo/a/`** | |\n| `b.py`, `c.py` | `d.py` |\n"
+    assert on_the_map(rows + "| **around** | |\n| `e.py` | |\n") == {"grpo/cli.py", "grpo/a/b.py", "grpo/a/c.py"}

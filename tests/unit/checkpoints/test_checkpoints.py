@@ -157,7 +157,10 @@ def test_without_checksums_sizes_alone_count(tmp_path: Path) -> None:
     (folder / "complete.json").write_text(json.dumps(content))
     (folder / FILES[0]).write_bytes(b"0123456799")
     record = read_complete(folder)
-    verify(folder, record, record.files)
+    assert verify(folder, record, record.files) is None, "another content of the same size is not seen"
+    (folder / FILES[0]).write_bytes(b"01234567")
+    with pytest.raises(Damaged, match="has 8 bytes, not the 10"):
+        read_complete(folder)
 
 
 def spoil_json(folder: Path) -> None:

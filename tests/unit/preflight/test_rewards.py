@@ -76,6 +76,8 @@ def test_a_slow_function_is_left_with_a_warning(
 
 
 def test_a_function_may_set_alarms_of_its_own(tmp_path: Path) -> None:
+    ended: list[str] = []
+
     def score(**kwargs: Any) -> list[float]:
         class OwnDeadlineError(Exception):
             pass
@@ -88,12 +90,14 @@ def test_a_function_may_set_alarms_of_its_own(tmp_path: Path) -> None:
         try:
             time.sleep(60)
         except OwnDeadlineError:
+            ended.append("its own alarm")
             return [0.0] * 8
         finally:
             signal.signal(signal.SIGALRM, handler)
         return []
 
-    tried(score, tmp_path)
+    assert tried(score, tmp_path) is None
+    assert ended == ["its own alarm"]
 
 
 def test_asynchronous_functions_share_a_loop_that_stays(tmp_path: Path) -> None:
@@ -151,7 +155,13 @@ def test_a_callable_without_a_signature_is_called(tmp_path: Path) -> None:
 
 
 def test_chats_get_messages(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
     def score(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(len(completion[0]["content"])) for completion in completions]
+        seen.extend(completions)
+        return [0.0] * len(completions)
 
     tried(score, tmp_path, {"prompt": [{"role": "user", "content": "1+1?"}]})
+    assert len(seen) == 8
+    assert {message["role"] for (message,) in seen} == {"assistant"}
+    assert all(isinstance(message["content"], str) for (message,) in seen)

@@ -196,8 +196,10 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    record_mistake(tmp_path / "file", JOB, ImportError("no module named rewards"))
+    (tmp_path / "file").write_text("where the folder should be")
+    with pytest.raises(ImportError, match="no module named rewards"), telling_mistakes(tmp_path / "file"):
+        raise ImportError("no module named rewards")
+    assert (tmp_path / "file").read_text() == "where the folder should be"
 
 
 def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(

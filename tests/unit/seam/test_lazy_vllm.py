@@ -24,7 +24,7 @@ import sys
 from trl.generation import VLLMGeneration
 assert "vllm" in sys.modules
 import grpo.trainer, trl
-assert issubclass(grpo.trainer.GRPOTrainer, trl.GRPOTrainer)
+print(issubclass(grpo.trainer.GRPOTrainer, trl.GRPOTrainer))
 """
 
 
@@ -37,4 +37,4 @@ def test_a_generator_of_trls_has_its_vllm() -> None:
 
 
 def test_a_script_that_has_imported_it_keeps_it() -> None:
-    run(IMPORTED_BEFORE)
+    assert run(IMPORTED_BEFORE).splitlines()[-1] == "True"
