@@ -33,7 +33,7 @@ def test_nodes_may_reserve_different_numbers():
 
 
 def test_two_nodes_on_one_host():
-    check_nodes([plan(launch(rank, 4, 2), (), host="same") for rank in range(4)])
+    assert check_nodes([plan(launch(rank, 4, 2), (), host="same") for rank in range(4)]) is None
 
 
 def test_ranks_per_node_differ():

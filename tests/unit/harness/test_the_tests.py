@@ -2,6 +2,8 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,69 @@ def test_nothing_is_imported_from_a_test_module_or_a_conftest() -> None:
         if name.startswith("tests.") and is_collected(name)
     ]
     assert imports == []
+
+
+@cache
+def parsed(file: Path) -> ast.Module | None:
+    return ast.parse(file.read_text()) if file.exists() else None
+
+
+def functions_of(file: Path) -> dict[str, ast.AST]:
+    """By the names under which this module of tests/ calls them: its own, and those that it imports from tests/."""
+    found: dict[str, ast.AST] = {}
+    tree = parsed(file)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.setdefault(node.name, node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            there = functions_of((ROOT / (node.module or "").replace(".", "/")).with_suffix(".py"))
+            found |= {alias.asname or alias.name: there[alias.name] for alias in node.names if alias.name in there}
+    return found
+
+
+def can_fail(node: ast.AST, functions: dict[str, ast.AST], seen: frozenset[str] = frozenset()) -> bool:
+    """Whether something in a test, or in a function of tests/ that it calls, is there to fail."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assert):
+            return True
+        if isinstance(each, ast.Raise) and "AssertionError" in ast.dump(each):
+            return True
+        if isinstance(each, ast.Call):
+            name = each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
+            if name in ("raises", "warns", "fail") or name.startswith("assert_"):
+                return True
+            is_plain = isinstance(each.func, ast.Name) and name not in seen and name in functions
+            if is_plain and can_fail(functions[name], functions, seen | {name}):
+                return True
+    return False
+
+
+def test_every_test_can_fail_by_what_it_says() -> None:
+    """That nothing is raised is said too: `assert f(x) is None`, or by a helper that asserts."""
+    silent = [
+        f"{file.relative_to(ROOT)}::{node.name}"
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in (parsed(file) or ast.Module([], [])).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if not can_fail(node, functions_of(file))
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("body", "fails"),
+    [
+        ("assert f()", True),
+        ("with pytest.raises(ValueError): f()", True),
+        ("helper()", True),
+        ("f(); other()", False),
+        ("monkeypatch.setattr(a, 'b', pytest.fail)", False),
+    ],
+)
+def test_what_can_fail_is_told_from_what_cannot(body: str, fails: bool) -> None:
+    tree = ast.parse(f"def test_a():\n    {body}\ndef helper():\n    assert 1\ndef other():\n    other()")
+    functions: dict[str, ast.AST] = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    assert can_fail(functions["test_a"], functions) == fails
 
 
 @pytest.mark.parametrize(

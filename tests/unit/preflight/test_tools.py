@@ -37,8 +37,8 @@ def without_words(a: int) -> int:
 
 
 def test_what_a_model_can_be_shown() -> None:
-    check_tools([times], TOKENIZER)
-    check_tools([], TOKENIZER)
+    assert check_tools([times], TOKENIZER) is None
+    assert check_tools([], TOKENIZER) is None
 
 
 @pytest.mark.parametrize(

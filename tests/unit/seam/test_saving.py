@@ -92,7 +92,7 @@ def test_writers_that_come_back_too_early_are_refused(config: dict, key: str) ->
     ],
 )
 def test_others_are_not(config: dict | None) -> None:
-    check_deepspeed(config)
+    assert check_deepspeed(config) is None
 
 
 def test_a_file_system_of_one_node_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

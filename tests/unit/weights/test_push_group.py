@@ -206,6 +206,7 @@ def test_what_is_given_up_before_the_call_is_not_called(without_gpus: None) -> N
     bucket = SimpleNamespace(metas=[ParamMeta("w", torch.bfloat16, torch.Size([4]))])
     transport.places(0, bucket)  # type: ignore[arg-type]
     transport.start_sending(0, bucket)  # type: ignore[arg-type]
+    assert transport._aborted.is_set()
 
 
 def test_importing_vllm_leaves_a_training_process_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,4 +76,5 @@ def test_files_of_something_else(file: dict, launcher: str, said: str) -> None:
 
 @pytest.mark.parametrize("name", ["1node.yaml", "4node.yaml", "4node_tp2.yaml", "cpu.yaml"])
 def test_our_own_files_are_accelerate_s(name: str) -> None:
-    check_file(yaml.safe_load(Path(ROOT / "configs" / name).read_text()), name, launcher="accelerate", processes=28)
+    settings = yaml.safe_load(Path(ROOT / "configs" / name).read_text())
+    assert check_file(settings, name, launcher="accelerate", processes=28) is None
