@@ -281,8 +281,8 @@ class ResumableTrainer(SavingTrainer):
             if code:
                 self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
                 self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
-        if before // self._steps_per_batch == self._step // self._steps_per_batch:
-            return  # in the middle of a generation batch
+        if not ends_generation_batch(before, self._step, self._steps_per_batch):
+            return
         self._lead.batch_ended(time.monotonic())
         self._metrics["train"]["run/longest_batch_s"] = [self._lead.longest_batch_s]
         if self._stop is None or self.state.global_step >= self.state.max_steps:
@@ -348,6 +348,16 @@ class _StepEnds(TrainerCallback):
     ) -> None:
         if self._trainer.is_stopping:  # it has saved; transformers ends the epoch all the same
             control.should_save = control.should_evaluate = False
+
+
+def ends_generation_batch(before: int, now: int, per_batch: int) -> bool:
+    """Whether a generation batch ends in an optimizer step, which need not end with it.
+
+    Args:
+        before: micro-batches that were trained on when the step began; `now` when it ended.
+        per_batch: micro-batches of a generation batch, each as often as it is trained on.
+    """
+    return before // per_batch != now // per_batch
 
 
 def what_differs(record: CompleteRecord, now: dict[str, int]) -> list[str]:

@@ -11,8 +11,9 @@ from transformers import TrainerControl
 from grpo.checkpoints.checkpoints import CompleteRecord
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.signals import StopLead
-from grpo.seam.resuming import ResumableTrainer, what_differs
+from grpo.seam.resuming import ResumableTrainer, ends_generation_batch, what_differs
 from tests.support.made_up_checkpoints import make
+from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 
 
 def trainer(**fields: Any) -> ResumableTrainer:
@@ -40,29 +41,27 @@ def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) ->
     ("micro_batches", "per_batch", "ends"),
     [((0, 4), 4, True), ((0, 2), 4, False), ((2, 4), 4, True), ((0, 8), 4, True), ((8, 16), 3, True)],
 )
-def test_where_a_generation_batch_ends(
-    micro_batches: tuple[int, int], per_batch: int, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_generation_batch_ends(micro_batches: tuple[int, int], per_batch: int, ends: bool) -> None:
     """Also where batches and optimizer steps do not end together: at the first step after it."""
-    before, now = micro_batches
-    control = SimpleNamespace(should_save=False, should_training_stop=False, should_log=False, should_evaluate=True)
-    stopping = trainer(
-        _job=SimpleNamespace(largest=lambda code: code),
-        _run=SimpleNamespace(stop_request=lambda: SimpleNamespace(why="asked", requeue=True)),
-        _signals=SimpleNamespace(request=None),
-        _step=now,
-        _step_began_at=before,
-        args=SimpleNamespace(steps_per_generation=per_batch),
-        num_iterations=1,
-        _buffered_inputs=None,
-        _lead=StopLead(None, print),
-        _metrics={"train": {}},
-        state=SimpleNamespace(global_step=1, max_steps=10),
-    )
-    stopping.after_step(control)  # type: ignore[arg-type]
-    assert (control.should_save, control.should_training_stop, control.should_evaluate) == (ends, ends, not ends)
-    assert stopping.is_stopping
-    assert stopping._signals.request is not None  # from now on an engine may go
+    assert ends_generation_batch(*micro_batches, per_batch) == ends
+
+
+def test_a_stop_waits_for_the_end_of_the_generation_batch_and_leaves_its_evaluation_out(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked after the first of a batch's two steps, where the second would be evaluated: the time may be short."""
+    story = use_scripted_engines(monkeypatch).story
+    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 6}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "vllm_max_logprob_gap": 1e9}
+    stopping = make_trainer(tiny_model, tmp_path, story, stop_at=1, **settings)
+    try:
+        with pytest.raises(SystemExit):
+            stopping.train()
+    finally:
+        stopping.close()
+    assert of_kind(story, "step") == [1, 2]
+    assert of_kind(story, "evaluate") == []
+    assert (tmp_path / "checkpoint-2" / "complete.json").exists()
 
 
 def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
