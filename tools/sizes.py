@@ -34,7 +34,7 @@ SUBPACKAGES = ("ops/*", "record/timeline", "rollout/turns")
 """Folders in folders with a row of their own in the table, below grpo/."""
 CODE_LINES = {
     "core": 14_600,  # the trainer; on its way down to 13,300
-    "wing": 9_400,  # nine tools and what train.py runs, with templates; on its way down to 8,600
+    "wing": 9_350,  # nine tools and what train.py runs, with templates; on its way down to 8,600
     "ops/report": 2_600,  # of it the page: charts, timeline, completions and advice, templates included
 }
 """At most so many code lines."""

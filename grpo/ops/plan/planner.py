@@ -20,7 +20,7 @@ from grpo.ops.plan.lora import PlannedLora, planned_lora
 from grpo.ops.plan.memory_budget import ASSUMED_GPU_GIB, GIB
 from grpo.ops.plan.model_shape import ModelShape, count_parameters, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
-from grpo.ops.plan.placement import EngineSettings, Layout, best_layout, gpus_of_nodes, place
+from grpo.ops.plan.placement import gpus_of_nodes, place
 from grpo.ops.plan.push_memory import push_shape
 from grpo.ops.plan.shortfalls import errors_of, warnings_of
 from grpo.ops.plan.speed import SizeAdvice, advise
@@ -50,8 +50,6 @@ class Plan:
     gpus_per_node: tuple[int, ...] | None = None
     nodes: tuple[NodeTopology, ...] | None = None
     """The placement as the local main of each node will see it."""
-    best_layout: Layout | None = None
-    """Where the placement does not work, or nodes differ."""
     batch: Batch | None = None
     lora: LoraChoice | None = None
     """How adapters reach the engines; None without any."""
@@ -180,27 +178,25 @@ def _place(plan: Plan, args: argparse.Namespace, launcher: Launcher, training: P
     """GPUs to ranks and engines, by the code that the ranks will run."""
     split = config is not None and training.vllm_tensor_parallel_size != 1
     heads, key_value_heads = head_counts(config) if split else (None, None)
-    settings = EngineSettings(
-        reserved_gpus=training.vllm_reserved_gpus,
-        tensor_parallel_size=training.vllm_tensor_parallel_size,
-        engines_per_node=training.vllm_engines_per_node,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-    )
     try:
-        plan.gpus_per_node, assumed = gpus_of_nodes(args.gpus_per_node, launcher, settings.reserved_gpus)
+        plan.gpus_per_node, assumed = gpus_of_nodes(args.gpus_per_node, launcher, training.vllm_reserved_gpus)
         plan.assume(assumed)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plan.nodes = place(launcher, plan.gpus_per_node, settings)
+            plan.nodes = place(
+                launcher,
+                plan.gpus_per_node,
+                reserved_gpus=training.vllm_reserved_gpus,
+                tensor_parallel_size=training.vllm_tensor_parallel_size,
+                engines_per_node=training.vllm_engines_per_node,
+                num_attention_heads=heads,
+                num_key_value_heads=key_value_heads,
+            )
         plan.warnings += dict.fromkeys(str(warning.message) for warning in caught)
         _warn_of_slow_nodes(plan, plan.nodes)
         choose_backend(training.vllm_sync_backend, has_gpus=not launcher.use_cpu)
     except ValueError as error:
         plan.errors.append(str(error))
-    counts = plan.gpus_per_node or (0,)
-    if max(counts) > 0 and (plan.nodes is None or len(set(counts)) > 1):
-        plan.best_layout = best_layout(counts, settings)
 
 
 def _warn_of_slow_nodes(plan: Plan, nodes: tuple[NodeTopology, ...]) -> None:

@@ -31,13 +31,6 @@ def print_plan(plan: Plan) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, emoji=False, markup=False)
     if plan.nodes is not None:
         _print_nodes(console, plan.nodes)
-    if plan.best_layout is not None:
-        best = plan.best_layout
-        reserved = "unset" if best.vllm_reserved_gpus is None else str(best.vllm_reserved_gpus)
-        console.print(
-            f"least waste: {best.ranks_per_node} ranks per node (num_processes: {best.num_processes}), "
-            f"vllm_reserved_gpus {reserved}: reserved {_runs(best.reserved)}, idle {_runs(best.idle)}"
-        )
     if plan.batch is not None and plan.nodes is not None:
         _print_batch(console, plan.batch, plan.nodes)
     if plan.estimates is not None and plan.model is not None and plan.batch is not None:
@@ -199,10 +192,3 @@ def _table(title: str, *columns: str) -> Table:
 def _some(number: float, noun: str, plural: str = "s") -> str:
     """'1 node', '4 nodes'."""
     return f"{number:g} {noun}{'' if number == 1 else plural}"
-
-
-def _runs(numbers: tuple[int, ...]) -> str:
-    """'2, 2, 1, 2'; equal numbers once, with how often: '1 x 64'."""
-    if len(set(numbers)) == 1 and len(numbers) > 8:
-        return f"{numbers[0]} x {len(numbers)}"
-    return ", ".join(map(str, numbers))

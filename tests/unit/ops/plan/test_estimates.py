@@ -10,7 +10,6 @@ from grpo.ops.plan.batch import plan_batch
 from grpo.ops.plan.engine_memory import default_max_num_seqs, engine_memory
 from grpo.ops.plan.memory_budget import GIB, Holder, Line, Phase, make_budget, readable
 from grpo.ops.plan.model_shape import ModelShape, shape_of
-from grpo.ops.plan.placement import EngineSettings, best_layout
 from grpo.ops.plan.training_memory import (
     activation_lines,
     at_the_worst_moment,
@@ -198,26 +197,6 @@ def test_kv_cache_of_blocks_heads_and_windows() -> None:
     config = tiny_config("gemma2-tied")  # one layer slides over 32 tokens, one remembers all
     config.sliding_window = 32
     assert sequences_of(shape_of(config, "gemma2"), 1, 96) == 2**20 // ((32 + 96) * 2 * 2 * 32 * 2)
-
-
-def test_best_layout_keeps_to_the_tensor_parallel_size() -> None:
-    settings = EngineSettings(
-        reserved_gpus=None,
-        tensor_parallel_size=2,
-        engines_per_node=None,
-        num_attention_heads=None,
-        num_key_value_heads=None,
-    )
-    best = best_layout((8, 8, 7, 8), settings)
-    assert best is not None
-    # no number of ranks leaves an even number of 8 and of 7 GPUs, so 2 are reserved on each and one stays idle
-    assert (best.ranks_per_node, best.vllm_reserved_gpus, best.reserved, best.idle) == (
-        5,
-        2,
-        (2, 2, 2, 2),
-        (1, 1, 0, 1),
-    )
-    assert best_layout((2, 2), settings) is None
 
 
 def test_batch_of_several_steps_per_generation() -> None:
