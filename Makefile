@@ -41,6 +41,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
+	$(BIN)/python -m tools.foreign_assignments
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh .ci/run
 
 docs: install

@@ -1,9 +1,11 @@
-"""TRL's own tests of tools, environments and rollout functions, with our classes: `python -m tests.trl_own CHECKOUT`.
+"""TRL's own tests of its GRPO trainer, with our classes in the place of TRL's: `python -m tests.trl_own CHECKOUT`.
 
 TRL's wheel brings no tests, so CHECKOUT is a clone of its repository, at the version that is installed or near it. The
-tests run as they are, without engines; `GRPOTrainer` and `GRPOConfig` are ours. What they load from the hub is made
-here under the same names, as small, so that no network is needed: two models, a model of rewards, two prompts, and a
-tokenizer in which the tokens that these tests write down are the texts that stand beside them.
+tests run as they are; what they load from the hub is made under the same names (`tests/support/trl_models.py`).
+
+    theirs: TRL's own classes; what fails so, too, is not ours
+    ours:   ours, without engines, as TRL's are by default
+    local:  ours in local mode, over an engine that answers at once with made-up tokens
 """
 
 import argparse
@@ -13,124 +15,114 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, ClassVar
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import pytest
-import torch
-import transformers
 import trl
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from trl import import_utils
 
 from grpo import GRPOConfig, GRPOTrainer
+from grpo.engine.messages import Ready, Sample, Sampled
+from tests.support.scripted_trainer import ScriptedEngine, use_scripted_engines
+from tests.support.trl_models import OWNER, save_models, save_prompts
 
-CHOSEN = "TestGRPORolloutDispatch or with_tools or environment or malformed_tool or no_reward_source"
-NEED_IMAGES = "multimodal"
-OWNER = "trl-internal-testing"
-VOCAB_SIZE = 151_936
-
-# As Qwen3's, of which the tests' numbers are. Its first 256 tokens are bytes.
-SPECIAL = {151643: "<|endoftext|>", 151644: "<|im_start|>", 151645: "<|im_end|>"}
-MARKS = {151657: "<tool_call>", 151658: "</tool_call>", 151665: "<tool_response>", 151666: "</tool_response>"}
-MARKS |= {151667: "<think>", 151668: "</think>"}
-PIECES = {
-    **{4913: '{"', 606: "name", 788: '":', 330: ' "', 64648: "multiply", 22785: "_tool", 497: '",', 16370: "arguments"},
-    **{5212: ' {"', 11248: "}}\n", 1513: " don", 944: "'t", 1414: " know", 894: " any", 5392: " tool", 7692: "async"},
-    **{93054: "_multiply", 35744: "increment", 9520: "step", 2765: " won", 927: "sh", 411: "out", 1318: "text"},
-    **{6023: "hi", 95642: '"}}\n', 17453: "Done", 450: "dec", 13477: "rement", 16252: " increment", 14172: "tool"},
-    **{6659: "call", 397: ">\n", 522: "</", 314: " {", 293: " b"},
-}
+MODES = ("theirs", "ours", "local")
+TESTS = Path("tests") / "test_grpo_trainer.py"
 
 
 class WithoutEngines(GRPOConfig):
     """Ours, as TRL's is by default; in float32, which a CPU computes faster."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**{"use_vllm": False, "bf16": False, **options})
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Of the template's own words: with one token for each byte a step takes ten times as long."""
-    template = (Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja").read_text()
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(as_bytes.alphabet())
-    learnt = Tokenizer(models.BPE())
-    learnt.pre_tokenizer = as_bytes
-    learnt.train_from_iterator([template] * 3, trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet))
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pieces = {whole.pre_tokenize_str(text)[0][0]: number for number, text in PIECES.items()}
-    marks = {text: number for number, text in (SPECIAL | MARKS).items()}
-    vocabulary = {char: number for number, char in enumerate(alphabet)} | pieces | marks
-    free = iter(sorted(set(range(len(alphabet), VOCAB_SIZE)) - {*vocabulary.values()}))
-    vocabulary |= {word: next(free) for word in sorted(learnt.get_vocab()) if word not in vocabulary}
-    merges = [tuple(pair) for pair in json.loads(learnt.to_str())["model"]["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=merges))
-    tokenizer.pre_tokenizer, tokenizer.decoder = as_bytes, decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL.values()])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKS.values()])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL[151643],
-        eos_token=SPECIAL[151645],
-        chat_template=template,
-    )
+class InLocalMode(GRPOConfig):
+    """Ours, as it is by default, where a test does not ask for TRL's own ways to vLLM."""
+
+    def __init__(self, **options: Any) -> None:
+        mode = {"vllm_mode": "colocate"} if options.get("use_vllm") and "vllm_mode" not in options else {}
+        made_up = {"vllm_max_logprob_gap": 1e9, "bf16": False}  # the engine computes no probabilities
+        super().__init__(**{**made_up, **mode, **options})
 
 
-def _make_models(owner: Path) -> None:
-    small = {
-        **{"vocab_size": VOCAB_SIZE, "hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 151643, "eos_token_id": 151645},
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    torch.manual_seed(0)
-    made = {
-        "tiny-Qwen3ForCausalLM": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, head_dim=8)),
-        "tiny-Qwen3MoeForCausalLM": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**small, **experts)),
-        "tiny-Qwen2ForSequenceClassification-2.5": transformers.Qwen2ForSequenceClassification(
-            transformers.Qwen2Config(**small, num_labels=1)
-        ),
-    }
-    for name, model in made.items():
-        model.save_pretrained(owner / name)
-        _tokenizer().save_pretrained(owner / name)
+class MadeUpTokens(ScriptedEngine):
+    """Answers with as many bytes as may be, the last one of every other answer an end."""
+
+    _end: ClassVar[int] = 0
+
+    def __init__(self, spec: Any, **kwargs: Any) -> None:
+        super().__init__(spec, **kwargs)
+        self._max_model_len = spec.engine_args.get("max_model_len") or 4096
+        self._max_tokens = spec.sampling["max_tokens"]
+
+    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
+        return Ready(max_model_len=self._max_model_len, max_num_seqs=16, startup_s=1.0)
+
+    def submit(self, sample: Sample) -> None:
+        length = sample.overrides.get("max_tokens", self._max_tokens)
+        for number, completion_id in enumerate(sample.ids):
+            rng = np.random.default_rng(sample.seed + number)
+            token_ids = rng.integers(35, 90, length).astype(np.int32)  # letters and signs, in both tokenizers
+            logprobs = np.full(length, -2.5, np.float32)
+            self._hear(
+                Sampled(
+                    completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs, finish_reason="length"
+                )
+            )
 
 
-def _make_data(owner: Path) -> None:
-    """The configuration that these tests use, of fewer rows: a step takes seconds with this vocabulary."""
-    name, questions = "conversational_prompt_only", ["What is better?", "Who is there?"]
-    folder = owner / "zen"
-    (folder / name).mkdir(parents=True)
-    rows = [json.dumps({"prompt": [{"role": "user", "content": question}]}) for question in questions]
-    (folder / name / "train.jsonl").write_text("\n".join(rows))
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files: {name}/train.jsonl\n---\n")
+class Outcomes:
+    """A plugin of pytest's: what became of each test."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[2]
+        if report.when == "call" or not report.passed:
+            self.of[name] = report.outcome
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trl_own", description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="a clone of TRL's repository")
-    parser.add_argument("-k", default=f"({CHOSEN}) and not {NEED_IMAGES}", help="which, as pytest's -k")
-    parser.add_argument("--theirs", action="store_true", help="with TRL's own classes: what fails so, too, is not ours")
+    parser.add_argument("--mode", choices=MODES, default="ours")
+    parser.add_argument("--outcomes", type=Path, help="a JSON file to write: what became of each test")
     args, others = parser.parse_known_args()
-    if not (args.checkout / "tests" / "test_grpo_trainer.py").is_file():
-        parser.error(f"{args.checkout} has no tests/test_grpo_trainer.py: give a clone of TRL's repository")
-    with tempfile.TemporaryDirectory(prefix="grpo-trl-") as folder:
+    if not (args.checkout / TESTS).is_file():
+        parser.error(f"{args.checkout} has no {TESTS}: give a clone of TRL's repository")
+    outcomes_file = None if args.outcomes is None else args.outcomes.absolute()
+    with tempfile.TemporaryDirectory(prefix="grpo-trl-") as folder, pytest.MonkeyPatch.context() as patch:
         theirs = Path(folder) / "trl_tests"  # `tests` is ours
         theirs.mkdir()
         for file in (args.checkout / "tests").glob("*.py"):
-            if not file.name.startswith("test_") or file.name == "test_grpo_trainer.py":
+            if not file.name.startswith("test_") or file.name == TESTS.name:
                 shutil.copy(file, theirs)
-        _make_models(Path(folder) / OWNER)
-        _make_data(Path(folder) / OWNER)
+        save_models(Path(folder) / OWNER)
+        save_prompts(Path(folder) / OWNER)
         for name in ("is_joblib_available",):  # of versions near the installed one
             if not hasattr(import_utils, name):
-                setattr(import_utils, name, lambda: False)
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        if not args.theirs:
-            trl.GRPOTrainer, trl.GRPOConfig = GRPOTrainer, WithoutEngines
+                patch.setattr(import_utils, name, lambda: False, raising=False)
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        if args.mode != "theirs":
+            patch.setattr(trl, "GRPOTrainer", GRPOTrainer)
+            patch.setattr(trl, "GRPOConfig", WithoutEngines if args.mode == "ours" else InLocalMode)
+        if args.mode == "local":
+            use_scripted_engines(patch)
+            patch.setattr(GRPOTrainer, "start_engine", MadeUpTokens)
+        outcomes = Outcomes()
         options = ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist", "-ra"]
-        return pytest.main([*options, "-k", args.k, *others, str(theirs)])
+        options += ["-o", "markers=slow"]
+        code = pytest.main([*options, *others, str(theirs)], plugins=[outcomes])
+    if outcomes_file is not None:
+        outcomes_file.write_text(json.dumps(outcomes.of, indent=1))
+    return code
 
 
 if __name__ == "__main__":

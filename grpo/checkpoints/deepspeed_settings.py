@@ -1,8 +1,9 @@
 """What DeepSpeed does where it should not: settings that would undo checkpoints, an import that takes long."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from grpo.place.patches.torch import compiling_later
 
 
 def check_deepspeed(config: Mapping[str, Any] | None) -> None:
@@ -39,16 +40,5 @@ def import_deepspeeds_muon() -> None:
     Three of Muon's functions are compiled there and then, for which torch loads its compiler. Here they are compiled
     when they are first called.
     """
-    import torch
-
-    compile_now = torch.compile
-
-    def compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = functools.cache(lambda: compile_now(function))
-        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
-
-    torch.compile = compile_later
-    try:
+    with compiling_later():
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        torch.compile = compile_now

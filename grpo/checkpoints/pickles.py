@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from grpo.place.patches.torch import loading_weights_only
+
 _OF_DEEPSPEED = (  # 0.19
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -51,18 +53,9 @@ def allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Every `torch.load` in here is with the allow-list, DeepSpeed's too, which asks for none (0.19)."""
-    load = torch.load
-
-    def load_allowed(*args: Any, **kwargs: Any) -> Any:
-        return load(*args, **{**kwargs, "weights_only": True})
-
-    torch.load = load_allowed
-    try:
-        with allowed():
-            yield
-    finally:
-        torch.load = load
+    """Every `torch.load` in here is with the allow-list, DeepSpeed's too."""
+    with loading_weights_only(), allowed():
+        yield
 
 
 def load_mapped(path: Path) -> Any:

@@ -14,10 +14,11 @@ from grpo.config.checks import accumulation_of, check_counts, check_local, check
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.recording import RecordingConfig, check_recording
 from grpo.engine.early import drop_host, start_first_host
-from grpo.groups.process_groups import leave_out_deepspeeds_op, make_world_group
+from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
 from grpo.place.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.place.quiet import quiet
 from grpo.place.topology import plan_node
 
@@ -260,7 +261,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
     def _setup_devices(self) -> torch.device:
         """Where transformers makes the process group; beside `--deepspeed FILE` it forgets the backend."""
         if self.use_cpu and (self.deepspeed or is_on(os.environ.get("ACCELERATE_USE_DEEPSPEED"))):
-            leave_out_deepspeeds_op()
+            leave_out_shared_memory_op()
         if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
             make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
         return super()._setup_devices

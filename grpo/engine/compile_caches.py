@@ -9,7 +9,6 @@ engines that start at once, and in a folder that several nodes share.
 
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import uuid
@@ -155,42 +154,3 @@ def _remove_unused(generations: Path, but: str) -> None:
         with contextlib.suppress(OSError):  # removed by another, or another's to remove
             if all(_has_ended(record) for record in (folder / "users").iterdir()):
                 shutil.rmtree(folder)
-
-
-def keep_headers() -> None:
-    """Let inductor, in this process and in those that it forks off, keep what it compiles of its own headers.
-
-    They go into the folder for temporary files, whatever TORCHINDUCTOR_CACHE_DIR says (torch 2.13), and an engine's own
-    such folder ends with the engine: every start would compile them again for its first kernel on a CPU, 5 s of
-    processor time.
-    """
-    from torch._inductor import codecache
-
-    headers = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "precompiled_headers"
-    codecache._HEADER_DIR = str(headers)
-    codecache._HEADER_LOCK_DIR = str(headers / "locks")
-
-
-@functools.cache
-def write_libraries_whole() -> None:
-    """Let inductor, in this process and in those that it forks off, put in place what a compiler has ended writing.
-
-    It has the compiler write to the final place (torch 2.13, `CppBuilder.build`), and compiles after an engine is
-    ready, too.
-    """
-    from torch._inductor.cpp_builder import CppBuilder
-
-    compile_in_place = CppBuilder.build
-
-    @functools.wraps(compile_in_place)
-    def build(builder: CppBuilder) -> None:
-        target, output = builder.get_target_file_path(), builder._output
-        aside = f"{target}.{os.getpid()}"
-        builder._output = output.replace(target, aside)
-        try:
-            compile_in_place(builder)
-        finally:
-            builder._output = output
-        os.replace(aside, target)
-
-    CppBuilder.build = build

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
-from grpo.engine.compile_caches import keep_headers, use_caches, write_libraries_whole
+from grpo.engine.compile_caches import use_caches
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.place.importing import importing
+from grpo.place.patches.torch import compile_nothing, keep_headers, write_libraries_whole
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -217,7 +218,6 @@ async def run(
         startup_s: seconds that this host has worked on it, as for `Ready`.
         fail: ends this process, with a cause.
     """
-    import torch._dynamo.config
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -232,13 +232,11 @@ async def run(
     if current_platform.is_cpu():
         share_cores()
         if args.enforce_eager:
-            # vLLM compiles a helper of its sampler all the same (0.31): a third of what its worker costs at a start,
-            # 7 s of a core without caches. On GPUs the compiled helper saves memory.
-            torch._dynamo.config.disable = True
+            compile_nothing()  # on GPUs the compiled helper of vLLM's sampler saves memory
     folder = Path(os.environ[HOST_MARK])
     variables, uses = use_caches(os.environ, otherwise=folder)
     os.environ.update(variables)
-    keep_headers()
+    keep_headers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "precompiled_headers")
     watch = StartWatch(folder, fail)
     try:
         engine = AsyncLLM.from_vllm_config(

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo.engine.plugin import HOST_MARK
 from grpo.faults.sessions import session_members
+from grpo.place.patches.vllm import report_processes, spin_for
 
 POLL_S = 0.5
 GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
@@ -25,31 +26,16 @@ _FOLDER = "inner"  # in the host's private folder; a file for each process: why 
 
 def report_failures() -> None:
     """In an engine host that has imported vLLM: let its processes, which come out of it by fork, say that they fail."""
-    from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    EngineCoreProc.run_engine_core = staticmethod(_reporting(EngineCoreProc.run_engine_core, "vLLM's EngineCore"))
-    WorkerProc.worker_main = staticmethod(_reporting(WorkerProc.worker_main, "a worker of vLLM"))
-    answer = WorkerProc.enqueue_output
-
-    @functools.wraps(answer)
-    def answer_and_report(worker: WorkerProc, output: Any) -> None:
-        if isinstance(output, Exception):
-            _say(f"a worker of vLLM failed: {type(output).__name__}: {output}")
-        answer(worker, output)
-
-    WorkerProc.enqueue_output = answer_and_report
+    report_processes(_reporting, _say)
 
 
 def share_cores() -> None:
     """In the host of an engine on CPUs: its processes leave the cores to the ranks while they wait.
 
-    Each of them would look for messages without a pause for a second after the last one (vLLM 0.31), which is most of
-    the time in which the ranks train.
+    Each of them would look for messages without a pause for a second after the last one, which is most of the time in
+    which the ranks train.
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=SPIN_S)
+    spin_for(SPIN_S)
 
 
 def _reporting(run: Callable[..., None], name: str) -> Callable[..., None]:

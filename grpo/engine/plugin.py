@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from grpo.engine.lifetime import die_with_parent
-from grpo.faults.sessions import name_shared_memory
+from grpo.place.patches.stdlib import name_shared_memory
 
 NCCL_BACKEND = "grpo_nccl"
 SHM_BACKEND = "grpo_shm"
@@ -21,5 +21,5 @@ def register() -> None:
         if name not in known:
             WeightTransferEngineFactory.register_engine(name, "grpo.weights.worker", class_name)
     if HOST_MARK in os.environ:  # any other vLLM on this machine is left as it is
-        name_shared_memory(Path(os.environ[HOST_MARK]))
+        name_shared_memory(Path(os.environ[HOST_MARK]).name)  # `remove_traces` finds it by that
         die_with_parent()

@@ -84,19 +84,6 @@ def end_session(session_id: int, private_folder: Path) -> None:
     remove_traces(private_folder)
 
 
-def name_shared_memory(private_folder: Path) -> None:
-    """Whatever `multiprocessing` makes in /dev/shm, here and in processes forked from here, bears the folder's name.
-
-    `remove_traces` finds it by that: Python's own resource tracker, which would remove it, dies with the session.
-    """
-    from multiprocessing import process, shared_memory
-
-    prefix = f"/{private_folder.name}-"
-    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 8  # type: ignore[attr-defined]
-    process.current_process()._config["semprefix"] = f"/{private_folder.name}"  # type: ignore[attr-defined]
-
-
 def remove_traces(private_folder: Path) -> None:
     """Remove an engine's private folder, and the shared memory that bears its name or that of a file in it.
 

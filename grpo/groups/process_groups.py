@@ -4,13 +4,14 @@ import atexit
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from grpo.faults.watch import FailureWatch
+from grpo.place.patches.torch import unbound_default_group
 
 CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
 STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
@@ -19,25 +20,6 @@ REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
 _GLOO_THREAD = "pt_gloo_runloop"
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _creations = itertools.count()
-
-
-@contextlib.contextmanager
-def unbound_default_group() -> Iterator[None]:
-    """The default group without the device that it is bound to.
-
-    On GPUs DeepSpeed binds it (0.19, `deepspeed/comm/torch.py`). torch then calls `perform_nocolor_split`, which is
-    `ncclCommSplit` on the communicator of all ranks, on every rank that is *not* in a new group, whatever that group's
-    backend (2.13, `_new_process_group_helper`). The split returns when all ranks have called it, and the members of a
-    gloo group never do: https://github.com/pytorch/pytorch/issues/134314. For groups that are not NCCL's.
-    """
-    default = dist.group.WORLD
-    assert default is not None, "no process group"
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 def new_gloo_groups(
@@ -117,17 +99,6 @@ def _gloo_threads() -> dict[str, str]:
             if status["Name"] == _GLOO_THREAD:
                 found[task.name] = " ".join(status[key] for key in ("State", *_SWITCHES))
     return found
-
-
-def leave_out_deepspeeds_op() -> None:
-    """Keep DeepSpeed from building an operation of its own when it makes a group on CPUs. Before any group.
-
-    Only tensor-parallel inference uses it (0.19, `inference_all_reduce`, which does without). Compiling it takes a
-    minute of processor time on a new machine, and no one is told what is being waited for.
-    """
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def join_deepspeed(config: object) -> None:

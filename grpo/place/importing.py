@@ -1,26 +1,23 @@
 """The import of large libraries, without what takes a fifth of its time and leads to nothing."""
 
 import contextlib
-import functools
 import gc
-import importlib.metadata
 from collections.abc import Iterator
+
+from grpo.place.patches.stdlib import reading_packages_once
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Around the import of TRL or vLLM and all that they bring along.
 
-    Python's garbage collector walks over all that has been imported, again and again, and finds next to nothing. And
-    transformers (5.17) and TRL (1.16) read the metadata of every installed package, one after the other: once is
-    enough.
+    Python's garbage collector walks over all that has been imported, again and again, and finds next to nothing.
     """
-    was_on, read = gc.isenabled(), importlib.metadata.packages_distributions
+    was_on = gc.isenabled()
     gc.disable()
-    importlib.metadata.packages_distributions = functools.cache(read)
     try:
-        yield
+        with reading_packages_once():
+            yield
     finally:
-        importlib.metadata.packages_distributions = read
         if was_on:
             gc.enable()

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from grpo.checkpoints.checkpoints import write_complete
-from grpo.groups.process_groups import leave_out_deepspeeds_op
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 
 BATCH = [{"input_ids": [row + 2, 5, 6, 7, 8], "labels": [row + 2, 5, 6, 7, 8]} for row in range(16)]
 
@@ -45,7 +45,7 @@ def train(folder: Path, case: dict) -> None:
         },
     )
     if not deepspeed.comm.is_initialized():
-        leave_out_deepspeeds_op()
+        leave_out_shared_memory_op()
         deepspeed.init_distributed(dist_backend="gloo")
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo.groups.process_groups import leave_out_deepspeeds_op
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 
 folder, output, device, *numbers = sys.argv[1:]
 completions, prompt_tokens, completion_tokens = map(int, numbers)
@@ -33,7 +33,7 @@ def most_bytes() -> int:
 
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-leave_out_deepspeeds_op()
+leave_out_shared_memory_op()
 deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
 zero = {

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from grpo.groups.process_groups import leave_out_deepspeeds_op, let_gloo_rest
+from grpo.groups.process_groups import let_gloo_rest
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3
@@ -33,7 +34,7 @@ from tests.support.nccl_stand_in import StandInEngine, StandInTransport, Wire, o
 from tests.support.tiny_models import tiny_config
 
 settings = json.loads(Path(sys.argv[1]).read_text())
-leave_out_deepspeeds_op()
+leave_out_shared_memory_op()
 deepspeed.init_distributed(dist_backend="gloo")
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -27,8 +27,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.groups.process_groups import leave_out_deepspeeds_op
 from grpo.ops.plan.push_memory import experts_at_once
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.weights.adapters import Lora
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
 from grpo.weights.gather import ShardGather
@@ -61,7 +61,7 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     dist.init_process_group("gloo", store=dist.PrefixStore(f"case {number}", store), rank=rank, world_size=world_size)
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = settings["tile_columns"]
-    leave_out_deepspeeds_op()
+    leave_out_shared_memory_op()
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings["model"]), dtype=torch.float32)

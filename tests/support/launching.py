@@ -133,7 +133,7 @@ class Job:
         built = list((self.temporary / EXTENSIONS).rglob("deepspeed_shm_comm*"))
         shutil.rmtree(self.temporary, ignore_errors=True)
         assert not left, self.fail(f"left behind: {left}")
-        assert not built, self.fail("DeepSpeed has compiled what no training uses: leave_out_deepspeeds_op")
+        assert not built, self.fail("DeepSpeed has compiled what no training uses: leave_out_shared_memory_op")
 
 
 def end_tree(process: subprocess.Popen) -> None:

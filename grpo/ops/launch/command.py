@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from grpo.ops.launch.ranks import Asked
 from grpo.ops.meeting import expected
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
+from grpo.place.patches.stdlib import temporary_files_in
 from grpo.place.startup import process_age_s
 from grpo.record.provenance import command_without_secrets
 
@@ -289,7 +290,7 @@ def _launch(
             env=os.environ,
         )
         _prepare_environment(args, attempt)
-        with _temporary_files_in(notes):
+        with temporary_files_in(notes):
             ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
         with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
             outlast_head(at, ending)
@@ -298,16 +299,6 @@ def _launch(
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code
-
-
-@contextlib.contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """Of this process alone: torchrun makes folders for its logs, and leaves them behind (2.13)."""
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:

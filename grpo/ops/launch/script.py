@@ -5,7 +5,6 @@
 What the script fails with before it has a trainer is recorded and told as the trainer's own failures are.
 """
 
-import argparse
 import os
 import runpy
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from grpo.engine.early import start_host
 from grpo.place.launch import read_launch
+from grpo.place.patches.stdlib import mute_argparse
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     is_module = words[:1] == ["-m"]
     name, *arguments = words[is_module:]
     if read_launch(os.environ).rank != 0:
-        _mute_argparse()
+        mute_argparse()  # all read the same command line: one of them says what is wrong with it
     start_host()  # before what takes seconds to import; a script that needs no engine ends it with itself
     from grpo.record.telling import telling_mistakes
 
@@ -45,11 +45,6 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
     """As `python -m NAME ARGUMENTS`."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _mute_argparse() -> None:
-    """All ranks read the same command line: one of them says what is wrong with it."""
-    argparse.ArgumentParser._print_message = lambda *_: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What DeepSpeed imports, without what takes long."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ def test_deepspeeds_muon_is_compiled_when_it_is_called(monkeypatch: pytest.Monke
     torch, deepspeed = pytest.importorskip("torch"), pytest.importorskip("deepspeed")
     compiled = []
 
+    @functools.wraps(torch.compile)
     def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled.append(function.__name__)
         return function

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo.engine.compile_caches import CacheUse, keep_headers, use_cache, use_caches, write_libraries_whole
+from grpo.engine.compile_caches import CacheUse, use_cache, use_caches
 from grpo.faults.sessions import session_members
+from grpo.place.patches.torch import keep_headers, write_libraries_whole
 from tests.support.launching import ROOT
 
 Use = Callable[[], CacheUse]
@@ -141,7 +142,6 @@ def test_a_folder_that_cannot_be_shared_is_not_used(
 def test_a_library_stands_in_its_place_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
     monkeypatch.setattr(cpp_builder.CppBuilder, "build", cpp_builder.CppBuilder.build)  # as it was, afterwards
-    write_libraries_whole.cache_clear()
     write_libraries_whole()
     source = tmp_path / "kernel.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
@@ -169,9 +169,8 @@ def test_compiled_headers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     codecache = pytest.importorskip("torch._inductor.codecache")
     for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
         monkeypatch.setattr(codecache, name, getattr(codecache, name))  # as it was, afterwards
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    keep_headers()
+    keep_headers(tmp_path)
     codecache._precompile_header.cache_clear()
     header = Path(codecache._precompile_header("cstddef", "", device_type="cpu"))
-    assert header.parent == tmp_path / "precompiled_headers"
+    assert header.parent == tmp_path
     assert Path(f"{header}.gch").stat().st_size

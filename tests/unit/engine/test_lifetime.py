@@ -34,8 +34,8 @@ SHARING = """
 import multiprocessing, os, signal, sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from grpo.faults.sessions import name_shared_memory
-name_shared_memory(Path(sys.argv[1]))
+from grpo.place.patches.stdlib import name_shared_memory
+name_shared_memory(Path(sys.argv[1]).name)
 def share(told):
     lock = multiprocessing.get_context("spawn").Lock()
     memory = SharedMemory(create=True, size=100)

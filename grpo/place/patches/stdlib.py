@@ -1,0 +1,57 @@
+"""Python's own."""
+
+import contextlib
+import functools
+
+from grpo.place.patches.patch import Patch
+
+PYTHON = "Python 3.11 to 3.13"
+
+DISTRIBUTIONS = Patch(
+    symbol="importlib.metadata.packages_distributions",
+    looks="()",
+    tested=f"{PYTHON}, transformers 5.17, TRL 1.16",
+    symptom="transformers and TRL read the metadata of every installed package, one after the other, several times",
+)
+MESSAGES = Patch(
+    symbol="argparse.ArgumentParser._print_message",
+    looks="(self, message, file=None)",
+    tested=PYTHON,
+    symptom="every rank of a node prints the same complaint about the command line",
+)
+TEMPORARY_FILES = Patch(
+    symbol="tempfile.tempdir",
+    looks="str | NoneType",
+    tested=f"{PYTHON}, torch 2.13",
+    symptom="torchrun makes folders for its logs where temporary files go, and leaves them behind",
+)
+_DIES = (
+    "what multiprocessing has made in /dev/shm stays behind an engine that was killed: the resource tracker, which would "
+    "remove it, dies with the session, and a name says nothing of whose it is"
+)
+SEGMENTS = Patch(symbol="multiprocessing.shared_memory._SHM_NAME_PREFIX", looks="str", tested=PYTHON, symptom=_DIES)
+SEGMENTS_LENGTH = Patch(
+    symbol="multiprocessing.shared_memory._SHM_SAFE_NAME_LENGTH", looks="int", tested=PYTHON, symptom=_DIES
+)
+SEMAPHORES = Patch(
+    symbol="multiprocessing.process._current_process._config.semprefix", looks="str", tested=PYTHON, symptom=_DIES
+)
+
+
+def reading_packages_once() -> contextlib.AbstractContextManager[None]:
+    return DISTRIBUTIONS.applied(functools.cache)
+
+
+def mute_argparse() -> None:
+    MESSAGES.apply(lambda _: lambda *_: None)
+
+
+def temporary_files_in(folder: str) -> contextlib.AbstractContextManager[None]:
+    return TEMPORARY_FILES.applied(lambda _: folder)
+
+
+def name_shared_memory(folder_name: str) -> None:
+    """Whatever `multiprocessing` makes in /dev/shm, here and in processes forked from here, begins with this name."""
+    SEGMENTS.apply(lambda _: f"/{folder_name}-")
+    SEGMENTS_LENGTH.apply(lambda _: len(f"/{folder_name}-") + 8)
+    SEMAPHORES.apply(lambda _: f"/{folder_name}")

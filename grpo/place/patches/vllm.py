@@ -1,0 +1,68 @@
+"""vLLM's, in an engine host; its processes come out of it by fork."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from grpo.place.patches.patch import Patch
+
+_UNHEARD = (
+    "an engine's process that fails while it starts is not noticed: EngineCore reads its workers' answers in the order of "
+    "their ranks, a process that ends waits for its children without a deadline, and the host sees EngineCore's end only "
+    "when all that was forked from it has ended"
+)
+
+ENGINE_CORE = Patch(
+    symbol="vllm.v1.engine.core.EngineCoreProc.run_engine_core",
+    looks="(*args, dp_rank=0, local_dp_rank=0, **kwargs)",
+    tested="vLLM 0.31",
+    symptom=_UNHEARD,
+)
+WORKER = Patch(
+    symbol="vllm.v1.executor.multiproc_executor.WorkerProc.worker_main",
+    looks="(*args, **kwargs)",
+    tested="vLLM 0.31",
+    symptom=_UNHEARD,
+)
+WORKERS_ANSWER = Patch(
+    symbol="vllm.v1.executor.multiproc_executor.WorkerProc.enqueue_output",
+    looks="(self, output)",
+    contains=("isinstance(output, Exception)",),
+    tested="vLLM 0.31",
+    symptom=_UNHEARD,
+)
+SPIN = Patch(
+    symbol="vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",
+    looks="(self, is_reader, context, notify_address, busy_loop_s=1)",
+    tested="vLLM 0.31",
+    symptom="an engine's idle processes look for messages without a pause for a second, on the ranks' cores",
+)
+
+
+def report_processes(
+    reporting: Callable[[Callable[..., None], str], Callable[..., None]], on_failure: Callable[[str], None]
+) -> None:
+    """Have vLLM's processes say that they fail.
+
+    Args:
+        reporting: wraps the whole work of a process, which has a name.
+        on_failure: called in a worker, with its failure in words.
+    """
+
+    def make(answer: Any) -> Any:
+        @functools.wraps(answer)
+        def answer_and_report(worker: Any, output: Any) -> None:
+            if isinstance(output, Exception):
+                on_failure(f"a worker of vLLM failed: {type(output).__name__}: {output}")
+            answer(worker, output)
+
+        return answer_and_report
+
+    ENGINE_CORE.apply(lambda run: reporting(run, "vLLM's EngineCore"))
+    WORKER.apply(lambda run: reporting(run, "a worker of vLLM"))
+    WORKERS_ANSWER.apply(make)
+
+
+def spin_for(seconds: float) -> None:
+    """An idle process looks for messages without a pause for so long after the last one."""
+    SPIN.apply(lambda init: functools.partialmethod(init, busy_loop_s=seconds))
