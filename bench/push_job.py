@@ -9,7 +9,7 @@ import deepspeed
 
 from bench.push_lora import LoraRanks
 from bench.push_ranks import ExpertRanks, Ranks
-from grpo.groups.process_groups import leave_out_deepspeeds_op
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 
 
 def measured(ranks: Ranks | ExpertRanks) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def measured(ranks: Ranks | ExpertRanks) -> dict[str, Any]:
 
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
-    leave_out_deepspeeds_op()
+    leave_out_shared_memory_op()
     deepspeed.init_distributed(dist_backend="nccl" if settings["device"] == "cuda" else "gloo")
     ranks = Ranks(settings)
     found = measured(ranks)

@@ -38,7 +38,7 @@ def foreign_assignments(source: str) -> Iterator[tuple[int, str]]:
             if is_hook or (place is not target and _is_foreign(place, foreign)):
                 shown = ast.unparse(target)
                 if not any(shown == name or shown.startswith(f"{name}[") for name in PROGRAMS):
-                    yield node.lineno, shown
+                    yield target.lineno, shown
 
 
 def _foreign_names(tree: ast.Module) -> set[str]:

@@ -1,7 +1,7 @@
 """Models, prompts and tokenizers under the names by which TRL's own tests load them from the hub, made here.
 
-Small, with random weights, so that no network is needed. Some have Qwen3's numbers of tokens, which tests of tools write
-down; the others have a small vocabulary, with which a step takes milliseconds.
+Small, with random weights, so that no network is needed. Some have Qwen3's numbers of tokens, which tests of tools
+write down; the others have a small vocabulary, with which a step takes milliseconds.
 """
 
 import json

@@ -26,8 +26,8 @@ TEMPORARY_FILES = Patch(
     symptom="torchrun makes folders for its logs where temporary files go, and leaves them behind",
 )
 _DIES = (
-    "what multiprocessing has made in /dev/shm stays behind an engine that was killed: the resource tracker, which would "
-    "remove it, dies with the session, and a name says nothing of whose it is"
+    "what multiprocessing has made in /dev/shm stays behind an engine that was killed: the resource tracker, which "
+    "would remove it, dies with the session, and a name says nothing of whose it is"
 )
 SEGMENTS = Patch(symbol="multiprocessing.shared_memory._SHM_NAME_PREFIX", looks="str", tested=PYTHON, symptom=_DIES)
 SEGMENTS_LENGTH = Patch(

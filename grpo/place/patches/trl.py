@@ -12,8 +12,8 @@ from grpo.place.patches.patch import Patch
 MODULES = ("trl.generation.vllm_client", "trl.generation.vllm_generation")  # the second imports the first
 
 _LOADS = (
-    "TRL imports vLLM wherever it is installed: a third of a rank's imports, 4 s of processor time and 300 MB, although "
-    "a rank in local mode builds no generator of TRL's"
+    "TRL imports vLLM wherever it is installed: a third of a rank's imports, 4 s of processor time and 300 MB, "
+    "although a rank in local mode builds no generator of TRL's"
 )
 
 IS_VLLM_AVAILABLE = Patch(

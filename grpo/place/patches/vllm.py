@@ -7,9 +7,9 @@ from typing import Any
 from grpo.place.patches.patch import Patch
 
 _UNHEARD = (
-    "an engine's process that fails while it starts is not noticed: EngineCore reads its workers' answers in the order of "
-    "their ranks, a process that ends waits for its children without a deadline, and the host sees EngineCore's end only "
-    "when all that was forked from it has ended"
+    "an engine's process that fails while it starts is not noticed: EngineCore reads its workers' answers in the order "
+    "of their ranks, a process that ends waits for its children without a deadline, and the host sees EngineCore's end "
+    "only when all that was forked from it has ended"
 )
 
 ENGINE_CORE = Patch(

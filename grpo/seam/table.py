@@ -1,0 +1,171 @@
+"""The names of other libraries that are no documented interface of theirs, and that this project builds on.
+
+Held against what is installed by `tests/unit/seam/test_table.py`, which also finds a name that is used and not listed.
+Names that get another value for the whole process stand in `grpo/place/patches`, and need no row here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Use = Literal["overrides", "calls", "reads", "assigns"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateName:
+    """One name, and the strongest use that is made of it."""
+
+    owner: str
+    """The class that defines it, or the module, with dots."""
+    name: str
+    use: Use
+    signature: str = ""
+    """Of a function, without annotations; `...` stands for further parameters. Empty for a value."""
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+
+def _functions(owner: str, use: Use, signatures: str) -> Iterator[PrivateName]:
+    """Of lines such as `name(self, argument=None)`."""
+    for line in signatures.strip().splitlines():
+        name, bracket, rest = line.strip().partition("(")
+        yield PrivateName(owner=owner, name=name, use=use, signature=bracket + rest)
+
+
+def _values(owner: str, use: Use, names: str) -> Iterator[PrivateName]:
+    """Of names with spaces between them."""
+    for name in names.split():
+        yield PrivateName(owner=owner, name=name, use=use)
+
+
+_TRL = "trl.trainer.grpo_trainer.GRPOTrainer"
+_TRAINER = "transformers.trainer.Trainer"
+_ARGUMENTS = "transformers.training_args.TrainingArguments"
+_TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
+_NCCL = "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferEngine"
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
+_C10D = "torch.distributed.distributed_c10d"
+
+TABLE: tuple[PrivateName, ...] = (
+    # TRL
+    *_functions(
+        _TRL,
+        "overrides",
+        """
+        _calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
+        _generate(self, prompts)
+        _generate_and_score_completions(self, inputs)
+        _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)
+        _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, ...)
+        _get_train_sampler(self, dataset=None)
+        _load_optimizer_and_scheduler(self, checkpoint)
+        _save_checkpoint(self, model, trial)
+        _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields)
+        compute_loss(self, model, inputs, ...)
+        log(self, logs, start_time=None)
+        """,
+    ),
+    *_functions(
+        _TRL,
+        "calls",
+        """
+        _get_tool_suffix_ids(self, tool_messages)
+        _tokenize_prompts(self, prompts)
+        """,
+    ),
+    *_values(
+        _TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _is_vlm _logs _metrics"
+    ),
+    *_values(_TRL, "reads", "_sync_tool_dicts _tokenizer environment_factories environments eos_token_ids"),
+    *_values(_TRL, "reads", "log_completions max_completion_length max_tool_calling_iterations num_generations"),
+    *_values(_TRL, "reads", "num_generations_eval num_iterations ref_model reward_weights shuffle_dataset tools"),
+    *_values(_TRL, "assigns", "_buffered_inputs _last_loaded_step _step async_loop reward_funcs rollout_func use_vllm"),
+    *_values(_TRL, "assigns", "vllm_generation"),
+    *_values("trl.trainer.grpo_config.GRPOConfig", "reads", "_VALID_DICT_FIELDS"),
+    # `LocalVLLM` stands where an object of this class does.
+    *_functions(
+        "trl.generation.vllm_generation.VLLMGeneration",
+        "overrides",
+        """
+        sync_weights(self)
+        generate(self, prompts, images, num_generations, profiler=None)
+        """,
+    ),
+    # transformers
+    *_functions(
+        _TRAINER,
+        "overrides",
+        """
+        _finalize_training(self, trial, num_train_samples, start_time)
+        _load_from_checkpoint(self, resume_from_checkpoint, model=None)
+        _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, ...)
+        _run_epoch(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, ...)
+        evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')
+        save_model(self, output_dir=None, _internal_call=False)
+        train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None)
+        """,
+    ),
+    *_functions(
+        _TRAINER,
+        "calls",
+        """
+        _get_output_dir(self, trial)
+        _save(self, output_dir=None, state_dict=None)
+        add_callback(self, callback)
+        is_world_process_zero(self)
+        remove_callback(self, callback)
+        """,
+    ),
+    *_values(_TRAINER, "reads", "accelerator args callback_handler control is_deepspeed_enabled model model_wrapped"),
+    *_values(_TRAINER, "reads", "optimizer processing_class state train_dataset"),
+    *_functions(_ARGUMENTS, "overrides", "_setup_devices(self)"),
+    *_values(_ARGUMENTS, "assigns", "_n_gpu"),
+    *_values("transformers.configuration_utils.PreTrainedConfig", "reads", "_name_or_path"),
+    *_values("transformers.integrations.deepspeed", "reads", "_hf_deepspeed_config_weak_ref"),
+    *_values("transformers.integrations.integration_utils.TensorBoardCallback", "reads", "_SummaryWriter"),
+    *_values("transformers.integrations.integration_utils.TensorBoardCallback", "assigns", "logging_dir tb_writer"),
+    # vLLM
+    *_functions(
+        _TRANSFER,
+        "overrides",
+        """
+        finish_weight_update(self)
+        init_transfer_engine(self, init_info)
+        receive_weights(self, update_info)
+        shutdown(self)
+        start_weight_update(self)
+        update_weights(self, update_info)
+        """,
+    ),
+    *_functions(_TRANSFER, "calls", "parse_update_info(self, update_dict)"),
+    *_values(_TRANSFER, "reads", "device model model_config"),
+    *_functions(_NCCL, "overrides", "init_transfer_engine(self, init_info)\nreceive_weights(self, update_info)"),
+    *_values(_NCCL, "reads", "model_update_group packed_buffer_size_bytes packed_num_buffers"),
+    *_values("vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory", "reads", "_registry"),
+    *_values("vllm.lora.worker_manager.WorkerLoRAManager", "reads", "_adapter_manager lora_config vocab_size"),
+    *_values("vllm.lora.lora_model.LoRAModel", "assigns", "is_3d_lora_weight"),
+    *_values(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts", "reads", "_use_zentorch isa"
+    ),
+    # accelerate and DeepSpeed
+    *_values("accelerate.accelerator.Accelerator", "reads", "deepspeed_engine_wrapped"),
+    *_values("accelerate.utils.deepspeed.DeepSpeedEngineWrapper", "reads", "engine"),
+    *_values(_ZERO, "reads", "ds_id ds_numel ds_process_group ds_quant_scale ds_secondary_tensor ds_shape ds_status"),
+    *_values(_ZERO, "reads", "ds_tensor ds_zero_param_process_group"),
+    *_functions(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "calls",
+        """
+        zero_gather_16bit_weights_on_model_save(self)
+        zero_optimization_partition_weights(self)
+        """,
+    ),
+    # torch, and Python
+    *_functions(_C10D, "calls", "_get_default_store()\n_set_pg_timeout(timeout, group=None)"),
+    *_values("torch.nn.modules.module.Module", "reads", "_non_persistent_buffers_set _parameters"),
+    *_functions("argparse.ArgumentParser", "calls", "_get_formatter(self)"),
+    *_values("argparse._ActionsContainer", "reads", "_actions"),
+    # Of classes in C++, which no test can look into: an untyped storage's address, and a process group's collectives.
+    *_values("torch.C++", "reads", "_allgather_base _cdata _reduce_scatter_base"),
+)
