@@ -1,0 +1,77 @@
+"""TRL's own tests of its GRPO trainer, with our classes in TRL's place: they end as with TRL's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+VARIABLE = "GRPO_TRL_CHECKOUT"
+CHECKOUT = os.environ.get(VARIABLE, "")
+LIMIT_S = 3600
+
+pytestmark = [
+    pytest.mark.skipif(
+        not CHECKOUT, reason=f"set {VARIABLE} to a clone of TRL's repository: its wheel has no tests"
+    ),
+    pytest.mark.timeout(3 * LIMIT_S),
+]
+
+NOT_IN_LOCAL_MODE = {
+    "TestGRPORolloutDispatch": "a trainer made of mocks, without arguments to look up a mode in",
+    "vlm": "local mode trains text models, and refuses others by name",
+    "multimodal": "as above",
+    "with_tools": "TRL's `generate` is replaced by a fixed text with a tool call; engines here generate",
+    "malformed_tool_calls": "as above",
+    "environment_factory": "as above",
+    "multiple_environments": "as above",
+    "environment_owned": "as above",
+    "all_masked": "TRL's `generate` is replaced by completions without an end",
+    "continuous_batching": "another generator of transformers' is asked for",
+    "train_vllm": "another way to vLLM is asked for, and no GPU is here",
+}
+"""Parts of names, and why such a test cannot pass in local mode."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What became of each test, by mode."""
+    folder = tmp_path_factory.mktemp("trl-own")
+    found = {}
+    for mode in ("theirs", "ours", "local"):
+        file = folder / f"{mode}.json"
+        line = [sys.executable, "-m", "tests.trl_own", CHECKOUT, "--mode", mode, "--outcomes", str(file), "-q"]
+        with (folder / f"{mode}.log").open("w") as log:
+            subprocess.run([*line, "--tb=short"], stdout=log, stderr=log, timeout=LIMIT_S, check=False)
+        assert file.exists(), (folder / f"{mode}.log").read_text()[-3000:]
+        found[mode] = json.loads(file.read_text())
+    return found
+
+
+def differences(outcomes: dict[str, dict[str, str]], mode: str) -> dict[str, str]:
+    """Tests that end otherwise than with TRL's classes."""
+    theirs, ours = outcomes["theirs"], outcomes[mode]
+    return {
+        name: f"{theirs.get(name)} with TRL's, {ours.get(name)} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    }
+
+
+def test_most_of_them_pass_with_trls_classes(outcomes: dict[str, dict[str, str]]) -> None:
+    assert sum(outcome == "passed" for outcome in outcomes["theirs"].values()) > 100
+
+
+def test_ours_end_as_theirs(outcomes: dict[str, dict[str, str]]) -> None:
+    assert differences(outcomes, "ours") == {}
+
+
+def test_local_mode_ends_as_theirs_but_for_what_cannot_be(outcomes: dict[str, dict[str, str]]) -> None:
+    found = differences(outcomes, "local")
+    assert {name: how for name, how in found.items() if not any(part in name for part in NOT_IN_LOCAL_MODE)} == {}
+
+
+def test_what_cannot_pass_in_local_mode_does_not(outcomes: dict[str, dict[str, str]]) -> None:
+    found = differences(outcomes, "local")
+    assert [part for part in NOT_IN_LOCAL_MODE if not any(part in name for name in found)] == []
