@@ -12,9 +12,7 @@ CHECKOUT = os.environ.get(VARIABLE, "")
 LIMIT_S = 3600
 
 pytestmark = [
-    pytest.mark.skipif(
-        not CHECKOUT, reason=f"set {VARIABLE} to a clone of TRL's repository: its wheel has no tests"
-    ),
+    pytest.mark.skipif(not CHECKOUT, reason=f"set {VARIABLE} to a clone of TRL's repository: its wheel has no tests"),
     pytest.mark.timeout(3 * LIMIT_S),
 ]
 
