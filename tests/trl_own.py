@@ -15,14 +15,13 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
-import trl
 from trl import import_utils
 
 from grpo import GRPOConfig, GRPOTrainer
@@ -51,9 +50,7 @@ class InLocalMode(GRPOConfig):
 
 
 class MadeUpTokens(ScriptedEngine):
-    """Answers with as many bytes as may be, the last one of every other answer an end."""
-
-    _end: ClassVar[int] = 0
+    """Answers with as many tokens as may be."""
 
     def __init__(self, spec: Any, **kwargs: Any) -> None:
         super().__init__(spec, **kwargs)
@@ -77,10 +74,21 @@ class MadeUpTokens(ScriptedEngine):
 
 
 class Outcomes:
-    """A plugin of pytest's: what became of each test."""
+    """A plugin of pytest's: what became of each test.
 
-    def __init__(self) -> None:
+    Args:
+        classes: put into the module of tests, under the names of TRL's.
+    """
+
+    def __init__(self, classes: dict[str, type]) -> None:
+        self._classes = classes
         self.of: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for module in {item.getparent(pytest.Module) for item in items}:
+            assert module is not None
+            for name, kind in self._classes.items():
+                setattr(module.obj, name, kind)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.partition("::")[2]
@@ -110,13 +118,14 @@ def main() -> int:
                 patch.setattr(import_utils, name, lambda: False, raising=False)
         patch.chdir(folder)
         patch.syspath_prepend(folder)
+        classes: dict[str, type] = {}
         if args.mode != "theirs":
-            patch.setattr(trl, "GRPOTrainer", GRPOTrainer)
-            patch.setattr(trl, "GRPOConfig", WithoutEngines if args.mode == "ours" else InLocalMode)
+            config = WithoutEngines if args.mode == "ours" else InLocalMode
+            classes = {"GRPOTrainer": GRPOTrainer, "GRPOConfig": config}
         if args.mode == "local":
             use_scripted_engines(patch)
             patch.setattr(GRPOTrainer, "start_engine", MadeUpTokens)
-        outcomes = Outcomes()
+        outcomes = Outcomes(classes)
         options = ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist", "-ra"]
         options += ["-o", "markers=slow"]
         code = pytest.main([*options, *others, str(theirs)], plugins=[outcomes])
