@@ -25,12 +25,13 @@ import pytest
 from trl import import_utils
 
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.engine.messages import Ready, Sample, Sampled
-from tests.support.scripted_trainer import ScriptedEngine, use_scripted_engines
+from grpo.engine.messages import Sample
+from tests.support.scripted_trainer import use_scripted_engines
 from tests.support.trl_models import OWNER, save_models, save_prompts
 
 MODES = ("theirs", "ours", "local")
 TESTS = Path("tests") / "test_grpo_trainer.py"
+MADE_UP_TOKENS = 4
 
 
 class WithoutEngines(GRPOConfig):
@@ -49,28 +50,10 @@ class InLocalMode(GRPOConfig):
         super().__init__(**{**made_up, **mode, **options})
 
 
-class MadeUpTokens(ScriptedEngine):
-    """Answers with as many tokens as may be."""
-
-    def __init__(self, spec: Any, **kwargs: Any) -> None:
-        super().__init__(spec, **kwargs)
-        self._max_model_len = spec.engine_args.get("max_model_len") or 4096
-        self._max_tokens = spec.sampling["max_tokens"]
-
-    def wait_ready(self, timeout_s: float, check: Any) -> Ready:
-        return Ready(max_model_len=self._max_model_len, max_num_seqs=16, startup_s=1.0)
-
-    def submit(self, sample: Sample) -> None:
-        length = sample.overrides.get("max_tokens", self._max_tokens)
-        for number, completion_id in enumerate(sample.ids):
-            rng = np.random.default_rng(sample.seed + number)
-            token_ids = rng.integers(35, 90, length).astype(np.int32)  # letters and signs, in both tokenizers
-            logprobs = np.full(length, -2.5, np.float32)
-            self._hear(
-                Sampled(
-                    completion_id=completion_id, token_ids=token_ids, engine_logprobs=logprobs, finish_reason="length"
-                )
-            )
+def made_up_tokens(sample: Sample, number: int) -> list[int]:
+    """A few letters and signs, in either tokenizer, by the seed."""
+    length = sample.overrides.get("max_tokens", MADE_UP_TOKENS)
+    return np.random.default_rng(sample.seed + number).integers(35, 90, min(length, MADE_UP_TOKENS)).tolist()
 
 
 class Outcomes:
@@ -123,8 +106,7 @@ def main() -> int:
             config = WithoutEngines if args.mode == "ours" else InLocalMode
             classes = {"GRPOTrainer": GRPOTrainer, "GRPOConfig": config}
         if args.mode == "local":
-            use_scripted_engines(patch)
-            patch.setattr(GRPOTrainer, "start_engine", MadeUpTokens)
+            use_scripted_engines(patch, tokens_of=made_up_tokens)
         outcomes = Outcomes(classes)
         options = ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist", "-ra"]
         options += ["-o", "markers=slow"]
