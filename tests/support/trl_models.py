@@ -86,7 +86,7 @@ def save_prompts(owner: Path) -> None:
         (folder / name).mkdir(parents=True)
         header += [f"- config_name: {name}", "  data_files:"]
         for split in ("train", "test"):
-            (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+            (folder / name / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in prompts))
             header += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
     (folder / "README.md").write_text("\n".join([*header, "---", ""]))
 
