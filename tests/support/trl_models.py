@@ -6,6 +6,7 @@ write down; the others have a small vocabulary, with which a step takes millisec
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -77,7 +78,7 @@ def save_prompts(owner: Path) -> None:
     """Save the data set of both forms of prompts, of a few rows: each of them is a step in most tests."""
     folder = owner / "zen"
     texts = ["What is better?", "Who is there?", "Where is it?", "Now is"]
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "standard_prompt_only": [{"prompt": text} for text in texts],
         "conversational_prompt_only": [{"prompt": [{"role": "user", "content": text}]} for text in texts[:2]],
     }
