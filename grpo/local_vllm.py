@@ -292,7 +292,7 @@ class LocalVLLM:
         self._num_refused += num_now
         first = refused[0].refusal
         assert first is not None
-        told = f"{num_now} completions left out, {self._num_refused} so far: {first.cause}"
+        told = f"{num_now} completions left out, {self._num_refused} so far [GRPO-412]: {first.cause}"
         if self._num_refused > self.args.vllm_max_refused:
             cause = f"more than vllm_max_refused ({self.args.vllm_max_refused}) completions were left out: {told}"
             raise StepFailed(dataclasses.replace(first, cause=cause, can_heal=False))

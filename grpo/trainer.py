@@ -85,7 +85,7 @@ class GRPOTrainer(ConversingTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         if not isinstance(args, GRPOConfig):
-            raise TypeError(f"args is a {type(args).__module__}.GRPOConfig: import GRPOConfig from grpo")
+            raise TypeError(f"args is a {type(args).__module__}.GRPOConfig [GRPO-201]: import GRPOConfig from grpo")
         inherited = {
             "model": model,
             "reward_funcs": reward_funcs,

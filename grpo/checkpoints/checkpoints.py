@@ -198,7 +198,7 @@ def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
         if found != FileSum(size_bytes=record.files[name], crc32=record.checksums[name]):
             raise Damaged(
                 f"{folder / name} is not as it was written: {found.size_bytes} bytes with the checksum "
-                f"{found.crc32:08x}, not {record.files[name]} with {record.checksums[name]:08x}"
+                f"{found.crc32:08x}, not {record.files[name]} with {record.checksums[name]:08x} [GRPO-703]"
             )
 
 
@@ -269,9 +269,9 @@ def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> N
     if record.world_size == world_size:
         return
     raise ValueError(
-        f"{folder} is for {record.world_size} training processes, this job has {world_size}: optimizer states and "
-        f"random numbers belong to {record.world_size} processes. Start {record.world_size} again (another number of "
-        f"reserved GPUs or engines is no matter), or make it one for {world_size}: "
+        f"{folder} is for {record.world_size} training processes, this job has {world_size} [GRPO-706]: optimizer "
+        f"states and random numbers belong to {record.world_size} processes. Start {record.world_size} again (another "
+        f"number of reserved GPUs or engines is no matter), or make it one for {world_size}: "
         f"grpo reshape {folder} --ranks {world_size}"
     )
 

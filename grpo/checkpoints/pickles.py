@@ -142,6 +142,6 @@ def _check_old_format(path: Path) -> None:
 
 def _refusal(path: Path, what: str) -> str:
     return (
-        f"{path} holds {what}, which neither torch nor transformers nor DeepSpeed stores: to load it could run "
-        "anybody's code. If it is yours, allow it in your script: torch.serialization.add_safe_globals([...])"
+        f"{path} holds {what}, which neither torch nor transformers nor DeepSpeed stores [GRPO-705]: to load it could "
+        "run anybody's code. If it is yours, allow it in your script: torch.serialization.add_safe_globals([...])"
     )

@@ -80,8 +80,8 @@ def newest_checkpoint(
     if damaged := damaged_in(output_dir):
         names = ", ".join(str(folder) for folder in damaged)
         none_left = (
-            f"no checkpoint is left to go on from in {output_dir}: damaged is {names}. To begin afresh, set another "
-            "output_dir, or remove what is damaged"
+            f"no checkpoint is left to go on from in {output_dir} [GRPO-704]: damaged is {names}. To begin afresh, set "
+            "another output_dir, or remove what is damaged"
         )
         raise ValueError("; ".join([none_left, *told, *notes]))
     if has_to_be:

@@ -182,7 +182,7 @@ def check_free_space(output_dir: Path, needed_bytes: int, *, rotated: list[Path]
         )
     raise OSError(
         errno.ENOSPC,
-        f"a checkpoint needs about {needed_bytes / 1e9:.1f} GB, but {output_dir} has {free / 1e9:.1f} GB free{freed}: "
-        f"free {(needed_bytes - free) / 1e9:.1f} GB, or lower save_total_limit (at least {LEAST_KEPT} are kept); "
-        "nothing was written, the complete checkpoints are as they were",
+        f"a checkpoint needs about {needed_bytes / 1e9:.1f} GB, but {output_dir} has {free / 1e9:.1f} GB free{freed} "
+        f"[GRPO-701]: free {(needed_bytes - free) / 1e9:.1f} GB, or lower save_total_limit (at least {LEAST_KEPT} are "
+        "kept); nothing was written, the complete checkpoints are as they were",
     )

@@ -125,7 +125,7 @@ class EngineClient:
                 return self._ready.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
             except FutureTimeout:
                 if time.monotonic() > deadline:
-                    raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout)") from None
+                    raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout) [GRPO-401]") from None
 
     def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
         """Say who gets what `submit` leads to, from now on.
@@ -234,7 +234,7 @@ class EngineClient:
             log.write(self._host.first_output())  # of one that has ended before it took up its log
         self._host.end()
         self._receiver.join(2.0)  # its last words may still be in the socket
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code} [GRPO-406]" if code < 0 else f"ended with exit code {code} [GRPO-404]"
         how = "was closed" if closing else how
         death = EngineDied(self._about(f"{how}" + (f": {self._said}" if self._said else "")))
         with self._lock:

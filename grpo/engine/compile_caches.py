@@ -58,7 +58,7 @@ def use_caches(environment: Mapping[str, str], otherwise: Path) -> tuple[dict[st
             use = use_cache(Path(environment[name]).expanduser())
         except OSError as error:
             variables[name] = str(otherwise / name.lower())
-            print(f"{name}={environment[name]} is not used, what this engine compiles is not kept: {error}")
+            print(f"{name}={environment[name]} is not used, what is compiled is not kept [GRPO-402]: {error}")
         else:
             variables[name] = str(use.folder)
             uses.append(use)

@@ -65,7 +65,7 @@ class Host:
         threading.Thread(target=read, name="grpo-host-reader", daemon=True).start()
         while not self._engine.errored:  # vLLM's engine process may die while nobody asks anything of it
             await asyncio.sleep(HEALTH_POLL_S)
-        raise RuntimeError(f"vLLM's engine process died: {self._engine.dead_error!r}")
+        raise RuntimeError(f"vLLM's engine process died [GRPO-405]: {self._engine.dead_error!r}")
 
     def _dispatch(self, message: object) -> None:
         match message:

@@ -86,7 +86,7 @@ class StartWatch:
         while not self._is_over.wait(POLL_S):
             cause = self.cause()
             if cause and not self._is_over.wait(self._grace_s):
-                self._fail(f"vLLM had {self._grace_s:g} s to say it itself, and has not: {cause}")
+                self._fail(f"vLLM had {self._grace_s:g} s to say it itself, and has not [GRPO-403]: {cause}")
                 return
 
     def cause(self) -> str:

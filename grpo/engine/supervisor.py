@@ -42,7 +42,7 @@ class Respawn:
     def __str__(self) -> str:
         return (
             f"engine {self.index} of node {self.node} ({self.host}) died in phase '{self.phase}' ({self.cause}); "
-            f"it was started again and is back after {self.seconds:.0f} s"
+            f"it was started again and is back after {self.seconds:.0f} s [GRPO-407]"
         )
 
 
@@ -295,13 +295,13 @@ class EngineSupervisor:
             slot.loss = _Loss(since=time.monotonic(), record=record)
             allowed = slot.limit.allows(slot.loss.since)
             if self._max_respawns:
-                cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns): {cause}"
+                cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns) [GRPO-408]: {cause}"
         else:
             slot.loss.failed_starts += 1
             if slot.loss.successor is not None:
                 self._forget(slot.loss.successor)
             allowed = slot.loss.failed_starts < MAX_FAILED_STARTS
-            cause = f"could not be started again, {slot.loss.failed_starts} times: {cause}"
+            cause = f"could not be started again, {slot.loss.failed_starts} times [GRPO-409]: {cause}"
         loss = slot.loss
         loss.successor = None
         if stops or not allowed:

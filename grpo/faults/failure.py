@@ -60,5 +60,6 @@ class GenerationDropped(RuntimeError):
     """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept")
+        text = f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept [GRPO-612]"
+        super().__init__(text)
         self.why = why

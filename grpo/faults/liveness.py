@@ -54,14 +54,14 @@ class Place:
         if silent_s > timeout_s / 2:
             return self.is_silent(timeout_s)
         return self._record(
-            f"the node is gone without a goodbye: it went down, or its sentinel (pid {self.pid}) was killed"
+            f"the node is gone without a goodbye: it went down, or its sentinel (pid {self.pid}) was killed [GRPO-605]"
         )
 
     def is_silent(self, timeout_s: float) -> FailureRecord:
         """Its sentinel has sent nothing for so long."""
         return self._record(
             f"the node has not been heard of for {timeout_s:g} s (heartbeat_timeout): it is off, cut off, or stopped, "
-            f"or its sentinel (pid {self.pid}) is"
+            f"or its sentinel (pid {self.pid}) is [GRPO-604]"
         )
 
     def did_not_come(self, timeout_s: float) -> FailureRecord:

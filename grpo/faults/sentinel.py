@@ -318,7 +318,8 @@ class Sentinel:
                 greet()
         self._hear(rank)  # its last words
         if not rank.has_left:
-            self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed?")
+            cause = f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed? [GRPO-601]"
+            self._report(rank, cause)
         for folder, session in rank.covered.items():
             end = remove_traces if session is None else lambda path, session=session: end_session(session, path)
             thread = threading.Thread(target=end, args=[Path(folder)])  # takes seconds, and beats go on
@@ -327,7 +328,8 @@ class Sentinel:
 
     def _on_dead_agent(self, agent: _Watched) -> None:
         if not all(rank.is_dead or rank.has_left for rank in self._ranks.values()):
-            self._report(self._first, f"the launcher of this node (pid {agent.pid}) died before its ranks: killed?")
+            cause = f"the launcher of this node (pid {agent.pid}) died before its ranks: killed? [GRPO-602]"
+            self._report(self._first, cause)
 
 
 def _write(line: bytes) -> None:
@@ -336,7 +338,7 @@ def _write(line: bytes) -> None:
 
 
 def _stopped(seconds: float) -> str:
-    return f"has been stopped for {seconds:.0f} s (heartbeat_timeout): SIGSTOP, or a shell's job control"
+    return f"has been stopped for {seconds:.0f} s (heartbeat_timeout): SIGSTOP, or a shell's job control [GRPO-603]"
 
 
 def _in_stacks(descriptor: int | None, thread: int) -> str:

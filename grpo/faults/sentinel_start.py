@@ -123,7 +123,7 @@ def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
     process.kill()
     process.wait()
     why = answer.get("error", "it ended without a word")
-    raise RuntimeError(f"the sentinel of node {settings['node']} did not start: {why}")
+    raise RuntimeError(f"the sentinel of node {settings['node']} did not start [GRPO-606]: {why}")
 
 
 def _is_read_within(pipe: IO[bytes], timeout_s: float) -> bool:

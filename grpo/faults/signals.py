@@ -182,6 +182,6 @@ class StopLead:
         if self._lead_s is not None and self._lead_s < needed_s:
             self._warn(
                 f"WARNING: the scheduler's signal comes {self._lead_s:.0f} s before the end ({LEAD_VARIABLE}), but a "
-                f"generation batch took {self.longest_batch_s:.0f} s and a save {self.save_s:.0f} s: give it at "
-                f"least {needed_s:.0f} s (#SBATCH --signal=B:USR1@{needed_s:.0f})"
+                f"generation batch took {self.longest_batch_s:.0f} s and a save {self.save_s:.0f} s [GRPO-709]: give "
+                f"it at least {needed_s:.0f} s (#SBATCH --signal=B:USR1@{needed_s:.0f})"
             )

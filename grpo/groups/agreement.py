@@ -149,7 +149,7 @@ def _last_words(number: int, topology: NodeTopology | None, rank: int, world_siz
         return
     heard, waker = socket.socketpair()
     waker.setblocking(False)
-    cause = "got SIGTERM while ranks were waited for: the launcher ends this node's ranks, or the scheduler the job"
+    cause = "got SIGTERM while ranks were waited for: by the launcher of this node, or by the scheduler [GRPO-306]"
     record = FailureRecord(node=topology.node, rank=rank, host=topology.host, phase=PHASE, cause=cause)
     store = _job_store().clone()  # the job's is in the wait
 

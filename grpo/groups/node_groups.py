@@ -109,7 +109,7 @@ class NodeGroups:
                 for rank, phase in sorted(silent.items())
             )
             raise JobFailed(
-                watch.make_record(f"no answer from ranks {who} at the end of this phase: {error}")
+                watch.make_record(f"no answer from ranks {who} at the end of this phase [GRPO-610]: {error}")
             ) from error
         record = next((answer.failure for answer in answers if answer.failure is not None), None)
         asked = next((answer.stop for answer in answers if answer.stop is not None), None)

@@ -49,7 +49,7 @@ def new_gloo_groups(
             if missing
             else "all ranks came, but cannot connect: look at GLOO_SOCKET_IFNAME and at the firewall between the nodes"
         )
-        return f"the process groups were not made within {CREATION_TIMEOUT_S:.0f} s: {why}"
+        return f"the process groups were not made within {CREATION_TIMEOUT_S:.0f} s [GRPO-307]: {why}"
 
     atexit.unregister(let_gloo_rest)  # once is enough
     atexit.register(let_gloo_rest)

@@ -54,7 +54,7 @@ def device_tokens(env: Mapping[str, str], device_count: int, *, rocm: bool = Fal
         # vLLM turns an entry into a number by nvmlDeviceGetIndex, which NVML has for whole GPUs alone (0.31,
         # platforms/cuda.py).
         raise DeviceMistake(
-            f"CUDA_VISIBLE_DEVICES is {value!r}, but vLLM cannot serve on slices of a GPU (MIG)",
+            f"CUDA_VISIBLE_DEVICES is {value!r}, but vLLM cannot serve on slices of a GPU (MIG) [GRPO-106]",
             "ask for whole GPUs (Slurm: --gres=gpu:N without a MIG type; Kubernetes: nvidia.com/gpu), or have MIG "
             "turned off (nvidia-smi -mig 0, as root) and name the GPUs by number or UUID",
         )
@@ -129,7 +129,7 @@ def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
     lists = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", *_BESIDE) if name in env}
     shown = " ".join(f"{name}={value!r}" for name, value in lists.items()) or "CUDA_VISIBLE_DEVICES is unset"
     raise DeviceMistake(
-        f"torch is built for {build}, but sees no GPU ({shown})",
+        f"torch is built for {build}, but sees no GPU ({shown}) [GRPO-101]",
         "ask the scheduler for them (Slurm: --gres=gpu:8 or --gpus-per-node=8; Kubernetes: nvidia.com/gpu: 8), look at "
         "CUDA_VISIBLE_DEVICES and at the driver (nvidia-smi), or write use_cpu: true (--use_cpu) to train on CPUs",
     )

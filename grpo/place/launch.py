@@ -55,8 +55,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     shown = " ".join(f"{name}={value}" for name, value in present.items())
     if missing := [name for name in required if name not in present]:
         raise ValueError(
-            f"the launcher set {shown}, but not {', '.join(missing)}: start the script with accelerate launch or "
-            "torchrun, which set them all (with several machines and DeepSpeed, the accelerate config needs "
+            f"the launcher set {shown}, but not {', '.join(missing)} [GRPO-107]: start the script with accelerate "
+            "launch or torchrun, which set them all (with several machines and DeepSpeed, the accelerate config needs "
             "deepspeed_multinode_launcher: standard), or unset the variables to run one process"
         )
     if bad := [name for name, value in present.items() if not re.fullmatch(r"[0-9]+", value)]:
@@ -187,8 +187,9 @@ def check_accelerate_request(num_processes: int | None, num_machines: int | None
         return
     raise ValueError(
         f"num_processes {num_processes} is no multiple of num_machines {num_machines}: accelerate started "
-        f"{launch.local_world_size} processes on each machine, {launch.world_size} in all: write num_processes: "
-        f"{either(multiples_around(num_processes, num_machines))} in the accelerate config or on the command line"
+        f"{launch.local_world_size} processes on each machine, {launch.world_size} in all [GRPO-104]: write "
+        f"num_processes: {either(multiples_around(num_processes, num_machines))} in the accelerate config or on the "
+        "command line"
     )
 
 

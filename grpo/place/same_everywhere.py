@@ -70,6 +70,6 @@ def check_same(settings: Sequence[Mapping[str, str]], places: Sequence[str]) -> 
         problems.append(f"{name}: {'; '.join(parts)}")
     if problems:
         raise ValueError(
-            f"the nodes are not alike: {' | '.join(problems)}. Install the same versions and export the same values on "
-            "all of them; `grpo doctor` compares nodes before a job"
+            f"the nodes are not alike [GRPO-305]: {' | '.join(problems)}. Install the same versions and export the "
+            "same values on all of them; `grpo doctor` compares nodes before a job"
         )

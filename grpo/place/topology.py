@@ -107,9 +107,9 @@ def _check_tensor_parallel(size: int, num_attention_heads: int | None, num_key_v
 
     if not fits(size):
         raise ValueError(
-            f"vllm_tensor_parallel_size {size} does not fit the model: it must divide the {heads} attention heads, and "
-            f"divide the {key_value_heads} key-value heads or be a multiple of them: set vllm_tensor_parallel_size to "
-            f"{either([size for size in range(1, heads + 1) if fits(size)])}"
+            f"vllm_tensor_parallel_size {size} does not fit the model [GRPO-105]: it must divide the {heads} attention "
+            f"heads, and divide the {key_value_heads} key-value heads or be a multiple of them: set "
+            f"vllm_tensor_parallel_size to {either([size for size in range(1, heads + 1) if fits(size)])}"
         )
 
 
@@ -135,8 +135,9 @@ def _count_reserved(
         )
     if num_gpus == 1:
         raise ValueError(
-            f"{host} has 1 visible GPU, but two are needed: a rank trains on one, an engine generates on another; make "
-            "more GPUs visible (CUDA_VISIBLE_DEVICES, or --gpus-per-node instead of --gpus-per-task under Slurm)"
+            f"{host} has 1 visible GPU, but two are needed [GRPO-102]: a rank trains on one, an engine generates on "
+            "another; make more GPUs visible (CUDA_VISIBLE_DEVICES, or --gpus-per-node instead of --gpus-per-task "
+            "under Slurm)"
         )
     if not launch.launched and num_gpus > 2 and reserved_gpus is None:
         raise ValueError(
@@ -182,8 +183,8 @@ def _too_many_ranks(launch: Launch, num_gpus: int, reserved_gpus: int | None, si
         )
     text = (
         f"{nodes} with {reserved} reserved leave {launch.num_nodes * fit} training processes, but num_processes is "
-        f"{launch.world_size} ({launch.local_world_size} on node {launch.node}, host {host}): write num_processes: "
-        f"{launch.num_nodes * fit} in the accelerate config (with torchrun: --nproc_per_node {fit})"
+        f"{launch.world_size} ({launch.local_world_size} on node {launch.node}, host {host}) [GRPO-103]: write "
+        f"num_processes: {launch.num_nodes * fit} in the accelerate config (with torchrun: --nproc_per_node {fit})"
     )
     if launch.local_world_size > num_gpus:
         text += "; if the node has more GPUs, make them visible to every rank (Slurm: --gpus-per-node, or --gres, "

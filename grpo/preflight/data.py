@@ -29,9 +29,9 @@ def check_columns(dataset: Any, setting: str) -> None:
         if columns is not None and "prompt" not in columns:
             meant = next((column for column in _MEANT if column in columns), columns[0] if columns else "question")
             raise ValueError(
-                f"{where} has no column 'prompt', but {', '.join(map(repr, columns)) or 'none at all'}: rename the one "
-                f'that holds the prompts: --dataset_columns \'{{"{meant}": "prompt"}}\', or in a script '
-                f"dataset.rename_column('{meant}', 'prompt')"
+                f"{where} has no column 'prompt', but {', '.join(map(repr, columns)) or 'none at all'} [GRPO-203]: "
+                f'rename the one that holds the prompts: --dataset_columns \'{{"{meant}": "prompt"}}\', or in a '
+                f"script dataset.rename_column('{meant}', 'prompt')"
             )
         if hasattr(part, "__len__") and len(part) == 0:
             raise ValueError(f"{where} has no rows: look at its split and at what filters it")
@@ -90,9 +90,9 @@ def prompt_ids(
     is_chat, kwargs = is_conversational({"prompt": prompt}), args.chat_template_kwargs or {}
     if is_chat and not (tokenizer.chat_template or kwargs.get("chat_template")):
         raise ValueError(
-            f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template: take "
-            "an instruct model, make the prompts plain text (without --system_prompt), or give a tokenizer with a "
-            "template as processing_class"
+            f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template "
+            "[GRPO-204]: take an instruct model, make the prompts plain text (without --system_prompt), or give a "
+            "tokenizer with a template as processing_class"
         )
     try:
         ids = _tokens_of(prompt, tokenizer, args, tools)
@@ -140,8 +140,8 @@ def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig, tools: 
         raise ValueError(
             f"{len(too_long)} of {num_rows} prompts of train_dataset are too long: that of row {row} has "
             f"{too_long[row]} tokens, the longest {longest}, but vllm_max_model_length, prompt and completion "
-            f"together, is {limit}: set it to {longest + args.max_completion_length} or more (the longest prompt + "
-            "max_completion_length), or leave such rows out (dataset.filter)"
+            f"together, is {limit} [GRPO-208]: set it to {longest + args.max_completion_length} or more (the longest "
+            "prompt + max_completion_length), or leave such rows out (dataset.filter)"
         )
 
 

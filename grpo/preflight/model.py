@@ -103,8 +103,8 @@ def _check_cached(name: str, setting: str, revision: str | None) -> None:
         return
     raise ValueError(
         f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a hub id it is not in the "
-        f"cache ({constants.HF_HUB_CACHE}) while HF_HUB_OFFLINE is set: run `hf download {name}` where there is a "
-        "network, or name a local folder"
+        f"cache ({constants.HF_HUB_CACHE}) while HF_HUB_OFFLINE is set [GRPO-202]: run `hf download {name}` where "
+        "there is a network, or name a local folder"
     )
 
 

@@ -86,7 +86,7 @@ def try_rewards(
         except _TooSlowError:
             warnings.warn(
                 f"reward function {_name(func)} has not answered within {DEADLINE_S:.0f} s for one group of {count} "
-                f"completions, and was not checked to its end; {_OUTSIDE}",
+                f"completions, and was not checked to its end [GRPO-206]; {_OUTSIDE}",
                 stacklevel=2,
             )
     return loop
@@ -137,7 +137,7 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     except Exception as error:
         own = error.__cause__ if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)) else error
         raise ValueError(
-            f"reward function {_name(func)} raised {type(own).__name__}: {reason_of(own)}\n"
+            f"reward function {_name(func)} raised {type(own).__name__} [GRPO-205]: {reason_of(own)}\n"
             f"  in {users_frame(own) or shown_frame(traceback.extract_tb(own.__traceback__)[-1])}\n"
             f"  tried before training on completions like {call['completions'][0]!r} (as the prompts are); {_OUTSIDE}"
         ) from error

@@ -121,8 +121,8 @@ class RunFolder:
                 is_ours = owner.startswith(f"{self.job} (pid ") and not owner.endswith(f" on {socket.gethostname()})")
                 if not is_ours:
                     raise ValueError(
-                        f"output_dir {self.path} is in use by job {owner}: two jobs would overwrite each other's "
-                        "checkpoints; end that job, or set another output_dir"
+                        f"output_dir {self.path} is in use by job {owner} [GRPO-207]: two jobs would overwrite each "
+                        "other's checkpoints; end that job, or set another output_dir"
                     )
                 if time.monotonic() > deadline:  # its own attempt before, on a node that is off or does not answer
                     raise TimeoutError(f"{self.path} is still held by this job's attempt before: {owner}")
@@ -132,7 +132,8 @@ class RunFolder:
             raise
         except OSError as error:
             lock.close()
-            warnings.warn(f"{path} cannot be locked ({error}): a second job here would go unnoticed", stacklevel=2)
+            what = f"{path} cannot be locked ({error}), a second job here would go unnoticed [GRPO-209]"
+            warnings.warn(what, stacklevel=2)
             return None
         lock.truncate(0)
         lock.write(f"{self.job} (pid {os.getpid()} on {socket.gethostname()})")

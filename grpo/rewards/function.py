@@ -60,7 +60,7 @@ class RewardFunction:
         self.unit = unit_of(func)
         self.runs_beside = beside
         self._func, self._watch, self._timeline = func, watch, timeline
-        cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout)"
+        cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout) [GRPO-607]"
         self._limit = PHASE, timeout_s, cause
         self._told = f"reward function {self.name} raised "
 

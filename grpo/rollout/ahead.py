@@ -10,8 +10,8 @@ from grpo.rollout.packing import Completions, PackedRows, seed_base
 from grpo.rollout.report import GenerationReport, PolicyLag
 
 _OTHER_PROMPTS = (
-    "the prompts that were sampled ahead are not those that training asks for now: the data set, its transform or the "
-    "data loader gives other rows when it is read again; set generation_lookahead to 0"
+    "the prompts that were sampled ahead are not those that training asks for now [GRPO-611]: the data set, its "
+    "transform or the data loader gives other rows when it is read again; set generation_lookahead to 0"
 )
 
 

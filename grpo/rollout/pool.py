@@ -170,7 +170,7 @@ class EnginePool:
         late = self._clients[self._queue.fullest()]
         return late.error(
             f"is one of those that have not answered {len(batch.ids) - len(batch.answers)} of {len(batch.ids)} "
-            f"completions after {timeout_s:g} s (vllm_generate_timeout)"
+            f"completions after {timeout_s:g} s (vllm_generate_timeout) [GRPO-411]"
         )
 
     def tell(self, on_trouble: Callable[[Exception | None], None]) -> None:
@@ -301,7 +301,7 @@ class EnginePool:
         tokens = sorted({len(self._sent[completion].token_ids) for completion in completions})
         return (
             f"engines died {MAX_DEATHS} times at work on the same completions: rows {rows} of {names}, with prompts of "
-            f"{tokens} tokens; the last one: {error}"
+            f"{tokens} tokens [GRPO-410]; the last one: {error}"
         )
 
     # -- threads --------------------------------------------------------------------------------------------------

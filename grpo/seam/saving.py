@@ -253,8 +253,8 @@ def see_all(folder: Path, world_size: int) -> None:
     while missing := [rank for rank in range(world_size) if not (folder / f"rollout_state_{rank}.pt").exists()]:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"rank 0 does not see in {folder} what ranks {missing} wrote: put output_dir on a file system that "
-                "all nodes share"
+                f"rank 0 does not see in {folder} what ranks {missing} wrote [GRPO-708]: put output_dir on a file "
+                "system that all nodes share"
             )
         time.sleep(0.5)  # what a network file system knows of a folder may be some seconds old
 
@@ -285,7 +285,7 @@ def telling_of_a_full_disk(folder: Path, rank: int, world_size: int) -> Iterator
         newest = newest_complete(folder.parent)
         raise OSError(
             errno.ENOSPC,
-            f"no space left in {folder.parent} while rank {rank} wrote {folder.name}: {full.free / 1e9:.2f} GB of "
-            f"{full.total / 1e9:.2f} GB are free. The newest complete checkpoint is {newest}; free space, or lower "
-            f"save_total_limit. {type(error).__name__}: {error}",
+            f"no space left in {folder.parent} while rank {rank} wrote {folder.name} [GRPO-702]: {full.free / 1e9:.2f} "
+            f"GB of {full.total / 1e9:.2f} GB are free. The newest complete checkpoint is {newest}; free space, or "
+            f"lower save_total_limit. {type(error).__name__}: {error}",
         ) from error

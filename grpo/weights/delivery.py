@@ -171,7 +171,7 @@ class WeightDelivery:
     def _open(self) -> bool:
         """Open the push group of each node that has none; False where an engine was lost meanwhile."""
         error: Exception | None = None
-        stuck = f"the push group did not open within {self._timeout_s:.0f} s (vllm_sync_timeout)"
+        stuck = f"the push group did not open within {self._timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
         with self._watch.during("push group"):
             try:
                 if not self._is_open:

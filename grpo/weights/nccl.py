@@ -17,7 +17,7 @@ from grpo.weights.buckets import Bucket, described, packed_bytes, packed_places
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-_NO_NCCL = "vLLM could not load NCCL in the trainer: set vllm_sync_backend to 'shm', or mend NCCL"
+_NO_NCCL = "vLLM could not load NCCL in the trainer [GRPO-501]: set vllm_sync_backend to 'shm', or mend NCCL"
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 

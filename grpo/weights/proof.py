@@ -91,9 +91,9 @@ class Prover:
             if gap.mean > limit:
                 first = f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else ""
                 raise client.error(
-                    f"does not compute what the trainer does after push {push_number}: log-probabilities of the "
-                    f"same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of the "
-                    f"mean is {limit:.3g} for {self.dtype}{first}; vllm_max_logprob_gap sets another"
+                    f"does not compute what the trainer does after push {push_number} [GRPO-504]: log-probabilities "
+                    f"of the same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of "
+                    f"the mean is {limit:.3g} for {self.dtype}{first}; vllm_max_logprob_gap sets another"
                 )
         return max(gaps, key=lambda gap: gap.mean)
 

@@ -187,7 +187,7 @@ class CountedReload(WeightTransferEngine):
         lines += unsent_names(known=self._known, received=self._received, held=self._held)
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-            raise IncompletePushError(f"the push is incomplete in {len(lines)} places: {shown}")
+            raise IncompletePushError(f"the push is incomplete in {len(lines)} places [GRPO-503]: {shown}")
         if self._reloads:
             self._finish_reload()
         self._known |= self._received

@@ -110,7 +110,7 @@ def test_wrong_values_are_refused_and_the_engine_ended(
     monkeypatch.setattr(GatheredSource, "fill", wrong)
     progress.step = 20
     pid = local.engines.clients[0].pid
-    with pytest.raises(JobFailed, match=r"differ by [\d.]+ in the mean .* the mean is 0.0001 .* after a first gap"):
+    with pytest.raises(JobFailed, match=r"GRPO-504.* by [\d.]+ in the mean .* the mean is 0.0001 .* a first gap"):
         local.sync_weights()
     assert not session_members(pid)
 

@@ -200,17 +200,17 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
             "reward-raises": Expected(says=("node 0", "rank 1", "train|reward", "went wrong")),
         }.get(fault.name, Expected(says=(node, "reward"), within_s=PROMISED_S + REWARD_S))
     if fault.act == "fill":
-        return Expected(says=(node, "no space left|No space left|Insufficient space|no room|full|Bus error|died"))
+        return Expected(says=(node, "GRPO-702|No space left|Insufficient space|no room|full|Bus error|GRPO-601"))
     if fault.is_engines:
-        return Expected(says=(node, "engine start|start", "killed|died" if fault.act == "kill" else "stopped"))
+        return Expected(says=(node, "engine start|start", "GRPO-404|GRPO-406" if fault.act == "kill" else "stopped"))
     if fault.target.startswith("node"):
         spared = fault.target if fault.act == "stop" else ""
-        return Expected(says=(node, "phase '", "not been heard of|gone"), spared=spared)  # as it said last
+        return Expected(says=(node, "phase '", "GRPO-604|GRPO-605"), spared=spared)  # as it said last
     if fault.target.startswith("agent"):  # ranks train on until its end is noticed
-        return Expected(says=(node, "phase '", "launcher|store"))
+        return Expected(says=(node, "phase '", "GRPO-602|GRPO-603|store"))
     place = (node, _SAID.get(phase, "phase '"))
     rank = {"main": "rank 0" if layout == "one" else "rank 1", "other": "rank 1"}[fault.target]
-    return Expected(says=(*place, rank, "died without a word" if fault.act == "kill" else "stopped"))
+    return Expected(says=(*place, rank, "GRPO-601" if fault.act == "kill" else "GRPO-603"))
 
 
 def cells() -> Iterator[Cell]:

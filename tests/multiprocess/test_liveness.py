@@ -50,13 +50,13 @@ STRIKES: dict[str, tuple[int, int, str, int, list[str]]] = {
         signal.SIGSTOP,
         ["rank 1", "train", "launcher", "been stopped"],
     ),
-    "a launcher killed": (1, 1, "launcher", signal.SIGKILL, ["rank 1", "the launcher of", "died before its ranks"]),
-    "a rank stopped in a collective": (2, 1, "rank", signal.SIGSTOP, ["rank 1 (pid", "has been stopped for"]),
-    "a local main stopped": (2, 2, "rank", signal.SIGSTOP, ["rank 2 (pid", "has been stopped for"]),
-    "a sentinel killed": (1, 1, "sentinel", signal.SIGKILL, ["node 1", "gone without a goodbye"]),
-    "a sentinel stopped": (1, 1, "sentinel", signal.SIGSTOP, ["node 1", "not been heard of for 5 s"]),
-    "the hub killed": (1, 0, "sentinel", signal.SIGKILL, ["node 0", "gone without a goodbye"]),
-    "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "not been heard of for 5 s"]),
+    "a launcher killed": (1, 1, "launcher", signal.SIGKILL, ["rank 1", "the launcher of", "[GRPO-602]"]),
+    "a rank stopped in a collective": (2, 1, "rank", signal.SIGSTOP, ["rank 1 (pid", "[GRPO-603]"]),
+    "a local main stopped": (2, 2, "rank", signal.SIGSTOP, ["rank 2 (pid", "[GRPO-603]"]),
+    "a sentinel killed": (1, 1, "sentinel", signal.SIGKILL, ["node 1", "[GRPO-605]"]),
+    "a sentinel stopped": (1, 1, "sentinel", signal.SIGSTOP, ["node 1", "for 5 s", "[GRPO-604]"]),
+    "the hub killed": (1, 0, "sentinel", signal.SIGKILL, ["node 0", "[GRPO-605]"]),
+    "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "for 5 s", "[GRPO-604]"]),
 }
 # The others with light ranks alone (`test_sentinel.py`), and here with the rest that takes long.
 IN_TESTS = ("a local main stopped", "the hub stopped")
@@ -97,7 +97,7 @@ def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path)
         output = expect_the_contract(job, struck, everyone, within_s=2 * PROMISED_S)
     finally:
         job.end()
-    the_record(job, output, says=["node 1", "the node has not been heard of for 5 s"])
+    the_record(job, output, says=["node 1", "for 5 s", "[GRPO-604]"])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_reward_that_hangs_is_told_with_its_stacks(how: str, rank: str, tmp_pa
         output = expect_the_contract(job, time.monotonic(), job.processes(), within_s=PROMISED_S)
     finally:
         job.end()
-    the_record(job, output, says=[rank, "'reward'", "reward function hangs has not returned within 2 s"])
+    the_record(job, output, says=[rank, "'reward'", "reward function hangs", "within 2 s", "[GRPO-607]"])
     assert " in hangs\n" in output
 
 
@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_pat
         output = expect_the_contract(job, time.monotonic(), everyone)
     finally:
         job.end()
-    the_record(job, output, says=["node 1", "rank 3", "start", "got SIGTERM while ranks were waited for"])
+    the_record(job, output, says=["node 1", "rank 3", "start", "got SIGTERM", "[GRPO-306]"])
 
 
 def test_a_launcher_whose_rank_fails_before_all_have_met_frees_the_others(tmp_path: Path) -> None:

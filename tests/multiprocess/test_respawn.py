@@ -128,7 +128,7 @@ def test_the_same_samples_whatever_dies_and_when(undisturbed: Job, resumed: Job)
     assert {line["push/logprob_gap_max"] < MAX_GAP for line in steps if "push/logprob_gap_max" in line} == {True}
     told = state_of(resumed)["respawns"]
     for line, (step, phase, how) in zip(
-        told, [(3, "generate", "signal 9"), (4, "push", "engine process died"), (6, "", "signal 9")], strict=True
+        told, [(3, "generate", "signal 9"), (4, "push", "[GRPO-405]"), (6, "", "signal 9")], strict=True
     ):
         assert line.startswith(f"after step {step}: engine 0 of node 0 ("), told
         assert f"died in phase '{phase}" in line, told

@@ -132,7 +132,7 @@ def test_another_number_of_ranks_is_refused_before_engines_start(tiny_model: Pat
         assert job.wait(60) == [1], job.fail("was not refused")
     finally:
         job.end()
-    assert "checkpoint-3 is for 2 training processes, this job has 1" in job.output()
+    assert "this job has 1 [GRPO-706]" in job.output()
     assert f"grpo reshape {folder} --ranks 1" in job.output()
     assert not (tmp_path / "out" / "logs").exists()
     ended = state(tmp_path / "out")

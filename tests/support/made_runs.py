@@ -315,7 +315,7 @@ def _write_states(
             "host": "gpu-01",
             "phase": "push",
             "can_heal": True,
-            "cause": "EngineDied: the engine was killed by signal 9 (the kernel's memory killer?)",
+            "cause": "EngineDied: the engine was killed by signal 9 [GRPO-406]: its last words",
         }
         told.append(
             {

@@ -192,5 +192,5 @@ def test_a_data_set_that_changes_when_it_is_read_again_is_told(
         "prompts_of_batch",
         lambda *args, **kwargs: [[*ids[:-1], next(reads) % 7] for ids in prompts_of_batch(*args, **kwargs)],  # as long
     )
-    with pytest.raises(RuntimeError, match=r"are not those that training asks for now.*generation_lookahead to 0"):
+    with pytest.raises(RuntimeError, match=r"GRPO-611.*generation_lookahead to 0"):
         train(tiny_model, tmp_path, story, generation_lookahead=1)

@@ -155,7 +155,7 @@ def decide(
             case {"can_heal": False}:
                 return FAILED, f"failed, and starting again would not help: {why}"
         how = f"failed: {why}"
-    counted = f"crash {crashes} of {max_crashes} in a row without a newer complete checkpoint"
+    counted = f"crash {crashes} of {max_crashes} in a row without a newer complete checkpoint [GRPO-710]"
     if crashes >= max_crashes:
         return FAILED, f"{how} ({counted})"
     return START_AGAIN, f"{how} ({counted})" if crashes else how

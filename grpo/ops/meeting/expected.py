@@ -150,6 +150,6 @@ def _own_name(hostname: str, expected: Sequence[str], is_local: Callable[[str], 
         return matches[0]
     found = f"the expected nodes {', '.join(matches)} all are" if matches else f"none of {', '.join(expected)} is"
     raise ValueError(
-        f"{found} this machine ({hostname}): say which one it is with --node-name or --node-rank; inside a Slurm job, "
-        f"start one process per node: srun --ntasks-per-node=1 {command}"
+        f"{found} this machine ({hostname}) [GRPO-304]: say which one it is with --node-name or --node-rank; inside a "
+        f"Slurm job, start one process per node: srun --ntasks-per-node=1 {command}"
     )

@@ -178,7 +178,7 @@ def _troubles(
 ) -> list[Trouble]:
     troubles = []
     if missing := tuple(node for node in place.nodes[1:] if node not in came):
-        message = f"{', '.join(missing)} did not come within {join_timeout_s:.0f} s of the first node"
+        message = f"{', '.join(missing)} did not come within {join_timeout_s:.0f} s of the first node [GRPO-302]"
         fix = f"is {place.command} started there, and does it reach {place.head_address}:{place.port}? Under Slurm: "
         fix += f"srun --ntasks-per-node=1 {place.command}; slow starters: --join-timeout"
         troubles.append(Trouble(nodes=missing, message=message, fix=fix))
@@ -263,7 +263,7 @@ def _reach(place: Place, until: float, join_timeout_s: float) -> None:
             raise MeetingFailed(
                 place.head,
                 f"the head {place.head} ({place.head_address}:{place.port}) did not come within "
-                f"{join_timeout_s:.0f} s: {cause}; here {resolved}{route}",
+                f"{join_timeout_s:.0f} s [GRPO-303]: {cause}; here {resolved}{route}",
                 f"is it up, is {place.command} started on it and not over already, is port {place.port} open between "
                 "the nodes? If it is reached under another name: --head ADDRESS; slow starters: --join-timeout",
             )

@@ -76,7 +76,7 @@ def failures_of(run: Run) -> list[Failure]:
 
 def deaths_of(run: Run) -> list[Death]:
     return [
-        Death(attempt=attempt.attempt, text=shortened(text), symptoms=tuple(matching([text], most=1)))
+        Death(attempt=attempt.attempt, text=shortened(text), symptoms=tuple(matching([text])))
         for attempt in run.attempts
         for text in attempt.respawns
     ]

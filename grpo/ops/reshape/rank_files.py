@@ -32,10 +32,10 @@ def generation_batches(checkpoint: Path, record: CompleteRecord) -> int:
     if rest or state["batch"] is not None:
         accumulation = sampling["gradient_accumulation_steps"]
         raise ValueError(
-            f"{checkpoint} lies in the middle of a generation batch: {rest} of its {per_batch} micro-batches are "
-            "trained on, and each rank holds its own part of the rest. Take a checkpoint at the end of one: save_steps "
-            f"a multiple of {per_batch}/{accumulation} optimizer steps, or `touch <output_dir>/stop`, which goes on to "
-            "the end of the batch"
+            f"{checkpoint} lies in the middle of a generation batch [GRPO-707]: {rest} of its {per_batch} "
+            "micro-batches are trained on, and each rank holds its own part of the rest. Take a checkpoint at the end "
+            f"of one: save_steps a multiple of {per_batch}/{accumulation} optimizer steps, or `touch "
+            "<output_dir>/stop`, which goes on to the end of the batch"
         )
     return batches
 

@@ -129,8 +129,8 @@ class Conversations:
         if time.monotonic() > until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
             raise TimeoutError(
-                f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout); it waits "
-                f"for {waits}"
+                f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout) "
+                f"[GRPO-608]; it waits for {waits}"
             )
 
     def _meet(self, mine: ConversationReport | None) -> list[ConversationReport]:

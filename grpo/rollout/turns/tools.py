@@ -157,8 +157,8 @@ class ToolRunner:
         self._first_abandoned = self._first_abandoned or told
         if self._num_abandoned > self._max_abandoned:
             raise TooManyAbandoned(
-                f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools); the first one: "
-                f"{self._first_abandoned}"
+                f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
+                f"first one: {self._first_abandoned}"
             )
         self._say(f"WARNING: {told}; the model is told so, and its thread is left alone")
         return self._failed(f"tool {name} {hangs}")

@@ -132,7 +132,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     check_free_space(tmp_path, 1, rotated=[])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(300 * 10**9, 0, 80 * 10**9))
     check_free_space(tmp_path, 80 * 10**9, rotated=[])
-    with pytest.raises(OSError, match=r"needs about 106\.0 GB, but .* has 80\.0 GB free: free 26\.0 GB.*nothing was"):
+    with pytest.raises(OSError, match=r"106\.0 GB, .* 80\.0 GB free \[GRPO-701\]: free 26\.0 GB.*nothing was"):
         check_free_space(tmp_path, 106 * 10**9, rotated=[])
     for step in (3, 6, 9):
         make(tmp_path, step)
@@ -142,6 +142,6 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     (tmp_path / "checkpoint-3" / ".partial").touch()
     rotated = to_rotate(tmp_path, limit=2, keep=set())
     with pytest.raises(
-        OSError, match=r"free, and 105\.0 GB are freed only after it is complete \(checkpoint-3\): free"
+        OSError, match=r"free, and 105\.0 GB are freed only after it is complete \(checkpoint-3\) .*GRPO-701"
     ):
         check_free_space(tmp_path, 106 * 10**9, rotated=rotated)

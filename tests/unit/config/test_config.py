@@ -119,7 +119,7 @@ def test_more_ranks_than_gpus_are_refused_before_there_is_a_process_group(
     monkeypatch.setattr(trl.GRPOConfig, "__post_init__", lambda self: made.append(None))
     monkeypatch.setattr("grpo.config.check_local", lambda args: None)
     if refused:
-        with pytest.raises(ValueError, match=r"leave 1 training processes, but num_processes is 3.*--gpus-per-node"):
+        with pytest.raises(ValueError, match=r"leave 1 .* num_processes is 3 .*GRPO-103.*--gpus-per-node"):
             GRPOConfig(output_dir="unused")
     else:
         GRPOConfig(output_dir="unused")

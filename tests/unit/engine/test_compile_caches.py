@@ -136,7 +136,9 @@ def test_a_folder_that_cannot_be_shared_is_not_used(
             monkeypatch.setattr(fcntl, "flock", refuse)
         environment = {"VLLM_CACHE_ROOT": str(tmp_path / name)}
         assert use_caches(environment, private) == ({"VLLM_CACHE_ROOT": str(private / "vllm_cache_root")}, [])
-        assert reason in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "[GRPO-402]" in said
+        assert reason in said
 
 
 def test_a_library_stands_in_its_place_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_nodes_with_other_versions_or_variables_are_named():
     settings = (("NCCL_P2P_DISABLE", "1"), ("torch", "2.13.0"))
     topologies = change(job((8, 8), ranks=2), range(4), settings=settings)
     check_nodes(topologies)
-    message = r"torch: 2\.13\.0 on node 0 \(host h0\); 2\.12\.1 on node 1 \(host h1\)"
+    message = r"GRPO-305.*torch: 2\.13\.0 on node 0 \(host h0\); 2\.12\.1 on node 1 \(host h1\)"
     with pytest.raises(ValueError, match=message):
         check_nodes(change(topologies, range(2, 4), settings=(*settings[:1], ("torch", "2.12.1"))))
     with pytest.raises(ValueError, match=r"NCCL_NET: none on node 0 .*; IB on node 1"):

@@ -36,7 +36,7 @@ def prompts_of(lengths: list[int]) -> list[str]:
 def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
     lengths = [3, 89, 30, 95, 4, 90]
     check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of(lengths[:3])}), tokenizer, args)
-    with pytest.raises(ValueError, match=r"2 of 6 prompts .* row 3 has 95 tokens, the longest 95.*set it to 105 "):
+    with pytest.raises(ValueError, match=r"2 of 6 prompts .* row 3 has 95 .* longest 95.*GRPO-208.*set it to 105 "):
         check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of(lengths)}), tokenizer, args)
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts_of([3, 88, 89])]
     check_prompt_lengths(Dataset.from_dict({"prompt": chats[:2]}), tokenizer, args)

@@ -41,7 +41,7 @@ def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
-        with pytest.raises(ValueError, match=rf"in use by job 17 \(pid {other.pid} on .*set another output_dir"):
+        with pytest.raises(ValueError, match=rf"job 17 \(pid {other.pid} on .*GRPO-207.*set another output_dir"):
             RunFolder(tmp_path, {})
     finally:
         other.kill()
@@ -191,7 +191,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.lockf", lockf)
-    with pytest.warns(UserWarning, match=r"cannot be locked .*a second job here would go unnoticed"):
+    with pytest.warns(UserWarning, match="GRPO-209"):
         RunFolder(tmp_path, JOB)
 
 

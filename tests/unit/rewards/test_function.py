@@ -54,15 +54,15 @@ async def judge(values: list[int]) -> list[float]:
 
 
 def test_one_that_hangs_is_the_failure(watch: FailureWatch) -> None:
-    what = "phase 'reward': reward function waits_for_a_service has not"
+    what = "phase 'reward': reward function waits_for_a_service .*GRPO-607"
     with pytest.raises(JobFailed, match=what) as failed, watch.guard():
         function(waits_for_a_service, watch, 0.3).now({"values": [1]})
-    assert "returned within 0.3 s (reward_timeout); it was here, the innermost call first:\n" in str(failed.value)
+    assert "within 0.3 s (reward_timeout) [GRPO-607]; it was here, the innermost call first:\n" in str(failed.value)
     assert "in waits_for_a_service\n" in str(failed.value)
 
 
 def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatch) -> None:
-    what = "phase 'reward': reward function waits has not"
+    what = "phase 'reward': reward function waits .*GRPO-607"
     ends = threading.Event()
 
     def waits(values: list[int]) -> list[float]:
@@ -83,7 +83,7 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
 
 
 def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
-    with pytest.raises(JobFailed, match="reward function judge has not returned"), watch.guard():
+    with pytest.raises(JobFailed, match=r"reward function judge .*GRPO-607"), watch.guard():
         asyncio.run(function(judge, watch, 0.3).awaited({"values": [1]}, ExitStack()))
 
 

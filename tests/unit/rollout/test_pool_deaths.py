@@ -109,6 +109,7 @@ def test_a_second_death_at_the_same_requests_names_them(node: Node) -> None:
     with pytest.raises(DeadlyRequests) as raised:
         pool.collect(batch, DEADLINE_S)
     assert f"rows {rows} of this node's generation batch" in str(raised.value)
+    assert "[GRPO-410]" in str(raised.value)
     assert "again was killed by signal 9" in str(raised.value)
     assert pool.collect(done, DEADLINE_S) is not None
 

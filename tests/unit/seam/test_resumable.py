@@ -34,6 +34,7 @@ def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) ->
     assert len(said) == warned
     if warned:
         assert "comes 199 s before the end" in said[0]
+        assert "[GRPO-709]" in said[0]
         assert "--signal=B:USR1@200" in said[0]
 
 

@@ -103,7 +103,7 @@ def test_what_a_push_brings_stands_in_the_tensors_that_kernels_hold() -> None:
 def test_what_vllm_does_not_count_is_missed_by_name(missing: str) -> None:
     engine = Engine()
     sent = {name: weight for name, weight in weights().items() if name != f"model.layer.{missing}"}
-    with pytest.raises(IncompletePushError, match=rf"in 1 places: layer\.{missing}: no push has brought it"):
+    with pytest.raises(IncompletePushError, match=rf"1 places \[GRPO-503\]: layer\.{missing}: no push has"):
         engine.push(sent)
 
 
@@ -112,7 +112,7 @@ def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory()
     engine = Engine()
     engine.model.layer.experts.register_buffer("hash_table", torch.arange(4))
     record_metadata_for_reloading(engine.model)
-    with pytest.raises(IncompletePushError, match=r"in 1 places: layer\.experts\.hash_table: not sent, though others"):
+    with pytest.raises(IncompletePushError, match=r"GRPO-503.*layer\.experts\.hash_table: not sent, though others"):
         engine.push(weights())
 
 

@@ -137,7 +137,7 @@ def test_a_trainer_without_nccl_says_so_before_any_engine_waits(
 
     monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Missing)
     engine = ScriptedEngine()
-    with pytest.raises(RuntimeError, match="set vllm_sync_backend to 'shm'"):
+    with pytest.raises(RuntimeError, match=r"GRPO-501.*set vllm_sync_backend to 'shm'"):
         nccl.NcclTransport(buffer_bytes=16, num_workers=1).open(engine, lambda error: None)  # type: ignore[arg-type]
     assert engine.calls == []
 

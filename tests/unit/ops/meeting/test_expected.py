@@ -61,11 +61,11 @@ def test_the_head_is_the_first_or_the_one_that_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--nodes n1,n3", r"none of n1, n3 is this machine \(n2.cluster\).*--node-rank.*srun .* grpo test$"),
+        ("--nodes n1,n3", r"none of n1, n3 .*\(n2.cluster\) \[GRPO-304\].*--node-rank.*srun .* grpo test$"),
         ("--nodes n2,n1,n2", "n2 stands twice"),
         ("--nodes n1,n2 --node-rank 2", "node rank 2 is outside 0 .. 1"),
         ("--nodes n1,n2 --node-name n9", "--node-name n9 is none of"),
-        ("--nodes a,b", "a, b all are this machine"),
+        ("--nodes a,b", "a, b all are .*GRPO-304"),
         ("--nodes n1,n2 --nodes-file hosts", "give one of them"),
     ],
 )

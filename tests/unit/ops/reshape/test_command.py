@@ -97,7 +97,7 @@ def test_the_same_batches_with_other_settings(
 
 def test_in_the_middle_of_a_generation_batch_it_is_refused(tmp_path: Path) -> None:
     folder = make_reshapable(tmp_path / "run" / "checkpoint-2", step=7, batch=[])
-    with pytest.raises(ValueError, match=r"in the middle of a generation batch: 1 of its 3 micro-batches .*a multiple"):
+    with pytest.raises(ValueError, match=r"GRPO-707\]: 1 of its 3 micro-batches .*a multiple"):
         reshape(folder, tmp_path / "out", ranks=3)
     assert not (tmp_path / "out").exists()
 

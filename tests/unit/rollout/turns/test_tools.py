@@ -163,9 +163,7 @@ def test_a_limit_of_those_that_hang() -> None:
     tools = runner(timeout_s=0.05, max_abandoned=1)
     run(tools, call("stuck"), stuck=release.wait)
     tools.begin()
-    with pytest.raises(
-        TooManyAbandoned, match=r"more than 1 tool calls hang.*the first one: tool stuck, called in row"
-    ):
+    with pytest.raises(TooManyAbandoned, match=r"more than 1 .*GRPO-609.* tool stuck, called in row"):
         run(tools, call("stuck"), stuck=release.wait)
     release.set()
 
