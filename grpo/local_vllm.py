@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from grpo.weights.proof import Prover
 from grpo.weights.report import PushReport
 from grpo.weights.trained import TrainedModel
 
+_log = logging.getLogger(__name__)
+
 
 class LocalVLLM:
     """This node's engines, as the trainer sees them.
@@ -43,7 +46,6 @@ class LocalVLLM:
         progress: the optimizer steps that are done, and "train" or "eval".
         next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
             rank, when there is none.
-        say: prints a line for the user, on rank 0.
         on_respawn: hears of every engine of the job that has come back, on every rank.
         rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
         timeline: where it is recorded what takes how long.
@@ -59,7 +61,6 @@ class LocalVLLM:
         progress: Callable[[], tuple[int, str]],
         *,
         next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
-        say: Callable[[str], None] = lambda line: None,
         on_respawn: Callable[[Respawn], None] = lambda respawn: None,
         rollouts: Rollouts | None = None,
         timeline: Recorder | None = None,
@@ -76,7 +77,6 @@ class LocalVLLM:
         self._watch = watch
         self._progress = progress
         self._next_prompts = next_prompts
-        self._say = say
         self._on_respawn = on_respawn
         self._rollouts = rollouts
         self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
@@ -100,7 +100,6 @@ class LocalVLLM:
             timeline=self._timeline,
             startup=self.startup,
             rollouts=self._rollouts,
-            say=self._say,
             progress=self._progress_now,
             revive=self._revive,
             on_respawn=self._hear_of_respawn,
@@ -159,9 +158,12 @@ class LocalVLLM:
         self.last_push = report
         if report.gap is not None and prover.first_gap is None:
             prover.first_gap = report.gap
-            self._say(
-                f"the first push is proved: log-probabilities differ by {report.gap.mean:.2g} nats in the mean and "
-                f"{report.gap.max:.2g} at most; from now on up to {prover.limit:.2g} in the mean"
+            _log.info(
+                "the first push is proved: log-probabilities differ by %.2g nats in the mean and %.2g at most; from "
+                "now on up to %.2g in the mean",
+                report.gap.mean,
+                report.gap.max,
+                prover.limit,
             )
 
     # -- generation -----------------------------------------------------------------------------------------------
@@ -201,11 +203,15 @@ class LocalVLLM:
             return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
         self._watch.check()
         batches = self._serving.batches
+        asked_at, now = time.monotonic(), self._progress_now()
+        _log.debug("generation for step %d (%s) begins: %d prompts of this rank", now.step, now.mode, len(prompts))
         with profiler, self._watch.during("generate"):
             with self._timeline.span(WAIT_GENERATE):
                 self.last_batch = batches.take(pack_rows(prompts))
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
-            if self._progress_now().mode == "train" and (following := self._next_prompts()) is not None:
+            waited_s, version = time.monotonic() - asked_at, self.last_batch.policy_version
+            _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
+            if now.mode == "train" and (following := self._next_prompts()) is not None:
                 batches.sample_ahead(pack_rows(following))
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
         self._look_at_refusals(self.last_batch.reports)
@@ -296,7 +302,7 @@ class LocalVLLM:
         if self._num_refused > self.args.vllm_max_refused:
             cause = f"more than vllm_max_refused ({self.args.vllm_max_refused}) completions were left out: {told}"
             raise StepFailed(dataclasses.replace(first, cause=cause, can_heal=False))
-        self._say(f"WARNING: {told}")
+        _log.warning("WARNING: %s", told)
 
     @property
     def refused_rows(self) -> list[bool] | None:

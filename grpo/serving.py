@@ -1,5 +1,6 @@
 """What a rank has to push and to sample with, once all engines of the job take work."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from grpo.weights.push import Pusher, load_transport
 from grpo.weights.source import GatheredSource
 from grpo.weights.trained import TrainedModel
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,6 @@ class ServingStart:
     timeline: Recorder
     startup: StartupClock
     rollouts: Rollouts | None
-    say: Callable[[str], None]
     progress: Callable[[], Progress]
     revive: Callable[[], None]
     """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
@@ -75,7 +77,7 @@ class ServingStart:
         pool, broker, facts, failure = None, None, None, None
         with self.watch.during("engine start"), self.startup.waiting():
             try:
-                self.say("the model is loaded; waiting for the engines to start")
+                _log.info("the model is loaded; waiting for the engines to start")
                 if clients:
                     pool, broker, facts = self._meet_engines(source)
             except JobFailed:
@@ -86,7 +88,7 @@ class ServingStart:
         of_nodes = [each for each in of_ranks if each is not None]
         self.engines.supervise()
         self.startup.engine_s = max(each.startup_s for each in of_nodes)
-        self.say("all engines take work; the first push brings them the weights")
+        _log.info("all engines take work; the first push brings them the weights")
         wire_format = agreed([each.wire_format for each in of_nodes])
         source.adopt(wire_format)
         user_seed = (args.generation_kwargs or {}).get("seed")

@@ -33,6 +33,8 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
 from grpo.place.launch import read_launch
+from grpo.place.log import LOGS_FOLDER, log_name, open_log
+from grpo.place.same_everywhere import read_versions
 from grpo.place.topology import NodeTopology, read_topology
 from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import choose_lora, with_revision
@@ -142,6 +144,7 @@ class GRPOTrainer(ConversingTrainer):
             name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
             beside = {"model_name_or_path": name, **beside_options(inherited)}
             self.open_run(args, self._watch.signals, self._watch, topology=self.topology, beside=beside)
+            self._open_logs(Path(args.output_dir))
             self._record_what_the_watch_learns()
             self._job.by_rank_zero(lambda: self._try_first_row(inherited))
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
@@ -159,7 +162,7 @@ class GRPOTrainer(ConversingTrainer):
                 engine_spec(args, engine_model, self.topology, slot),
                 self.topology,
                 self._watch,
-                log_folder=Path(args.output_dir) / "logs",
+                log_folder=Path(args.output_dir) / LOGS_FOLDER,
                 attempt=self.attempt,
                 timeout_s=args.vllm_start_timeout,
                 max_respawns=args.vllm_max_respawns,
@@ -193,12 +196,20 @@ class GRPOTrainer(ConversingTrainer):
                 self._watch,
                 self._progress,
                 next_prompts=self._following_prompts,
-                say=self._say,
                 on_respawn=lambda respawn: self.record_respawn(str(respawn)),
                 rollouts=self._take_rollouts(),
                 timeline=self.timeline,
             )
             ddp_memory_warning(self)
+
+    def _open_logs(self, output_dir: Path) -> None:
+        """This rank's, and on the local main that of the node's sentinel."""
+        place, folder = self.topology, output_dir.absolute() / LOGS_FOLDER
+        versions = ", ".join(" ".join(each) for each in read_versions().items())
+        about = f"rank {place.rank} of {place.world_size}, node {place.node} of {place.num_nodes}; {versions}"
+        open_log(folder / log_name("rank", node=place.node, index=place.rank, attempt=self.attempt), about)
+        if place.is_local_main:
+            self._watch.open_log(folder / log_name("sentinel", node=place.node, attempt=self.attempt))
 
     def _try_first_row(self, inherited: dict[str, Any]) -> None:
         self._reward_loop = try_first_row(inherited)

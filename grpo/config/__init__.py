@@ -1,5 +1,6 @@
 """`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
 
+import logging
 import math
 import os
 import warnings
@@ -12,17 +13,20 @@ import trl
 
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
-from grpo.config.recording import RecordingConfig, check_recording
+from grpo.config.recording import RecordingConfig, check_recording, own_log_level
 from grpo.engine.early import drop_host, start_first_host
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
 from grpo.place.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.place.log import check_log_variable
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.place.quiet import quiet
 from grpo.place.topology import plan_node
+from grpo.record.screen import show_log
 
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -203,6 +207,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         quiet()
+        show_log()
+        check_log_variable(os.environ)
         self._take_launchers_word()
         if self.vllm_mode not in ("local", "server", "colocate"):
             raise ValueError(f"vllm_mode is {self.vllm_mode!r}; it is one of 'local', 'server' and 'colocate'")
@@ -230,6 +236,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         except ValueError as error:
             advice = batch_advice(self, self.world_size) if "divisible" in str(error) else ""
             raise ValueError(f"{str(error).rstrip('.')}: {advice}" if advice else str(error)) from None
+        show_log(own_log_level(self))
         if self.local_mode:
             check_local(self)
             check_recording(self)
@@ -254,8 +261,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             if not value or own == value:
                 continue
             setattr(self, name, value)
-            if own is not None and read_launch(os.environ).rank == 0:
-                print(f"[grpo] {name} is {value} ({variable}), not {own}", flush=True)
+            if own is not None:
+                _log.info("%s is %s (%s), not %s", name, value, variable, own)
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -1,9 +1,14 @@
 """What a run leaves to look at: fields of `GRPOConfig`, and their checks."""
 
 import importlib.util
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers.training_args import trainer_log_levels
+
+from grpo.place.launch import read_launch
 
 
 @dataclass
@@ -71,3 +76,12 @@ def profiled_ranks(text: str, world_size: int) -> set[int]:
     if not found <= {*range(world_size)}:
         raise ValueError(f"profile_ranks is {text!r}; say 'all' or numbers from 0 to {world_size - 1}, as in '0,1'")
     return found
+
+
+def own_log_level(args: Any) -> int | None:
+    """The level that transformers' `log_level`, on other ranks `log_level_replica`, sets for this rank; None where
+    it is as transformers has it."""
+    launch = read_launch(os.environ)
+    is_main = (launch.local_rank if args.log_on_each_node else launch.rank) == 0
+    name, default = (args.log_level, "passive") if is_main else (args.log_level_replica, "warning")
+    return None if name in (default, "passive") else trainer_log_levels[name]

@@ -15,6 +15,7 @@ from typing import Any
 from grpo.engine.early import take_host
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.process import END_S, SEND_TIMEOUT_S, deaf_to_sigchld
+from grpo.place.log import is_record
 
 POLL_S = 0.5
 STOPPED_TIMEOUT_S = 20.0
@@ -102,6 +103,7 @@ class EngineClient:
         except OSError as error:
             written = f"it cannot be read: {error}\n".encode()
         lines = (written + self._host.first_output()).decode(errors="replace").splitlines()
+        lines = [line for line in lines if not is_record(line)]  # ours say what the error says already
         first = next((index for index, line in enumerate(lines) if _ERROR_LINE.search(line)), len(lines))
         tail = lines[-LOG_TAIL_LINES:]
         return "\n".join(tail if first >= len(lines) - LOG_TAIL_LINES else [lines[first], "...", *tail])

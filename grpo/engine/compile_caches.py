@@ -9,12 +9,15 @@ engines that start at once, and in a folder that several nodes share.
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")  # Triton puts whole folders in place by itself
 _ATTEMPTS = 20  # others begin a generation meanwhile
@@ -58,7 +61,8 @@ def use_caches(environment: Mapping[str, str], otherwise: Path) -> tuple[dict[st
             use = use_cache(Path(environment[name]).expanduser())
         except OSError as error:
             variables[name] = str(otherwise / name.lower())
-            print(f"{name}={environment[name]} is not used, what is compiled is not kept [GRPO-402]: {error}")
+            text = "%s=%s is not used, what is compiled is not kept [GRPO-402]: %s"
+            _log.warning(text, name, environment[name], error)
         else:
             variables[name] = str(use.folder)
             uses.append(use)

@@ -8,6 +8,7 @@ reach it.
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -27,11 +28,14 @@ from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.place.importing import importing
+from grpo.place.log import flush_log, open_log, start_log
 from grpo.place.patches.torch import compile_nothing, keep_headers, write_libraries_whole
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
 
 HEALTH_POLL_S = 0.5
 ABORT_S = 10.0  # from vLLM's abort of a request to its own end
@@ -157,10 +161,14 @@ class Host:
         return outputs[-1]
 
     async def _call(self, call: Call) -> None:
+        _log.debug("call %d begins: %s", call.call_id, call.method)
+        begun = time.monotonic()
         try:
             value = await self._run_call(call.method, call.kwargs)
+            _log.debug("call %d ends, after %.3f s: %s", call.call_id, time.monotonic() - begun, call.method)
             self._connection.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
+            _log.warning("call %d failed: %s: %s", call.call_id, call.method, type(error).__name__)
             self._connection.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
             with contextlib.suppress(OSError):  # a full disk
                 traceback.print_exc()
@@ -224,6 +232,7 @@ async def run(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = AsyncEngineArgs(**spec.engine_args)
+    _log.info("builds vLLM's engine for %s", args.model)
     start_method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
     # With the limits of batch sizes that vLLM takes for throughput (on an H100 1024 sequences and 16384 tokens); an
     # engine that does not say what it is for runs 128 sequences and 2048 tokens at once (0.31).
@@ -249,6 +258,7 @@ async def run(
             fail(cause)
         raise
     watch.end()
+    _log.info("takes work, after %.1f s: vLLM's engine is built", startup_s())
     for use in uses:
         use.is_ready()
     connection.send(
@@ -305,6 +315,7 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     first_output.unlink()
+    open_log(log_path)
 
 
 _ending = threading.Lock()  # never released: the first cause is told
@@ -313,6 +324,8 @@ _ending = threading.Lock()  # never released: the first cause is told
 def say_and_end(connection: Connection, parent_pid: int, cause: str) -> NoReturn:
     """Tell the local main why this engine cannot go on, and end this process; from any thread."""
     _ending.acquire()
+    _log.error("ends: %s", cause.partition("\n")[0])
+    flush_log()
     while os.getppid() != parent_pid:
         time.sleep(1)  # the local main is gone: the watch ends this session, and needs this process until it is done
     with contextlib.suppress(OSError):
@@ -323,6 +336,7 @@ def say_and_end(connection: Connection, parent_pid: int, cause: str) -> NoReturn
 def main() -> None:
     started = time.monotonic()
     inherited = dict(os.environ)
+    start_log()
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     end_session_with(parent_pid, private_folder=Path(os.environ[HOST_MARK]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to the trainer, sent to all of its processes
@@ -332,6 +346,7 @@ def main() -> None:
         with importing():
             load()
         loaded = time.monotonic()
+        _log.debug("vLLM is imported, after %.1f s; waits to be told what to run", loaded - started)
         start: Start = connection.recv()
         waited_s = time.monotonic() - loaded
         take_up(start.environment, start.log_path, inherited)

@@ -1,6 +1,7 @@
 """A node's engines over all their lives: they start while the trainer loads its model, and come back when they die."""
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -17,7 +18,10 @@ from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.messages import EngineSpec, Ready
 from grpo.faults.failure import FailureRecord, StepFailed
 from grpo.faults.watch import FailureWatch
+from grpo.place.log import FILE_ONLY, log_name
 from grpo.place.topology import NodeTopology
+
+_log = logging.getLogger(__name__)
 
 WINDOW_S = 3600.0  # in which deaths are counted
 MAX_FAILED_STARTS = 2  # of one respawn
@@ -126,11 +130,12 @@ class EngineSupervisor:
                 if (supervisor := me()) is not None:
                     supervisor._note_death(index, error)
 
+            log_file = log_name("engine", node=topology.node, index=index, attempt=attempt)
             return lambda: start_engine(
                 spec,
                 name=f"engine {index} of node {topology.node}",
                 environment=environment,
-                log_path=log_folder / f"engine-node{topology.node}-{index}.attempt-{attempt}.log",
+                log_path=log_folder / log_file,
                 on_death=on_death,
                 stopped_timeout_s=stopped_timeout_s,
             )
@@ -163,6 +168,7 @@ class EngineSupervisor:
     def _started(self, slot: _Slot) -> EngineLike:
         client = slot.start()
         self._every.append(client)
+        _log.info("%s starts: pid %d", client.name, client.pid, extra=FILE_ONLY)
         self._watch.covers(client.private_folder, client.pid)
         return client
 
@@ -173,7 +179,10 @@ class EngineSupervisor:
             EngineError: one ended first, or the deadline passed.
             JobFailed: the job failed elsewhere meanwhile.
         """
-        return [client.wait_ready(self._timeout_s, self._watch.check) for client in self.clients]
+        ready = [client.wait_ready(self._timeout_s, self._watch.check) for client in self.clients]
+        for client, each in zip(self.clients, ready, strict=True):
+            _log.info("%s takes work, after %.1f s", client.name, each.startup_s, extra=FILE_ONLY)
+        return ready
 
     def supervise(self) -> None:
         """From now on engines that die come back."""
@@ -278,6 +287,7 @@ class EngineSupervisor:
     def _note_death(self, index: int, error: EngineDied) -> None:
         """In a thread of the dead engine."""
         record = self._watch.make_record(error)
+        _log.warning("an engine died in phase '%s': %s", record.phase, _first_line(record.cause), extra=FILE_ONLY)
         stops = self._watch.stop_was_asked()
         with self._changed:
             if self._closed:
@@ -318,6 +328,7 @@ class EngineSupervisor:
             loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
 
     def _record(self, loss: _Loss, cause: str) -> FailureRecord:
+        _log.warning("an engine does not come back: %s", _first_line(cause), extra=FILE_ONLY)
         return replace(loss.record, cause=cause)
 
     def _stand_by(self) -> None:

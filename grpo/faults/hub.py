@@ -4,6 +4,7 @@ Both ends are driven by their sentinel's loop: nothing here blocks but the first
 """
 
 import contextlib
+import logging
 import selectors
 import socket
 import time
@@ -14,6 +15,8 @@ from typing import Any
 from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, join, new_challenge, proof, tune
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place
+
+_log = logging.getLogger(__name__)
 
 JOIN_S = 60.0  # from the first sentinel to the last one, where the ranks have met before
 GREETING_S = 10.0
@@ -164,6 +167,7 @@ class Hub(Between):
         if self.record is not None:
             channel.send("record", record=self.record.as_dict())
         self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._hear(node, channel.receive()))
+        _log.debug("node %d has joined", number)
         self._hear(node, messages[1:])
 
     def _hear(self, node: _Node, messages: list[Message]) -> None:
@@ -182,7 +186,9 @@ class Hub(Between):
                     node.channel.send("table", table=self._table)
                 case {"kind": "bye"}:
                     node.has_left = True
+                    _log.debug("node %d leaves", node.place.node)
         if not node.channel.is_open:
+            _log.debug("the connection of node %d has ended", node.place.node)
             self._selector.unregister(node.channel.socket)
             node.channel.close()
             if not node.has_left:
@@ -216,6 +222,7 @@ class HubLink(Between):
         self._is_connected = True
         self._waiting: list[Answer] = []
         self._channel.send("place", **asdict(place))
+        _log.debug("has reached the sentinel of node 0")
         selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
 
     def report(self, record: FailureRecord) -> None:
@@ -265,6 +272,7 @@ class HubLink(Between):
 
     def _lose(self, record: FailureRecord | None) -> None:
         self._is_connected = False
+        _log.debug("the connection to the sentinel of node 0 has ended")
         self._selector.unregister(self._channel.socket)
         if record is not None:
             self._channel.send("report", record=record.as_dict())  # should it only be held, and come back

@@ -10,6 +10,7 @@ other nodes on node 0's (`hub`). It ends when all ranks of its node have ended o
 import array
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -26,8 +27,11 @@ from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Between, Hub, HubLink, Table
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
-from grpo.faults.sessions import end_session, process_state, remove_traces
+from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import read_stacks
+from grpo.place.log import open_log, start_log
+
+_log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
 
 STUCK_GRACE_S = 6.0  # from a record until a rank that has not raised is ended
 EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
@@ -36,46 +40,6 @@ STACKS_S = 1.0  # after a deadline, for the stacks to be written
 SAY_S = 1.0
 MAX_PACKET_BYTES = 1 << 17
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
-
-
-class _Watched:
-    """A process of this node, by a descriptor that no other process can come to have."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.stopped_since_s: float | None = None
-        self.descriptor: int | None = None
-        with contextlib.suppress(ProcessLookupError):
-            self.descriptor = os.pidfd_open(pid)
-
-    @property
-    def is_dead(self) -> bool:
-        return self.descriptor is None
-
-    def is_stopped(self) -> bool:
-        """By SIGSTOP or another signal of job control, and not by a debugger."""
-        return not self.is_dead and process_state(self.pid) == "T"
-
-    def stopped_for_s(self, now_s: float) -> float:
-        if not self.is_stopped():
-            self.stopped_since_s = None
-            return 0.0
-        if self.stopped_since_s is None:
-            self.stopped_since_s = now_s
-        return now_s - self.stopped_since_s
-
-    def kill(self) -> None:
-        assert self.descriptor is not None, "it is dead"
-        with contextlib.suppress(ProcessLookupError):
-            try:
-                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-            except PermissionError:  # containers may know no pidfd_send_signal
-                os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-        self.descriptor = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +54,7 @@ class _Limit:
     """Which does it."""
 
 
-class _Rank(_Watched):
+class _Rank(WatchedProcess):
     """One of this node's ranks, and what it has told."""
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -132,7 +96,7 @@ class Sentinel:
         self._ranks = {int(rank): _Rank(int(rank), pid) for rank, pid in settings["pids"].items()}
         self._first = self._ranks[min(self._ranks)]
         self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
-        self._agent = None if settings["agent"] is None else _Watched(settings["agent"])
+        self._agent = None if settings["agent"] is None else WatchedProcess(settings["agent"])
         self._failed_s: float | None = None
         """Since when the job has a record."""
         self._enders: list[threading.Thread] = []
@@ -156,7 +120,7 @@ class Sentinel:
             return Hub(*own, **others, ranks_per_node=len(self._ranks))
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
-    def _await_end(self, process: _Watched, then: Callable[[], None]) -> None:
+    def _await_end(self, process: WatchedProcess, then: Callable[[], None]) -> None:
         descriptor = process.descriptor
         if descriptor is None:
             then()
@@ -181,6 +145,7 @@ class Sentinel:
                 next_beat_s = now_s + self.interval_s
                 self._beat(now_s)
             self._tell_ranks(now_s)
+        _log.info("ends: all ranks of this node have ended or left")
         for thread in self._enders:
             thread.join()
         self.between.leave()
@@ -211,6 +176,7 @@ class Sentinel:
 
     def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
         if self.between.record is None:
+            _log.warning("sees: %s", cause)
             where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
             self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
 
@@ -220,6 +186,7 @@ class Sentinel:
             return
         if self._failed_s is None:
             self._failed_s = now_s
+            _log.error("the job failed on %s; the ranks of this node are told", record)
         for rank in self._ranks.values():
             rank.is_told = rank.is_told or rank.send("record", record=record.as_dict())
 
@@ -235,6 +202,7 @@ class Sentinel:
 
     def _say(self, what: str) -> None:
         """Within `SAY_S`: whoever reads it may be gone, or stopped as well."""
+        _log.warning("%s", what)
         line = f"[grpo] the sentinel of node {self.place.node} {what}\n"
         thread = threading.Thread(target=_write, args=[line.encode()], daemon=True)
         thread.start()
@@ -272,6 +240,7 @@ class Sentinel:
             connection.close()
             return
         rank.connection, rank.stacks = connection, descriptors[0]
+        _log.debug("rank %d (pid %d) has connected", rank.rank, rank.pid)
         rank.send("place", **asdict(self.place))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
         self._hear(rank)
@@ -292,11 +261,13 @@ class Sentinel:
         match message:
             case {"kind": "phase", "phase": phase, "exchanges": exchanges}:
                 rank.phase, rank.exchanges = phase, exchanges
+                _log.debug("rank %d: phase '%s', %d exchanges", rank.rank, phase, exchanges)
             case {"kind": "limit", "timeout_s": None}:
                 rank.limit = None
             case {"kind": "limit", "timeout_s": timeout_s, "phase": phase, "overdue": overdue, "thread": thread}:
                 rank.limit = _Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
             case {"kind": "report", "record": record}:
+                _log.warning("rank %d reports a failure in phase '%s'", rank.rank, record.get("phase"))
                 self.between.report(FailureRecord(**record))
             case {"kind": "ask"}:
                 self.between.ask(self._table(), lambda table: rank.send("table", table=table))
@@ -306,6 +277,9 @@ class Sentinel:
                 rank.covered.pop(folder, None)
             case {"kind": "left"}:
                 rank.has_left = True
+                _log.debug("rank %d leaves", rank.rank)
+            case {"kind": "log", "path": path}:
+                open_log(Path(path), f"sentinel of ranks {sorted(self._ranks)}, heartbeat_timeout {self.timeout_s:g}")
             case {"kind": "stop"}:
                 rank.has_left = rank.has_stopped = True
             case _:
@@ -317,6 +291,7 @@ class Sentinel:
             for greet in list(self._nameless.values()):
                 greet()
         self._hear(rank)  # its last words
+        _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
             cause = f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed? [GRPO-601]"
             self._report(rank, cause)
@@ -326,7 +301,7 @@ class Sentinel:
             thread.start()
             self._enders.append(thread)
 
-    def _on_dead_agent(self, agent: _Watched) -> None:
+    def _on_dead_agent(self, agent: WatchedProcess) -> None:
         if not all(rank.is_dead or rank.has_left for rank in self._ranks.values()):
             cause = f"the launcher of this node (pid {agent.pid}) died before its ranks: killed? [GRPO-602]"
             self._report(self._first, cause)
@@ -369,9 +344,16 @@ def _message_in(packet: bytes) -> dict[str, Any]:
     return {}
 
 
+def _answer(**values: Any) -> None:
+    """To the local main, which has started this process and reads one line."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
     timeout_s, and between nodes secret, join_s, addresses, port. One line of JSON answers: error, or port."""
+    start_log()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")  # it keeps no file system busy
@@ -380,9 +362,9 @@ def main() -> int:
     try:
         sentinel = Sentinel(listener, settings)
     except OSError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        _answer(error=str(error))
         return 1
-    print(json.dumps({"port": getattr(sentinel.between, "port", None)}), flush=True)
+    _answer(port=getattr(sentinel.between, "port", None))
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), sys.stdout.fileno())
     sentinel.run()

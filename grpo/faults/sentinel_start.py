@@ -51,7 +51,7 @@ def link_to_sentinel(
     """
 
     def give_up() -> None:  # the store's process is held: it answers nothing, and none of its deadlines holds
-        print(f"[grpo] rank {launch.rank} ends: the job's store does not answer", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[grpo] rank {launch.rank} ends: the job's store does not answer\n")
         os._exit(1)
 
     place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)

@@ -98,3 +98,43 @@ def remove_traces(private_folder: Path) -> None:
     while private_folder.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
         shutil.rmtree(private_folder, ignore_errors=True)
+
+
+class WatchedProcess:
+    """A process of this node, by a descriptor that no other process can come to have."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stopped_since_s: float | None = None
+        self.descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self.descriptor = os.pidfd_open(pid)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.descriptor is None
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or another signal of job control, and not by a debugger."""
+        return not self.is_dead and process_state(self.pid) == "T"
+
+    def stopped_for_s(self, now_s: float) -> float:
+        if not self.is_stopped():
+            self.stopped_since_s = None
+            return 0.0
+        if self.stopped_since_s is None:
+            self.stopped_since_s = now_s
+        return now_s - self.stopped_since_s
+
+    def kill(self) -> None:
+        assert self.descriptor is not None, "it is dead"
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+            except PermissionError:  # containers may know no pidfd_send_signal
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        self.descriptor = None

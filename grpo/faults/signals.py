@@ -1,6 +1,7 @@
 """SIGUSR1 and SIGTERM as requests to stop: the scheduler's way to say that the time is up."""
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -10,6 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from grpo.place.log import FILE_ONLY
+
+_log = logging.getLogger(__name__)
 
 LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # how long before the end of its time the scheduler says so
 LEAD_MARGIN_S = 60.0
@@ -81,6 +86,7 @@ class StopSignals:
         """Signal `number` has come. From any thread."""
         if self.request is None and (number == signal.SIGUSR1 or self.is_open):
             self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
+            _log.info("a stop is asked for: %s", self.request.why, extra=FILE_ONLY)
 
     def was_asked(self, patience_s: float) -> bool:
         """Whether somebody has asked, by signal or otherwise; waits for a signal that may be on its way."""

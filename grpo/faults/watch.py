@@ -8,6 +8,7 @@ raise by itself; a rank that is still stuck writes the record to stderr and ends
 
 import contextlib
 import itertools
+import logging
 import multiprocessing.util
 import os
 import selectors
@@ -31,7 +32,10 @@ from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.signals import StopSignals
+from grpo.place.log import FILE_ONLY, flush_log
 from grpo.place.topology import NodeTopology
+
+_log = logging.getLogger(__name__)
 
 _watches = itertools.count()
 _current: "FailureWatch | None" = None
@@ -100,6 +104,7 @@ class FailureWatch:
     def enter(self, phase: str) -> None:
         """As `during`, until another phase is entered."""
         self.phase = phase
+        _log.debug("phase '%s'", phase)
         self._say_phase()
 
     @contextlib.contextmanager
@@ -181,6 +186,7 @@ class FailureWatch:
 
     def report(self, record: FailureRecord) -> None:
         """Make `record` the job's, unless one is there already. From any thread."""
+        _log.error("reports: %s", record, extra=FILE_ONLY)
         is_own_thread = threading.current_thread() is self._thread
         if self._reported.acquire(blocking=not is_own_thread):
             try:
@@ -212,6 +218,7 @@ class FailureWatch:
     def _take_record(self, record: FailureRecord) -> None:
         if self.record is None:
             self.record = record
+            _log.error("the job failed on %s", record, extra=FILE_ONLY)
             self._known.set()
 
     def _tell(self) -> None:
@@ -252,6 +259,11 @@ class FailureWatch:
         if self._link is not None:
             self._link.say("uncovers", folder=str(folder))
 
+    def open_log(self, path: Path) -> None:
+        """Have the node's sentinel write its log to this file."""
+        if self._link is not None:
+            self._link.say("log", path=str(path))
+
     def stop(self) -> None:
         """End the watch: this rank is done. SIGTERM ends the process again."""
         if self._link is not None:
@@ -279,6 +291,7 @@ class FailureWatch:
         """This rank is done: its end is no failure, and neither is that of the others. At exit, if not before."""
         if self._link is None or os.getpid() != self._pid or self._stopped.is_set():
             return  # a forked child's exit is not ours
+        _log.debug("leaves the watch, in phase '%s'", self.phase)
         if self.record is None:
             self._link.say("left")
         # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
@@ -347,6 +360,7 @@ class FailureWatch:
 
     def _end(self, code: int) -> None:
         sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")  # in one: all write
+        flush_log()
         os._exit(code)
 
 

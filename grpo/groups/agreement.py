@@ -119,8 +119,14 @@ def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timede
     return _Verdict.loads(store.get("verdict"))
 
 
+def _say_at_the_end(line: str) -> None:
+    """There is no log yet, and this process is about to end."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"[grpo] {line}\n".encode())  # in one piece: all write
+
+
 def _end_without_store() -> None:
-    print("[grpo] the job's store does not answer: is the launcher of the first node stopped?", flush=True)
+    _say_at_the_end("the job's store does not answer: is the launcher of the first node stopped?")
     os._exit(1)
 
 
@@ -156,7 +162,7 @@ def _last_words(number: int, topology: NodeTopology | None, rank: int, world_siz
     def listen() -> None:
         while numbers := heard.recv(64):
             if signal.SIGTERM in numbers:
-                print(f"[grpo] rank {rank} ends: {cause}\n", end="", flush=True)
+                _say_at_the_end(f"rank {rank} ends: {cause}")
                 with on_expiry(LAST_WORDS_S, lambda: os._exit(128 + signal.SIGTERM)):
                     give_up(record, world_size, store, number)
                 os._exit(128 + signal.SIGTERM)

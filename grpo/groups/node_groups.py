@@ -5,6 +5,7 @@ under its watchdog. All methods are collective over the ranks that they name, in
 """
 
 import json
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from grpo.groups.process_groups import new_gloo_groups
 from grpo.groups.texts import all_gather_texts, broadcast_text
 from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire, from_json, to_json
+
+_log = logging.getLogger(__name__)
 
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
 
@@ -115,6 +118,7 @@ class NodeGroups:
         asked = next((answer.stop for answer in answers if answer.stop is not None), None)
         if record is not None:
             raise JobFailed(record) if asked is None else GenerationDropped(asked.why)
+        _log.debug("exchange %d: all %d ranks have ended phase '%s'", exchange, len(answers), watch.phase)
         return [from_json(answer.value, kind) for answer in answers]
 
     # -- inside a node --------------------------------------------------------------------------------------------

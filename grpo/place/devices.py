@@ -137,9 +137,9 @@ def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        print(count_gpus(os.environ, use_cpu=read_wishes(argv).use_cpu))
+        sys.stdout.write(f"{count_gpus(os.environ, use_cpu=read_wishes(argv).use_cpu)}\n")
     except ValueError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
     return 0
 

@@ -4,6 +4,7 @@ Over NCCL and gloo alike: what counts as communication is told by names, as torc
 `gloo:...` and `c10d::...` operators).
 """
 
+import logging
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo.record.screen import say
+from grpo.place.log import EVERY_RANK
 from grpo.record.timeline.records import covered
+
+_log = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
 _COMMUNICATION = ("nccl", "gloo:", "c10d::")
@@ -64,7 +67,8 @@ class ProfileSteps(TrainerCallback):
         found = shares(profiler.events())
         self._metrics.update({name: [share] for name, share in found.items()})
         told = ", ".join(f"{name[8:-6]} {share:.0%}" for name, share in found.items())
-        say(f"profile of rank {self._rank}, steps {steps[0]} to {steps[-1]}: {told or 'nothing'}; {path}")
+        found_in = f"{told or 'nothing'}; {path}"
+        _log.info("profile of rank %d, steps %d to %d: %s", self._rank, steps[0], steps[-1], found_in, extra=EVERY_RANK)
 
 
 def shares(events: Iterable[Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ It takes the place of transformers' callbacks, which print all metrics at every 
 """
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from grpo.place.launch import read_launch
-from grpo.record.screen import say, speak_above
+from grpo.place.log import FILE_ONLY
+from grpo.record.screen import show_log, speak_above
 
 PACE_S = 3600.0  # a step's time is the mean over so long: several generation batches, with a save or not
+_log = logging.getLogger(__name__)
 _GONE = (OSError, ValueError)  # of a terminal that is no more: training goes on without it
 
 
@@ -44,6 +47,7 @@ class ProgressOnScreen(TrainerCallback):
         self._has_lines = False
         self._evaluation: TaskID | None = None
         self._figures: list[str] = []
+        show_log()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -87,10 +91,10 @@ class ProgressOnScreen(TrainerCallback):
             return
         step = f"step {state.global_step}/{state.max_steps}"
         if evaluated := figures(logs, self._num_nodes, prefix="eval_"):
-            say("  ".join([step, "evaluation:", *evaluated]))
+            _log.info("%s", "  ".join([step, "evaluation:", *evaluated]))
         elif shown := figures(logs, self._num_nodes):
-            if self._has_lines:
-                say("  ".join([step, *shown, *time_figures(self._bar.tasks[0])]))
+            line = "  ".join([step, *shown, *time_figures(self._bar.tasks[0])])
+            _log.info("%s", line, extra=None if self._has_lines else FILE_ONLY)
             self._figures = shown
             self._draw(self._bar)
 

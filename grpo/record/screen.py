@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,44 @@ from typing import Any
 from rich.console import Console
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from grpo.place.launch import read_launch
+from grpo.place.log import LOGS_FOLDER, UnlockedHandler, start_log
 from grpo.place.topology import NodeTopology
 from grpo.record.folder import METRICS_FILE
 
 _bar_console: Console | None = None
+
+
+class Screen(UnlockedHandler):
+    """Shows what a user reads: INFO of rank 0, and of other ranks what is marked so; see `grpo.place.log`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO)
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "on_screen", self._rank == 0):
+            say(record.getMessage())
+
+
+_screen: Screen | None = None
+
+
+def show_log(level: int | None = None) -> None:
+    """Have this rank's records kept for its log, and those that a user reads shown. Again to set another level.
+
+    Args:
+        level: as for `start_log`.
+    """
+    global _screen
+    start_log(level)
+    if _screen is None:
+        try:
+            rank = read_launch(os.environ).rank
+        except ValueError:  # told where the launch is looked at
+            rank = 0
+        _screen = Screen(rank)
+        logging.getLogger("grpo").addHandler(_screen)
 
 
 def speak_above(console: Console | None) -> None:
@@ -59,7 +94,7 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
     others = f", and so on the others; {_count(topology.world_size, 'rank')} in all" if topology.num_nodes > 1 else ""
     return [
         f"{nodes}; on {topology.host}: {where}{others}",
-        f"model: {model}; the run's folder: {output_dir} (the engines' logs: {output_dir / 'logs'})",
+        f"model: {model}; the run's folder: {output_dir} (the engines' logs: {output_dir / LOGS_FOLDER})",
     ]
 
 
@@ -77,7 +112,7 @@ def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, 
         steps = _count(totals["step"], "step")
         done = f"{steps}, the last {totals['step'] - first_step} of them" if first_step else steps
         lines.append(f"done: {done} in {totals['train_runtime']:.0f} s{reward}")
-    logs = output_dir / "logs"
+    logs = output_dir / LOGS_FOLDER
     engines = f", the engines' logs in {logs}" if logs.exists() else ""
     lines.append(f"every step's metrics are in {output_dir / METRICS_FILE}{engines}")
     return lines

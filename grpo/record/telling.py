@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -14,8 +15,11 @@ from types import TracebackType
 from grpo.faults.failure import JobFailed
 from grpo.faults.mistakes import is_before_first_step, is_mistake, users_frame
 from grpo.place.launch import read_launch
+from grpo.place.log import FILE_ONLY, start_log
 from grpo.record.durable import write_atomically
 from grpo.record.folder import record_mistake
+
+_log = logging.getLogger(__name__)
 
 MAX_LINES = 6
 MISTAKE_MARK = "grpo_mistake"
@@ -45,6 +49,7 @@ def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]
     """
     teller = Teller(None if output_dir is None else Path(output_dir))
     _silence_what_is_told()
+    start_log()
     try:
         yield teller
     except BaseException as error:
@@ -85,7 +90,8 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
     rank, local_rank = _place()
     if rank == 0:
         if not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
-            print(f"[grpo] {message}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"[grpo] {message}\n")
+            _log.error("%s", message, extra=FILE_ONLY)
         if output_dir is not None:
             record_mistake(output_dir, os.environ, error)
     _write_error_file(message, callstack, is_mistake=True)

@@ -6,6 +6,7 @@ more, so that engines are busy while the ranks train; no collective runs in thes
 
 import contextlib
 import itertools
+import logging
 import queue
 import sys
 import threading
@@ -20,11 +21,14 @@ import numpy as np
 from grpo.engine.client import EngineDied, EngineError
 from grpo.engine.like import EngineLike
 from grpo.engine.messages import Sample, Sampled
+from grpo.place.log import FILE_ONLY
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
 from grpo.rollout.queue import Chunk, RequestQueue
 from grpo.rollout.stints import IdleClock, Stints
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)
@@ -133,6 +137,7 @@ class EnginePool:
                     )
                     tokens = len(request.token_ids) + self._max_tokens
                     chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home))
+            _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
             self._end_if_answered(batch)
             self._queue.add(chunks)
             self._feed()
@@ -201,6 +206,7 @@ class EnginePool:
     def take_up(self, clients: Sequence[EngineLike], *, policy_version: int) -> None:
         """Go on with these engines, all of which have the weights of `policy_version`; all were at rest meanwhile."""
         self.policy_version = policy_version
+        _log.debug("engines go on with policy version %d", policy_version)
         for engine, client in enumerate(clients):
             if client is not self._clients[engine]:
                 self._replace(engine, client)
@@ -274,6 +280,7 @@ class EnginePool:
         self._outboxes[engine].put(None)
         owed = self._queue.lose(engine)
         self._deaths.update(owed)
+        _log.warning("engine %d is gone: %d completions go to others", engine, len(owed), extra=FILE_ONLY)
         if deadly := [completion for completion in owed if self._deaths[completion] >= MAX_DEATHS]:
             raise DeadlyRequests(self._about_deadly(deadly, error))
         self._issue_again(owed)
@@ -339,6 +346,7 @@ class EnginePool:
     def _end_if_answered(self, batch: Batch) -> None:
         if len(batch.answers) == len(batch.ids):
             batch.finished_at = time.monotonic()
+            _log.debug("%s of %d completions ends, after %.2f s", batch.name, len(batch.ids), batch.seconds)
             self._changed.notify_all()
             if batch.on_done is not None:
                 batch.on_done(batch)

@@ -1,5 +1,6 @@
 """Between TRL's trainer and ours: tools, environments and rollout functions, on the node's own engines."""
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,11 +9,13 @@ from typing import Any
 
 from trl.chat_template_utils import parse_response
 
-from grpo.record.screen import say
+from grpo.place.log import EVERY_RANK
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
 from grpo.seam.scoring import ScoringTrainer, use_device
+
+_log = logging.getLogger(__name__)
 
 
 class _TrainersTemplate:
@@ -78,7 +81,7 @@ class ConversingTrainer(ScoringTrainer):
                 timeout_s=args.tool_timeout,
                 max_threads=args.max_tool_threads,
                 max_abandoned=args.max_abandoned_tools,
-                say=lambda line: say(f"rank {rank}: {line}"),
+                say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
                 prepare=prepare,
             ),
             is_function=is_function,

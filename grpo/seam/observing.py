@@ -1,6 +1,7 @@
 """What a trainer lets others see of itself: when it does what, which node is slow, how long completions are."""
 
 import functools
+import logging
 import statistics
 import time
 import weakref
@@ -17,17 +18,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo.config.recording import profiled_ranks, profiled_steps
 from grpo.faults.signals import StopRequest
+from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, RecentFacts, sampled_rows
 from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
 from grpo.record.refreshing import RefreshReport
-from grpo.record.screen import say
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
 from grpo.record.timeline.usage import UsageSampler
 from grpo.seam.resuming import ResumableTrainer
+
+_log = logging.getLogger(__name__)
 
 
 class ObservedTrainer(ResumableTrainer):
@@ -79,7 +82,7 @@ class ObservedTrainer(ResumableTrainer):
                 interval_s=args.usage_interval_s,
                 own_device=topology.devices[0] if topology.devices else None,
                 clock=lambda: timeline.at(time.monotonic()),
-                say=say,
+                say=functools.partial(_log.warning, extra=EVERY_RANK),
             )
             self._stop_recording = weakref.finalize(self, _close, usage, timeline)  # of a trainer that nobody closes
         if args.profile_steps and args.process_index in profiled_ranks(args.profile_ranks, args.world_size):

@@ -5,6 +5,7 @@ way to ask for a checkpoint and an end. What is in a checkpoint, and whether it 
 """
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -27,16 +28,19 @@ from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignal
 from grpo.faults.watch import FailureWatch
 from grpo.groups.job_group import JobGroup
 from grpo.place.launch import read_launch
+from grpo.place.log import FILE_ONLY
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import plain_tool_calls
 from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_mistake
 from grpo.record.progress import ProgressOnScreen
 from grpo.record.provenance import arguments_of, where_it_runs
-from grpo.record.screen import say, what_came_of_it
+from grpo.record.screen import what_came_of_it
 from grpo.record.trackers import naming_run, open_tensorboard
 from grpo.seam.saving import SavingTrainer, sampling_of
 
 KEPT_RESPAWNS = 20
+
+_log = logging.getLogger(__name__)
 
 
 class ResumableTrainer(SavingTrainer):
@@ -107,11 +111,13 @@ class ResumableTrainer(SavingTrainer):
         if checkpoint is not None:
             check_reshaped(checkpoint.folder, checkpoint.record, sampling_of(args))
         self._sound = checkpoint
+        found = "nothing" if checkpoint is None else checkpoint.folder
+        _log.debug("resume_from_checkpoint is %r: goes on from %s", wish, found)
         return checkpoint
 
     def _say(self, *lines: str) -> None:
-        if self._run is not None:  # rank 0
-            say(*lines)
+        for line in lines:
+            _log.info("%s", line)
 
     def record_failure(self, cause: str, *, can_heal: bool, record: FailureRecord | None = None) -> None:
         """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
@@ -219,6 +225,7 @@ class ResumableTrainer(SavingTrainer):
             return tracker_run
 
         tracker_run = self._job.by_rank_zero(begin, str)
+        _log.debug("training begins after step %d, of %d", first_step, self.args.max_steps)
         if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
             self.add_callback(_StepEnds(self))
         if checkpoint is not None:
@@ -272,6 +279,7 @@ class ResumableTrainer(SavingTrainer):
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         note_first_step()
+        _log.debug("step %d ends", self.state.global_step)
         self._look_at_saving()
         before, self._step_began_at = self._step_began_at, self._step
         self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
@@ -280,6 +288,7 @@ class ResumableTrainer(SavingTrainer):
             code = self._job.largest(0 if wish is None else 1 + (not wish.requeue))
             if code:
                 self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
+                _log.info("stops after this generation batch: %s", self._stop.why, extra=FILE_ONLY)
                 self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
         if not ends_generation_batch(before, self._step, self._steps_per_batch):
             return

@@ -6,6 +6,7 @@ A save holds training only while the ranks write. What they have written goes to
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import time
@@ -29,9 +30,12 @@ from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, s
 from grpo.faults.failure import JobFailed
 from grpo.faults.signals import StopLead, StopRequest
 from grpo.groups.job_group import JobGroup
+from grpo.place.log import FILE_ONLY
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
 from grpo.seam.lazy_vllm import TRLTrainer
+
+_log = logging.getLogger(__name__)
 
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 VISIBLE_S = 60.0  # until rank 0 sees what the others have written
@@ -91,6 +95,7 @@ class SavingTrainer(TRLTrainer):
         only_model = args.save_only_model
         args.save_only_model = only_model and self._stop is None and not self._must_resume  # these are to be resumed
         resumable = not args.save_only_model
+        _log.info("%s begins", folder.name, extra=FILE_ONLY)
         try:
             self._job.by_rank_zero(lambda: self._prepare(folder, limit))
             with telling_of_a_full_disk(folder, args.process_index, args.world_size):
@@ -116,12 +121,14 @@ class SavingTrainer(TRLTrainer):
                 sums=sums,
             )
             self._lead.completed(begun, time.monotonic())
+            _log.info("%s is complete, after %.1f s", folder.name, time.monotonic() - begun, extra=FILE_ONLY)
             if self._run is not None and resumable:
                 self._run.update(step=step, checkpoint=str(folder))
             rotate(run_dir, limit=limit, keep=keep)
 
         now = time.monotonic()
         self._lead.saved(begun, now)
+        _log.debug("%s is written by all ranks, after %.1f s", folder.name, now - begun)
         self._metrics["train"]["run/save_s"] = [now - begun]
         if resumable:
             self._complete_step = step

@@ -1,5 +1,6 @@
 """Between TRL's trainer and ours: rewards that begin when their completions are there."""
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ import torch
 from trl.data_utils import is_conversational
 
 from grpo.faults.watch import FailureWatch
-from grpo.record.screen import say
+from grpo.place.log import EVERY_RANK
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
 from grpo.seam.observing import ObservedTrainer
+
+_log = logging.getLogger(__name__)
 
 
 def use_device(device: torch.device) -> None:
@@ -47,7 +50,7 @@ class ScoringTrainer(ObservedTrainer):
             loop=lambda: me.async_loop,
             timeline=self.timeline,
             prepare=partial(use_device, self.accelerator.device),
-            say=lambda line: say(f"rank {rank}: {line}"),
+            say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:

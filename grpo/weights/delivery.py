@@ -1,5 +1,6 @@
 """Brings the trainer's weights to all engines of the job, whichever of them die on the way."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
@@ -17,6 +19,8 @@ from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 if TYPE_CHECKING:
     from grpo.weights.adapter_trial import AdapterTrial  # needs PEFT
+
+_log = logging.getLogger(__name__)
 
 DEATH_FOLLOWS_S = 3.0  # from what an engine's death makes fail until the engine is known to be dead
 
@@ -94,15 +98,18 @@ class WeightDelivery:
             if answers is not None:
                 self._must_try = False
                 self._num_pushes += 1
+                _log.debug("weight sync %d begins: policy version %d", self._num_pushes, step)
                 report, error = self._push(step, proves=is_due(self._num_pushes) or self._must_prove)
                 answers = self._end_phase(error, report)
             if answers is not None:
                 self._must_prove = False
                 size = self._groups.topology.local_world_size
                 seconds = [each.total_s for each in answers]
+                _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
                 self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
                 return slowest(answers)
             self.num_repeats += 1
+            _log.info("weight sync %d is broken by an engine's death: again", self._num_pushes, extra=FILE_ONLY)
             if self._engines.has_lost():
                 self._engines.renew()
 
@@ -129,6 +136,8 @@ class WeightDelivery:
             try:
                 gap = self.prover.prove(self._num_pushes, engines_work=error is None, limit=limit)
                 report = replace(report, gap=gap)
+                if gap is not None:
+                    _log.debug("weight sync %d is proved: a gap of %.2g nats", self._num_pushes, gap.mean)
             except EngineError as unproved:
                 error = unproved
         return report, error
@@ -142,6 +151,7 @@ class WeightDelivery:
                 return
             for respawn in came:
                 self.respawns.append(respawn)
+                _log.info("%s", respawn, extra=FILE_ONLY)
                 self._tell(respawn)
             self._pusher.source.forget_sent()
             self._must_try = self._trial is not None
@@ -180,6 +190,7 @@ class WeightDelivery:
                             answer = ask_engines(self._engines.clients, self._pusher.source.question, self._timeout_s)
                             agreed([self._wire_format, answer])
                         self._pusher.connect()
+                        _log.debug("the push group of this node is open")
                     self._is_open, self._must_ask = True, False
             except JobFailed:
                 raise  # the job has its record already

@@ -1,6 +1,7 @@
 """One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
 import importlib
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
 
     from grpo.weights.source import GatheredSource  # needs transformers; a push takes any that is like it
+
+_log = logging.getLogger(__name__)
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"nccl": NcclTransport, "shm": ShmTransport}
 
@@ -167,6 +170,7 @@ class Pusher:
             torch.cuda.synchronize()  # whatever stream wrote the weights last
         self.source.meet(receives=bool(self._clients))
         plan = self.source.plan()
+        _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
         sender = None
         if self._transport is not None:
             sender = Sender(

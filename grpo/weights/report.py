@@ -31,6 +31,10 @@ class PushReport(Wire):
     gap: LogprobGap | None = None
     """The worst engine's of the node; None where none was asked: the push was not proved, or the rank has none."""
 
+    def __str__(self) -> str:
+        took = f"gather {self.gather_s:.2f} s, send {self.send_s:.2f} s"
+        return f"{self.num_bytes} bytes in {self.total_s:.2f} s ({took})"
+
     def metrics(self) -> dict[str, float]:
         metrics = {
             "push/total_s": self.total_s,

@@ -44,6 +44,8 @@ from grpo.weights.destinations import (
 )
 from grpo.weights.wire_format import WireFormat
 
+_log = logging.getLogger(__name__)
+
 
 def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
     """Mend the two places where vLLM's CPU backend (0.31) leaves a reload half done, silently.
@@ -192,6 +194,7 @@ class CountedReload(WeightTransferEngine):
             self._finish_reload()
         self._known |= self._received
         self._reached = reached
+        _log.debug("the push is complete: %d parameters came, %d tensors are filled", len(received), len(reached))
 
     def _incomplete(self, received: set[str], reached: Collection[str]) -> list[str]:
         lines = incomplete_layers(self.model, tied=self._tied, received=received, pushed_before=bool(self._known))

@@ -1,6 +1,8 @@
 """Two nodes with an engine each: every node for itself, balanced between them, and sampling ahead."""
 
+import itertools
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.support.launching import (
     start_tiny_job,
     tiny_job_script,
 )
+from tests.support.logs import find, read_log
 from tests.support.sockets import Listening, Strangers, documented, listening, where, who
 from tests.support.tiny_models import save_tiny_model
 
@@ -130,8 +133,9 @@ def test_a_group_straddles_both_nodes(unbalanced: Unbalanced) -> None:
         assert len(set(straddling)) == 4, f"two samples of one group are the same: {straddling}"
         rewards = [sum(ids) % 7 for ids in first["completion_ids"] + second["completion_ids"]]
         assert line["reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)
-    logs = {path.name for path in (job.output_dir / "logs").iterdir()}
-    assert logs == {f"engine-node{node}-0.attempt-0.log" for node in (0, 1)}
+    logs = {path.name.removesuffix(".attempt-0.log") for path in (job.output_dir / "logs").iterdir()}
+    roles = ("engine-node0-0", "rank-node0-0", "sentinel-node0", "engine-node1-0", "rank-node1-1", "sentinel-node1")
+    assert logs == {*roles}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +151,8 @@ def balanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     strikes = [("update_weights", 4, "inner", 1), ("generate", STEPS - 1, "host", 1)]
     script = tiny_job_script(model, out, config=config, hold="generation-2", strikes=strikes)
     script[0] = str(ROOT / "tests" / "jobs" / "balance_job.py")
-    job = start(accelerate_command(script, nodes=2, ranks_per_node=1, port=free_port()), out, nodes=2)
+    command = accelerate_command(script, nodes=2, ranks_per_node=1, port=free_port())
+    job = start(command, out, nodes=2, env={"GRPO_LOG": "debug"})
     try:
         job.wait_for("at-generation-2", STARTUP_S)
         (host,) = job.rank(0)["hosts"]
@@ -212,9 +217,104 @@ def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced:
     assert [line["step"] for line in job.metrics()] == [*range(1, STEPS)]
 
 
+R0, R1, S0, S1, E0 = "rank-node0-0", "rank-node1-1", "sentinel-node0", "sentinel-node1", "engine-node0-0"
+EVENTS = {
+    R0: [
+        r"this is pid \d+ .*; rank 0 of 2, node 0 of 2; .*torch ",
+        r"engine 0 of node 0 starts: pid \d+",
+        r"training begins after step 0, of 6",
+        r"engine 0 of node 0 takes work, after",
+        r"weight sync 1 is proved",
+        r"weight sync 3 begins: policy version 2",
+        r"weight sync 3 ends: policy version 2, \d+ bytes in [\d.]+ s",
+        r"generation for step 2 \(train\) begins: 6 prompts",
+        r"engine 0 is gone: 10 completions go to others",
+        r"an engine died in phase 'generate': engine 0 of node 0 was killed by signal 9",
+        r"engine 0 of node 0 starts: pid \d+",
+        r"phase 'engine respawn'",
+        r"weight sync 4 begins: policy version 2",
+        r"this node's generation batch of 10 completions ends",
+        r"generation for step 2 ends",
+        r"step 3 ends",
+        r"weight sync 6 is broken by an engine's death",
+        r"checkpoint-5 begins",
+        r"checkpoint-5 is complete",
+        r"the job failed on node 1 \(.*\), rank 1, phase 'generate'",
+    ],
+    R1: [
+        r"this is pid \d+ .*; rank 1 of 2, node 1 of 2",
+        r"weight sync 3 begins: policy version 2",
+        r"weight sync 3 ends: policy version 2",
+        r"engine 0 of node 0 \(.*\) died in phase 'generate' .* is back after",
+        r"weight sync 4 begins: policy version 2",
+        r"an engine died in phase 'push': engine 0 of node 1",
+        r"an engine does not come back: died more than 1 times in an hour",
+        r"reports: node 1 \(.*\), rank 1, phase 'generate'",
+    ],
+    S0: [
+        r"this is pid \d+ .*; sentinel of ranks \[0\]",
+        r"rank 0: phase 'generate'",
+        r"rank 0: phase 'engine respawn'",
+        r"the job failed on node 1 ",
+    ],
+    S1: [r"has reached the sentinel of node 0", r"rank 1 reports a failure in phase 'generate'"],
+    E0: [
+        r"this is pid \d+",
+        r"builds vLLM's engine for ",
+        r"takes work, after",
+        r"call \d+ begins: update_weights",
+        r"the push is complete: \d+ parameters came",  # of vLLM's own process, forked off
+        r"call \d+ ends, after .*: finish_weight_update",
+        r"this is pid \d+",  # its successor
+        r"takes work, after",
+    ],
+}
+"""What a reader finds in the log of each process, in this order."""
+ONE_DEATH = [
+    (R0, r"generation for step 2 \(train\) begins"),
+    (R0, r"an engine died in phase 'generate'"),
+    (R0, r"phase 'engine respawn'"),
+    (S0, r"rank 0: phase 'engine respawn'"),
+    (R1, r"engine 0 of node 0 \(.*\) died in phase 'generate' .* is back after"),
+    (R1, r"weight sync 4 begins"),
+    (R0, r"weight sync 4 ends"),
+    (R0, r"generation for step 2 ends"),
+]
+"""Of both nodes, by the clock."""
+
+
+def test_a_reader_of_the_log_finds_what_happened_when(balanced: Job) -> None:
+    assert sum(map(len, EVENTS.values())) >= 25
+    logs = {process: read_log(balanced.output_dir, process) for process in EVENTS}
+    for process, events in EVENTS.items():
+        index = -1
+        for event in events:
+            index = find(logs[process], event, index)
+        assert {line.process.partition("/")[0] for line in logs[process]} == {process}
+    begin, end = (
+        [logs[rank][find(logs[rank], f"weight sync 3 {what}")].time for rank in (R0, R1)] for what in ("begins", "ends")
+    )
+    assert max(begin) < min(end), "of both nodes at once"
+    times = [logs[process][find(logs[process], event)].time for process, event in ONE_DEATH]
+    assert times == sorted(times), list(zip(ONE_DEATH, times, strict=True))
+
+
+def test_a_step_leaves_few_records(balanced: Job) -> None:
+    for rank in (R0, R1):
+        log = read_log(balanced.output_dir, rank)
+        at = [find(log, f"step {step} ends") for step in range(1, STEPS)]
+        for begin, end in itertools.pairwise(at):
+            of_step = log[begin:end]
+            assert sum(line.level != "DEBUG" for line in of_step) <= 20, of_step
+            assert len(of_step) < 150, "one for a row or a token, perhaps"
+
+
 @pytest.fixture(scope="module")
 def ahead(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Samples ahead, with evaluations in between, until the reward of node 1's rank raises in the sixth step."""
+    """Samples ahead, with evaluations in between, until the reward of node 1's rank raises in the sixth step.
+
+    All that while the logs of node 1's rank and sentinel hang: each is a pipe that nobody reads.
+    """
     config = {
         **STRADDLING,
         "generation_lookahead": 1,
@@ -226,13 +326,25 @@ def ahead(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
         "dataloader_num_workers": 2,
     }
     out = tmp_path_factory.mktemp("ahead")
+    (out / "logs").mkdir()
+    hanging = [out / "logs" / f"{process}.attempt-0.log" for process in (R1, S1)]
+    for path in hanging:
+        os.mkfifo(path)
     job = start_tiny_job(tiny_model, out, nodes=2, ranks_per_node=1, config=config, hold="reward-error-5")
     try:
         job.wait_for("ranks/0.json", STARTUP_S)
         until_it_ends(job, JOB_S)
     finally:
+        for path in hanging:
+            path.unlink()
         job.end()
     return job
+
+
+def test_a_log_that_hangs_holds_no_step_and_no_watch(ahead: Job) -> None:
+    """And no sentinel: the job has made its steps, and ended in time with one record; see the fixture."""
+    assert len(ahead.metrics()) == 5
+    assert re.search(r"\[grpo\] \d+ records are missing in \S*rank-node1-1\.attempt-0\.log: ", ahead.output())
 
 
 def test_two_nodes_sample_ahead_with_an_evaluation_in_between(ahead: Job) -> None:

@@ -68,6 +68,7 @@ class Job:
         engines = "".join(
             f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(self.output_dir.glob("logs/*.log"))
+            if path.is_file()  # and no pipe, which stands for a file that hangs
         )
         return AssertionError(f"{what}\n--- job\n{self.output()[-8000:]}{engines}")
 

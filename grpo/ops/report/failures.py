@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.ops.report.reading import LOGS_FOLDER, AttemptRecord, Run, attempt_of_log
+from grpo.ops.report.reading import AttemptRecord, Run, attempt_of_log
 from grpo.ops.report.symptoms import Symptom, matching
+from grpo.place.log import LOGS_FOLDER
 
 TAIL_BYTES = 16_384
 TAIL_LINES = 40

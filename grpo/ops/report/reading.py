@@ -13,7 +13,7 @@ from grpo.ops.report.timelines import Timeline, read_timelines
 from grpo.record.timeline.records import TIMELINE_FOLDER
 
 METRICS_FILE, RUN_FILE, STATE_FILE = "metrics.jsonl", "run.json", "run_state.json"
-COMPLETIONS_FOLDER, LOGS_FOLDER = "completions", "logs"
+COMPLETIONS_FOLDER = "completions"
 ENDED = ("finished", "stopped", "failed")
 T = TypeVar("T")
 

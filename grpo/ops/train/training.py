@@ -1,5 +1,6 @@
 """Trains what the arguments of `train.py` name, or the demo."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,15 @@ from grpo.ops.train.data import load_data, split_of
 from grpo.ops.train.demo import demo_dataset
 from grpo.place.importing import importing
 from grpo.place.launch import read_launch
-from grpo.record.screen import say
 
 if TYPE_CHECKING:
     from grpo.trainer import GRPOTrainer
+
+_log = logging.getLogger(__name__)
+_DEMO = (
+    "no model is named: the demo, two-digit addition. A model of 0.6 M parameters is warmed up until 4 of 10 sums are "
+    "right (once, in %s); %d steps of GRPO have the rest to do"
+)
 
 DemoModel = Callable[..., Path]  # (folder, *, is_local_main) -> folder, as `examples.demo_model.ensure_demo_model`
 
@@ -51,11 +57,7 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     if demo_model is None:
         raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
     launch, folder = read_launch(os.environ), Path(training.output_dir) / "model"
-    if launch.rank == 0:
-        say(
-            "no model is named: the demo, two-digit addition. A model of 0.6 M parameters is warmed up until 4 of 10 "
-            f"sums are right (once, in {folder}); {training.max_steps} steps of GRPO have the rest to do"
-        )
+    _log.info(_DEMO, folder, training.max_steps)
     folder = demo_model(folder, is_local_main=launch.local_rank == 0)
     trainer = build_trainer(
         arguments,
@@ -65,11 +67,10 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    if launch.rank == 0:
-        say(
-            "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of "
-            "configs/ (README, 'One node')"
-        )
+    _log.info(
+        "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ "
+        "(README, 'One node')"
+    )
     trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
     return trainer
 

@@ -3,16 +3,19 @@
 import atexit
 import contextlib
 import json
+import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo.place.log import EVERY_RANK
 from grpo.record.timeline.records import Attempt, Line, Span, Usage, to_line
+
+_log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 MAX_BYTES = 64 * 2**20  # with the usage of 8 GPUs every 5 s two to three days
@@ -129,7 +132,7 @@ class Recorder:
                 is_open = None not in lines
                 _append(path, "".join(f"{to_line(line)}\n" for line in lines if line is not None))
         except Exception as error:  # noqa: BLE001  thread boundary: told, and the job goes on without
-            print(f"[grpo] {path} is not written any more: {error}", file=sys.stderr, flush=True)
+            _log.warning("%s is not written any more: %s", path, error, extra=EVERY_RANK)
             self._thread = None
 
 

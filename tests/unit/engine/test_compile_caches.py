@@ -15,6 +15,7 @@ import pytest
 from grpo.engine.compile_caches import CacheUse, use_cache, use_caches
 from grpo.faults.sessions import session_members
 from grpo.place.patches.torch import keep_headers, write_libraries_whole
+from grpo.record.screen import show_log
 from tests.support.launching import ROOT
 
 Use = Callable[[], CacheUse]
@@ -129,6 +130,7 @@ def test_a_folder_that_cannot_be_shared_is_not_used(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
+    show_log()
     private = tmp_path / "private"
     (tmp_path / "file").touch()
     for name, reason in (("file", "Not a directory"), ("cache", "No locks available")):

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,33 @@ def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: Senti
     answered = link.ask()
     heard(link, lambda: link.hear() or answered.is_set() or None)
     assert link.not_come(4) == {0: "train"}
+
+
+# -- its log ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_logs_what_it_is_told(link: SentinelLink, tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "sentinel-node0.attempt-0.log"
+    link.say("log", path=str(path))
+    record = record_of("a wall")
+    assert link.say("report", record=record.as_dict())
+    assert heard(link, link.hear) == record
+    last = "the job failed on node 0 (a), rank 0, phase 'train': a wall"
+    assert heard(link, lambda: (path.exists() and last in path.read_text()) or None), path.read_text()
+    lines = path.read_text().splitlines()
+    assert all(line.split()[2] == "sentinel-node0" for line in lines)
+    assert "sentinel of ranks [0]" in lines[0]
+    assert "rank 0 reports a failure in phase 'train'" in lines[1]
+
+
+def test_a_log_that_hangs_does_not_hold_it(link: SentinelLink, tmp_path: Path) -> None:
+    """It answers, and ends in time; see the fixture."""
+    os.mkfifo(path := tmp_path / "sentinel-node0.attempt-0.log")
+    link.say("log", path=str(path))
+    link.say_phase("push", 7)
+    answered = link.ask()
+    heard(link, lambda: link.hear() or answered.is_set() or None)
+    assert link.not_come(8) == {0: "push"}
 
 
 # -- the start --------------------------------------------------------------------------------------------------------

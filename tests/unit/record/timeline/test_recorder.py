@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.record.screen import show_log
 from grpo.record.timeline import recorder
 from grpo.record.timeline.recorder import Recorder, thin_out
 from grpo.record.timeline.records import (
@@ -181,6 +182,7 @@ def test_a_span_that_ends_in_an_error_is_one(tmp_path: Path) -> None:
 def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    show_log()
     (tmp_path / "timeline").write_text("a file")
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
     deadline = time.monotonic() + PATIENCE_S
@@ -190,7 +192,7 @@ def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
     with timeline.span(PUSH):
         pass
     timeline.close()
-    assert "node1.jsonl is not written any more" in capfd.readouterr().err
+    assert "node1.jsonl is not written any more" in capfd.readouterr().out
 
 
 def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
