@@ -88,8 +88,10 @@ def test_a_file_that_hangs_holds_nobody_and_what_is_dropped_is_counted(log: logg
     os.mkfifo(path)
     file.open(path)
     log.info("taken by the thread")
+    assert file._thread is not None
+    assert file._thread.ident is not None
     deadline = time.monotonic() + DEADLINE_S
-    while file._waiting.qsize():
+    while "left" not in sys._current_frames()[file._thread.ident].f_locals:  # what it is about to write
         assert time.monotonic() < deadline
         time.sleep(0.01)
     begun = time.monotonic()
@@ -98,7 +100,8 @@ def test_a_file_that_hangs_holds_nobody_and_what_is_dropped_is_counted(log: logg
     assert time.monotonic() - begun < DEADLINE_S
     assert file.num_dropped == 100_000 - 10
     assert not file.flush_within(0.1)
-    with path.open() as reader:  # the server answers again
+    # The server answers again. Open for writing, too: a pipe without a writer has an end, and each batch is one.
+    with open(os.open(path, os.O_RDWR)) as reader:
         lines = [reader.readline() for _ in range(12)]
     assert lines[0].endswith("taken by the thread\n")
     assert f" WARNING rank-node0-0 grpo-log grpo.place.log: {100_000 - 10} records are missing here" in lines[1]
