@@ -20,7 +20,7 @@ INSTALLER ?= auto
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml $(wildcard constraints/*.txt)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "Python 3.11.4 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m tools.install $(VENV) --backend $(BACKEND) --installer $(INSTALLER)
 	echo $(BACKEND) > $@
 ifneq ($(HELD),$(BACKEND))

@@ -12,7 +12,7 @@ from tools.install import CONSTRAINTS, FROM_PYTORCH, LISTS, Command, find_uv, uv
 
 EXTRAS = {"cpu": ("cpu", "track", "dev", "docs"), "cuda": ("gpu", "track", "dev", "docs")}
 ABSENT = {"cpu": CONSTRAINTS / "not_on_cpu.txt"}
-OLDEST_PYTHON = "3.11"
+OLDEST_PYTHON = "3.11.4"
 
 
 def compile_arguments(backend: str, *, upgrade: bool) -> list[str]:

@@ -5,13 +5,11 @@ few records of DeepSpeed's. Whoever can write a checkpoint's folder can still ch
 """
 
 import contextlib
-import enum
 import pickle
-import pickletools
 import pkgutil
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,6 @@ _OF_DEEPSPEED = (  # 0.19
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 
-# Python before 3.11.4 pickles a member of an enumeration as `getattr(ZeroStageEnum, "weights")`.
-_GETATTR = "builtins.getattr"
-_ENUM = "deepspeed.runtime.zero.config ZeroStageEnum"
-_MEMBERS = {"disabled", "optimizer_states", "gradients", "weights", "max_stage"}
-_STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
-_FETCHES = {"GET", "BINGET", "LONG_BINGET"}
-
-
-def _member(kind: type[enum.Enum], name: str) -> enum.Enum:
-    """In the place of `getattr`."""
-    if not issubclass(kind, enum.Enum):
-        raise pickle.UnpicklingError(f"GLOBAL {_GETATTR} of {kind}")
-    return kind[name]
-
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
@@ -47,7 +31,7 @@ def allowed() -> Iterator[None]:
     from transformers.trainer_pt_utils import safe_globals  # numpy's, for random states
 
     classes = map(pkgutil.resolve_name, _OF_DEEPSPEED)
-    with safe_globals(), torch.serialization.safe_globals([*classes, (_member, _GETATTR)]):
+    with safe_globals(), torch.serialization.safe_globals([*classes]):
         yield
 
 
@@ -84,49 +68,8 @@ def check_pickle(path: Path) -> None:
         return
     with safe_globals():
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    known = {*_OF_DEEPSPEED}  # by name: nothing is imported
-    if _GETATTR in found and _gets_members_alone(path):
-        known.add(_GETATTR)
-    if foreign := set(found) - known:
+    if foreign := set(found) - set(_OF_DEEPSPEED):  # by name: nothing is imported
         raise ValueError(_refusal(path, ", ".join(sorted(foreign))))
-
-
-def _gets_members_alone(path: Path) -> bool:
-    """Whether every `getattr` in the file is of a member of DeepSpeed's enumeration."""
-    with zipfile.ZipFile(path) as parts:
-        pickles = [parts.read(name) for name in parts.namelist() if name.endswith(".pkl")]
-    return all(_is_of_members(_operations(each)) for each in pickles)
-
-
-def _operations(content: bytes) -> list[tuple[str, Any]]:
-    return [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(content)]
-
-
-def _is_of_members(operations: Iterable[tuple[str, Any]]) -> bool:
-    """Each way to `getattr`, by its name or out of the memo, goes on with the class, a member's name, and the call."""
-    memo: dict[int, str] = {}  # what of these it holds
-    awaited: list[str] = []
-    loaded = ""
-    for name, argument in operations:
-        if name in _STORES:
-            memo[int(argument)] = loaded
-            continue
-        if name in _FETCHES:
-            loaded = memo.get(int(argument), "")
-        elif name == "GLOBAL":
-            loaded = {"__builtin__ getattr": _GETATTR, "builtins getattr": _GETATTR, _ENUM: _ENUM}.get(argument, "")
-        elif name == "BINUNICODE" and argument in _MEMBERS:
-            loaded = "a member"
-        else:
-            loaded = name
-        if loaded in ("STACK_GLOBAL", "MEMOIZE"):
-            return False  # of a protocol that torch does not write
-        if awaited:
-            if loaded != awaited.pop(0):
-                return False
-        elif loaded == _GETATTR:
-            awaited = [_ENUM, "a member", "TUPLE2", "REDUCE"]
-    return not awaited
 
 
 def _check_old_format(path: Path) -> None:
