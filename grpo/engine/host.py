@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
-from grpo.engine.compile_caches import use_caches
+from grpo.engine.compile_caches import take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
@@ -243,7 +243,7 @@ async def run(
         if args.enforce_eager:
             compile_nothing()  # on GPUs the compiled helper of vLLM's sampler saves memory
     folder = Path(os.environ[HOST_MARK])
-    variables, uses = use_caches(os.environ, otherwise=folder)
+    variables, slots = take_slots(os.environ, otherwise=folder)
     os.environ.update(variables)
     keep_headers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "precompiled_headers")
     watch = StartWatch(folder, fail)
@@ -259,8 +259,8 @@ async def run(
         raise
     watch.end()
     _log.info("takes work, after %.1f s: vLLM's engine is built", startup_s())
-    for use in uses:
-        use.is_ready()
+    for slot in slots:
+        slot.is_ready()
     connection.send(
         Ready(
             max_model_len=engine.model_config.max_model_len,

@@ -68,7 +68,7 @@ def test_a_host_is_told_later_what_to_run_and_where(
     finally:
         client.close()
     assert 0 < ready.startup_s < START_S
-    assert (tmp_path / "cache" / "generations").exists()  # its environment has come, too
+    assert (tmp_path / "cache" / "slots" / "0").is_dir()  # its environment has come, too
     assert not list(kernels.rglob("*.so")), "an eager engine compiles nothing, its sampler included"
     assert "Triton" in (tmp_path / "engine.log").read_text()  # what was written before there was a log
     assert not session_members(host.pid)

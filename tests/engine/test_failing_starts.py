@@ -54,7 +54,7 @@ def compiles(host: int) -> bool:
 
 
 def libraries(folder: Path) -> list[Path]:
-    return [*folder.glob("kernels/generations/*/*/*.so")]
+    return [*folder.glob("kernels/slots/*/*/*.so")]
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
             with contextlib.suppress(ProcessLookupError):  # it has followed another one
                 kill(process.pid)
         assert not wait_gone(processes, TOLD_S)
-    sources = [*tmp_path.glob("kernels/generations/*/*/*.cpp")]
+    sources = [*tmp_path.glob("kernels/slots/*/*/*.cpp")]
     assert sources
     for source in sources:  # as a linker leaves it that is killed
         source.with_suffix(".so").touch()

@@ -6,68 +6,80 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from grpo.engine.compile_caches import CacheUse, use_cache, use_caches
+from grpo.engine.compile_caches import CacheSlot, take_slot, take_slots
 from grpo.faults.sessions import session_members
 from grpo.place.patches.torch import keep_headers, write_libraries_whole
 from grpo.record.screen import show_log
 from tests.support.launching import ROOT
 
-Use = Callable[[], CacheUse]
+
+class Engines:
+    """Starts of engines, whose hosts give up their locks when they end, in whatever way."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._running: list[CacheSlot] = []
+
+    def start(self) -> CacheSlot:
+        self._running.append(take_slot(self._base))
+        return self._running[-1]
+
+    def end(self, slot: CacheSlot) -> None:
+        self._running.remove(slot)
+        os.close(slot.lock)
+
+    def end_all(self) -> None:
+        for slot in [*self._running]:
+            self.end(slot)
 
 
 @pytest.fixture
-def use(tmp_path: Path) -> Iterator[Use]:
-    """A start of an engine; a host that ends, in whatever way, gives up its lock (`end`)."""
-    uses: list[CacheUse] = []
-
-    def begin() -> CacheUse:
-        uses.append(use_cache(tmp_path))
-        return uses[-1]
-
-    yield begin
-    for each in uses:
-        end(each)
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    engines = Engines(tmp_path)
+    yield engines
+    engines.end_all()
 
 
-def end(use: CacheUse) -> None:
-    if use.lock >= 0:
-        os.close(use.lock)
-        use.lock = -1
-
-
-def test_what_an_engine_has_compiled_is_kept(use: Use, tmp_path: Path) -> None:
-    first = use()
+def test_what_an_engine_has_compiled_is_kept(engines: Engines) -> None:
+    first = engines.start()
     (first.folder / "kernel.so").write_text("whole")
     first.is_ready()
-    end(first)
-    second = use()
+    engines.end(first)
+    second = engines.start()
     assert second.folder == first.folder
-    assert (second.folder / "kernel.so").exists()
-    second.is_ready()
-    end(second)
-    use()
-    assert len([*(first.folder / "users").iterdir()]) == 1, "records of those that ended are removed"
+    assert (second.folder / "kernel.so").read_text() == "whole"
+
+
+def test_engines_at_once_have_a_slot_each_and_the_next_ones_the_same(engines: Engines) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        slots = [future.result() for future in [threads.submit(engines.start) for _ in range(64)]]
+    folders = {slot.folder for slot in slots}
+    assert len(folders) == 64
+    for slot in slots:
+        slot.is_ready()
+        engines.end(slot)
+    assert {engines.start().folder for _ in range(64)} == folders
 
 
 STARTING = """
 import os, sys
 from pathlib import Path
-from grpo.engine.compile_caches import use_cache
-use = use_cache(Path(sys.argv[1]))
-(use.folder / "kernel.so").touch()
+from grpo.engine.compile_caches import take_slot
+slot = take_slot(Path(sys.argv[1]))
+(slot.folder / "kernel.so").touch()
 if os.fork():
-    print(use.folder, flush=True)
+    print(slot.folder, flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_start_that_is_killed_spoils_none_that_follows(use: Use, tmp_path: Path) -> None:
+def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STARTING, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -78,53 +90,40 @@ def test_a_start_that_is_killed_spoils_none_that_follows(use: Use, tmp_path: Pat
     ) as host:
         assert host.stdout is not None
         spoilt = Path(host.stdout.readline().strip())
-        beside = use()
-        assert beside.folder == spoilt, "both start at once: nothing is wrong with that"
+        beside = engines.start()
+        assert beside.folder != spoilt
+        (beside.folder / "kernel.so").write_text("whole")
+        os.kill(host.pid, 9)
+        assert engines.start().folder not in (spoilt, beside.folder), "its forked process may still write"
         os.killpg(host.pid, 9)
         while session_members(host.pid):  # what was forked off ends in its own time
             time.sleep(0.02)
-    following, another = use(), use()
-    assert following.folder == another.folder != spoilt
-    assert not (following.folder / "kernel.so").exists()
-    assert (spoilt / "kernel.so").exists(), "an engine works in it"
-    for each in (following, another, beside):
-        each.is_ready()
-        end(each)
-    assert use().folder == following.folder
-    assert not spoilt.exists(), "nobody works in it any more"
+    following = engines.start()
+    assert following.folder == spoilt
+    assert not [*following.folder.iterdir()]
+    assert (beside.folder / "kernel.so").exists()
 
 
-def test_a_start_that_fails_by_itself_is_a_start_that_was_not_ready(use: Use) -> None:
-    failed = use()
-    end(failed)
-    assert use().folder != failed.folder
-
-
-def test_starts_at_once_after_a_killed_one_agree(use: Use) -> None:
-    end(use())
-    with ThreadPoolExecutor(16) as threads:
-        uses = [future.result() for future in [threads.submit(use) for _ in range(64)]]
-    for each in uses:
-        each.is_ready()
-        end(each)
-    last = use()
-    assert last.folder in {each.folder for each in uses}
-    assert [*last.folder.parent.iterdir()] == [last.folder]
+def test_a_start_that_fails_by_itself_is_a_start_that_was_not_ready(engines: Engines) -> None:
+    failed = engines.start()
+    (failed.folder / "kernel.so").touch()
+    engines.end(failed)
+    assert not [*engines.start().folder.iterdir()]
 
 
 def test_all_caches_of_an_engine(tmp_path: Path) -> None:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
-    variables, uses = use_caches(environment, tmp_path / "private")
+    variables, slots = take_slots(environment, tmp_path / "private")
     assert variables.keys() == environment.keys()
     for name, folder in variables.items():
         assert Path(folder).is_relative_to(environment[name])
         assert Path(folder).is_dir()
-    for each in uses:
-        end(each)
-    assert use_caches({"PATH": "/bin"}, tmp_path) == ({}, [])
+    for each in slots:
+        os.close(each.lock)
+    assert take_slots({"PATH": "/bin"}, tmp_path) == ({}, [])
 
 
-def test_a_folder_that_cannot_be_shared_is_not_used(
+def test_a_folder_without_locks_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -137,7 +136,7 @@ def test_a_folder_that_cannot_be_shared_is_not_used(
         if name == "cache":
             monkeypatch.setattr(fcntl, "flock", refuse)
         environment = {"VLLM_CACHE_ROOT": str(tmp_path / name)}
-        assert use_caches(environment, private) == ({"VLLM_CACHE_ROOT": str(private / "vllm_cache_root")}, [])
+        assert take_slots(environment, private) == ({"VLLM_CACHE_ROOT": str(private / "vllm_cache_root")}, [])
         said = capsys.readouterr().out
         assert "[GRPO-402]" in said
         assert reason in said
