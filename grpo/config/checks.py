@@ -6,8 +6,8 @@ from typing import Any
 
 import trl
 
-from grpo.faults.mistakes import did_you_mean
 from grpo.place.launch import either, multiples_around
+from grpo.place.spelling import did_you_mean
 
 _SERVER_FIELDS = (
     "vllm_server_base_url",

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from grpo.faults.mistakes import did_you_mean
+from grpo.place.spelling import did_you_mean
 
 FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

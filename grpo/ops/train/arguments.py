@@ -13,11 +13,11 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig, own_fields
-from grpo.faults.mistakes import did_you_mean
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.parser import StrictParser, TaskParser
 from grpo.place.files import settings_of
 from grpo.place.launch import read_launch
+from grpo.place.spelling import did_you_mean
 
 # The demo's settings; configs/train/demo.yaml holds the same for people to copy. Every one can be overridden.
 DEMO_DEFAULTS: dict[str, Any] = {

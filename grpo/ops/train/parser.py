@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from trl import TrlParser
 
-from grpo.faults.mistakes import did_you_mean
+from grpo.place.spelling import did_you_mean
 
 MOST_USED = (
     "model_name_or_path",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.mistakes import did_you_mean
 from grpo.ops.train.code_reward import code_reward
+from grpo.place.spelling import did_you_mean
 
 RewardFunc = Callable[..., Any]
 
