@@ -204,7 +204,8 @@ def _until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
 def _records(job: Job) -> list[str]:
     """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler.
 
-    Records differ by their first line. Some have more, as what pydantic says of a wrong value.
+    Records differ by their first line, behind which a launcher says what follows. Some have more, as what pydantic says
+    of a wrong value.
     """
     lines, found = job.output().splitlines(), {}
     for number, line in enumerate(lines):
@@ -212,7 +213,8 @@ def _records(job: Job) -> list[str]:
             first = line.partition(_TOLD)[2]
             found[first] = "\n".join([first, *lines[number + 1 : number + RECORD_LINES]]).partition(_LOGS_END)[0]
     if found:
-        return [found[first] for first in sorted(found)]
+        own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
+        return [found[first] for first in own]
     state = job.output_dir / "run" / "run_state.json"
     kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
     return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
