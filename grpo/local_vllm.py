@@ -12,7 +12,7 @@ import numpy as np
 from grpo.config import GRPOConfig
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.faults.failure import StepFailed
+from grpo.faults.failure import FailureKind, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.startup import StartupClock, process_age_s
@@ -301,7 +301,7 @@ class LocalVLLM:
         told = f"{num_now} completions left out, {self._num_refused} so far [GRPO-412]: {first.cause}"
         if self._num_refused > self.args.vllm_max_refused:
             cause = f"more than vllm_max_refused ({self.args.vllm_max_refused}) completions were left out: {told}"
-            raise StepFailed(dataclasses.replace(first, cause=cause, can_heal=False))
+            raise StepFailed(dataclasses.replace(first, cause=cause, kind=FailureKind.USER))
         _log.warning("WARNING: %s", told)
 
     @property

@@ -237,7 +237,7 @@ class GRPOTrainer(ConversingTrainer):
 
         def on_record(record: FailureRecord) -> None:
             if (trainer := me()) is not None:
-                trainer.record_failure(str(record), can_heal=record.can_heal, record=record)
+                trainer.record_failure(str(record), record.kind, record=record)
 
         self._watch.on_record = on_record
 

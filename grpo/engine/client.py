@@ -15,6 +15,7 @@ from typing import Any
 from grpo.engine.early import take_host
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.process import END_S, SEND_TIMEOUT_S, deaf_to_sigchld
+from grpo.faults.failure import FailureKind, GrpoError
 from grpo.place.log import is_record
 
 POLL_S = 0.5
@@ -24,8 +25,20 @@ LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
-class EngineError(RuntimeError):
-    """An engine failed: it did not start, died, refused, or let a deadline pass. The text ends with its log."""
+class EngineError(GrpoError):
+    """An engine failed: it did not start, died, refused, or let a deadline pass.
+
+    Args:
+        what: has happened.
+        log: what its text ends with.
+        kind: of what the engine itself has told.
+    """
+
+    kind = FailureKind.ENGINE
+
+    def __init__(self, what: str, *, log: str = "", kind: FailureKind | None = None) -> None:
+        super().__init__(f"{what}{log}", kind=kind)
+        self.what = what
 
 
 class EngineDied(EngineError):
@@ -65,7 +78,7 @@ class EngineClient:
         self._ready: Future[Ready] = Future()
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
-        self._said: str | None = None  # the host's own last words
+        self._said = Died(cause="")  # the host's own last words
         self._closing = False
         self.is_dead = False
         """Whether its host has ended; `on_death` follows when all else of it has."""
@@ -163,12 +176,12 @@ class EngineClient:
         except FutureTimeout:
             raise self.error(f"did not answer {method} within {timeout_s:.0f} s") from None
 
-    def error(self, what: str) -> EngineError:
+    def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
         """An error about this engine, with the last lines of its log."""
-        return EngineError(self._about(what))
+        return EngineError(f"{self.name} {what}", log=self._log(), kind=kind)
 
-    def _about(self, what: str) -> str:
-        return f"{self.name} {what}; the last lines of {self.log_path}:\n{self.log_tail()}"
+    def _log(self) -> str:
+        return f"; the last lines of {self.log_path}:\n{self.log_tail()}"
 
     def close(self) -> None:
         """End the engine and everything that it started. Safe to call twice.
@@ -202,7 +215,7 @@ class EngineClient:
             except (EOFError, OSError, TypeError):  # TypeError: closed under our feet by `close`
                 return
             except Exception as error:  # noqa: BLE001  whatever unpickling raises: without this thread nobody is answered
-                self._said = f"what it sent cannot be read: {type(error).__name__}: {error}"
+                self._said = Died(cause=f"what it sent cannot be read: {type(error).__name__}: {error}")
                 self._host.end()
                 return
             match message:
@@ -220,13 +233,13 @@ class EngineClient:
                     if message.error is None:
                         future.set_result(message.value)
                     else:
-                        future.set_exception(self.error(f"failed: {message.error}"))
+                        future.set_exception(self.error(f"failed: {message.error}", message.kind))
                 case Died():
-                    self._said = message.cause
+                    self._said = message
 
     def _await_exit(self) -> None:
         if stopped := self._host.wait_for_end(self._stopped_timeout_s):
-            self._said = f"{stopped} was stopped (SIGSTOP?) for {self._stopped_timeout_s:.0f} s"
+            self._said = Died(cause=f"{stopped} was stopped (SIGSTOP?) for {self._stopped_timeout_s:.0f} s")
             self._host.end()
         self.is_dead = True
         code = self._host.wait()
@@ -238,7 +251,8 @@ class EngineClient:
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code} [GRPO-406]" if code < 0 else f"ended with exit code {code} [GRPO-404]"
         how = "was closed" if closing else how
-        death = EngineDied(self._about(f"{how}" + (f": {self._said}" if self._said else "")))
+        said = f": {self._said.cause}" if self._said.cause else ""
+        death = EngineDied(f"{self.name} {how}{said}", log=self._log(), kind=self._said.kind)
         with self._lock:
             self._death, hear = death, self._hear
             waiting = [*self._calls.values()]

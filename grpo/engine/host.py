@@ -27,6 +27,8 @@ from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
+from grpo.faults.failure import FailureKind, GrpoError
+from grpo.faults.mistakes import kind_of, text_of
 from grpo.place.importing import importing
 from grpo.place.log import flush_log, open_log, start_log
 from grpo.place.patches.torch import compile_nothing, keep_headers, write_libraries_whole
@@ -69,7 +71,8 @@ class Host:
         threading.Thread(target=read, name="grpo-host-reader", daemon=True).start()
         while not self._engine.errored:  # vLLM's engine process may die while nobody asks anything of it
             await asyncio.sleep(HEALTH_POLL_S)
-        raise RuntimeError(f"vLLM's engine process died [GRPO-405]: {self._engine.dead_error!r}")
+        text = f"vLLM's engine process died [GRPO-405]: {self._engine.dead_error!r}"
+        raise GrpoError(text, kind=FailureKind.ENGINE)
 
     def _dispatch(self, message: object) -> None:
         match message:
@@ -169,7 +172,8 @@ class Host:
             self._connection.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
             _log.warning("call %d failed: %s: %s", call.call_id, call.method, type(error).__name__)
-            self._connection.send(Reply(call_id=call.call_id, value=None, error=f"{type(error).__name__}: {error}"))
+            reply = Reply(call_id=call.call_id, value=None, error=text_of(error), kind=kind_of(error))
+            self._connection.send(reply)
             with contextlib.suppress(OSError):  # a full disk
                 traceback.print_exc()
 
@@ -218,7 +222,7 @@ class Host:
 
 
 async def run(
-    connection: Connection, spec: EngineSpec, startup_s: Callable[[], float], fail: Callable[[str], None]
+    connection: Connection, spec: EngineSpec, startup_s: Callable[[], float], fail: Callable[[Died], None]
 ) -> None:
     """Build the engine, and serve.
 
@@ -252,10 +256,10 @@ async def run(
             config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
         )
     except Exception:
-        if cause := watch.cause():  # vLLM says "see root cause above", which is its log (0.31)
+        if died := watch.cause():  # vLLM says "see root cause above", which is its log (0.31)
             traceback.print_exc()
             sys.stderr.flush()
-            fail(cause)
+            fail(died)
         raise
     watch.end()
     _log.info("takes work, after %.1f s: vLLM's engine is built", startup_s())
@@ -321,15 +325,15 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
 _ending = threading.Lock()  # never released: the first cause is told
 
 
-def say_and_end(connection: Connection, parent_pid: int, cause: str) -> NoReturn:
+def say_and_end(connection: Connection, parent_pid: int, died: Died) -> NoReturn:
     """Tell the local main why this engine cannot go on, and end this process; from any thread."""
     _ending.acquire()
-    _log.error("ends: %s", cause.partition("\n")[0])
+    _log.error("ends: %s", died.cause.partition("\n")[0])
     flush_log()
     while os.getppid() != parent_pid:
         time.sleep(1)  # the local main is gone: the watch ends this session, and needs this process until it is done
     with contextlib.suppress(OSError):
-        connection.send(Died(cause=cause))
+        connection.send(died)
     os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
 
 
@@ -361,7 +365,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main
         traceback.print_exc()
         sys.stderr.flush()
-        say_and_end(connection, parent_pid, f"{type(error).__name__}: {error}")
+        say_and_end(connection, parent_pid, Died(cause=text_of(error), kind=kind_of(error)))
 
 
 if __name__ == "__main__":

@@ -8,25 +8,29 @@ has ended, too. Each of them leaves the others, and the trainer, waiting until `
 
 import contextlib
 import functools
+import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo.engine.messages import Died
 from grpo.engine.plugin import HOST_MARK
+from grpo.faults.failure import FailureKind
+from grpo.faults.mistakes import kind_of, text_of
 from grpo.faults.sessions import session_members
 from grpo.place.patches.vllm import report_processes, spin_for
 
 POLL_S = 0.5
 GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
 SPIN_S = 0.05  # longer than a token of a small model takes: waking who waits would cost generation a tenth there
-_FOLDER = "inner"  # in the host's private folder; a file for each process: why it cannot go on, empty while it can
+_FOLDER = "inner"  # in the host's private folder; a file for each process: a line at its start, and for each failure
 
 
 def report_failures() -> None:
     """In an engine host that has imported vLLM: let its processes, which come out of it by fork, say that they fail."""
-    report_processes(_reporting, _say)
+    report_processes(_reporting, _say_error)
 
 
 def share_cores() -> None:
@@ -43,25 +47,27 @@ def _reporting(run: Callable[..., None], name: str) -> Callable[..., None]:
 
     @functools.wraps(run)
     def reporting(*args: Any, **kwargs: Any) -> None:
-        why = ""
         _say("")
         try:
             run(*args, **kwargs)
         except BaseException as error:
-            why = f": {type(error).__name__}: {error}"
+            _say_error(error, f"{name} has ended")
             raise
-        finally:
-            _say(f"{name} has ended{why}")
+        _say(f"{name} has ended")
 
     return reporting
 
 
-def _say(what: str) -> None:
+def _say_error(error: BaseException, what: str = "a worker of vLLM failed") -> None:
+    _say(f"{what}: {text_of(error)}", kind_of(error))
+
+
+def _say(cause: str, kind: FailureKind = FailureKind.ENGINE) -> None:
     folder = Path(os.environ[HOST_MARK]) / _FOLDER
     with contextlib.suppress(OSError):  # the folder goes when the engine is ended
         folder.mkdir(exist_ok=True)
         with (folder / str(os.getpid())).open("a") as record:  # the first cause stays the first
-            record.write(what)
+            record.write(json.dumps({"cause": cause, "kind": kind}) + "\n")
 
 
 class StartWatch:
@@ -71,7 +77,7 @@ class StartWatch:
         fail: called from another thread, with the cause; vLLM had `grace_s` to say it itself, and has not.
     """
 
-    def __init__(self, private_folder: Path, fail: Callable[[str], None], *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, private_folder: Path, fail: Callable[[Died], None], *, grace_s: float = GRACE_S) -> None:
         self._folder = private_folder / _FOLDER
         self._fail = fail
         self._grace_s = grace_s
@@ -84,19 +90,24 @@ class StartWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(POLL_S):
-            cause = self.cause()
-            if cause and not self._is_over.wait(self._grace_s):
-                self._fail(f"vLLM had {self._grace_s:g} s to say it itself, and has not [GRPO-403]: {cause}")
+            died = self.cause()
+            if died is not None and not self._is_over.wait(self._grace_s):
+                self._fail(died)
                 return
 
-    def cause(self) -> str:
-        """Why the engine cannot become ready, as its processes have said it; empty if nothing is known against it."""
-        found = []
-        with contextlib.suppress(OSError):
+    def cause(self) -> Died | None:
+        """Why the engine cannot become ready, as its processes have said it; None if nothing is known against it."""
+        found: list[Died] = []
+        with contextlib.suppress(OSError, ValueError):  # half a line, which the next look finds whole
             running = set(session_members(os.getsid(0)))
             for record in sorted(self._folder.iterdir(), key=lambda record: int(record.name)):
-                if said := record.read_text():
-                    found.append(said)
-                elif int(record.name) not in running:
-                    found.append(f"a process of vLLM (pid {record.name}) was killed")
-        return "; ".join(found)
+                said = [Died(**json.loads(line)) for line in record.read_text().splitlines()]
+                if len(said) == 1 and int(record.name) not in running:
+                    said.append(Died(cause=f"a process of vLLM (pid {record.name}) was killed"))
+                found += said[1:]
+        if not found:
+            return None
+        # A process that misses another one ends as an engine's does; the one with an error of its own says more.
+        kind = next((each.kind for each in found if each.kind != FailureKind.ENGINE), FailureKind.ENGINE)
+        told = "; ".join(each.cause for each in found)
+        return Died(cause=f"vLLM's processes fail while it starts [GRPO-403]: {told}", kind=kind)

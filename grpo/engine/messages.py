@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.faults.failure import FailureKind
+
 if TYPE_CHECKING:
     import numpy as np  # not beside torch everywhere: the transports' tests on a GPU want torch alone
 
@@ -51,6 +53,10 @@ class Died:
     """The engine cannot go on; the host ends after sending this."""
 
     cause: str
+    kind: FailureKind = FailureKind.ENGINE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", FailureKind(self.kind))  # text, where it comes out of JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +122,5 @@ class Reply:
     value: Any
     error: str | None
     """The exception's text when the call failed."""
+    kind: FailureKind = FailureKind.ENGINE
+    """Of that exception."""

@@ -16,7 +16,7 @@ from grpo.engine.early import drop_host, stand_by
 from grpo.engine.environment import engine_environment
 from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.messages import EngineSpec, Ready
-from grpo.faults.failure import FailureRecord, StepFailed
+from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.log import FILE_ONLY, log_name
 from grpo.place.topology import NodeTopology
@@ -71,6 +71,8 @@ class _Loss:
 
     since: float
     record: FailureRecord
+    why: str
+    """The record's cause without the engine's log."""
     successor: EngineLike | None = None
     failed_starts: int = 0
     given_up: FailureRecord | None = None
@@ -237,7 +239,7 @@ class EngineSupervisor:
                     index=index,
                     host=self.topology.host,
                     phase=loss.record.phase,
-                    cause=_first_line(loss.record.cause),
+                    cause=_first_line(loss.why),
                     seconds=time.monotonic() - loss.since,
                 )
             )
@@ -250,11 +252,12 @@ class EngineSupervisor:
         for index, slot in enumerate(self._slots):
             if slot.loss is not None:
                 continue
-            record = self._watch.make_record(f"{self.clients[index].name} was in a push that another engine broke")
+            why = f"{self.clients[index].name} was in a push that another engine broke"
+            record = self._watch.make_record(why, kind=FailureKind.ENGINE)
             self.clients[index].close()
             with self._changed:
                 if slot.loss is None:  # else it has died by itself meanwhile
-                    slot.loss = _Loss(since=time.monotonic(), record=record)
+                    slot.loss = _Loss(since=time.monotonic(), record=record, why=why)
                     self._start_successor(slot, slot.loss)
 
     def _await_successor(self, slot: _Slot, loss: _Loss) -> EngineLike:
@@ -287,22 +290,22 @@ class EngineSupervisor:
     def _note_death(self, index: int, error: EngineDied) -> None:
         """In a thread of the dead engine."""
         record = self._watch.make_record(error)
-        _log.warning("an engine died in phase '%s': %s", record.phase, _first_line(record.cause), extra=FILE_ONLY)
+        _log.warning("an engine died in phase '%s': %s", record.phase, _first_line(error.what), extra=FILE_ONLY)
         stops = self._watch.stop_was_asked()
         with self._changed:
             if self._closed:
                 return
             if self._supervises:
-                self._answer_death(self._slots[index], record, stops)
+                self._answer_death(self._slots[index], record, error.what, stops)
                 self._changed.notify_all()
                 return
         if not stops:
             self._watch.fail(error)
 
-    def _answer_death(self, slot: _Slot, record: FailureRecord, stops: bool) -> None:
+    def _answer_death(self, slot: _Slot, record: FailureRecord, why: str, stops: bool) -> None:
         cause = record.cause
         if slot.loss is None:
-            slot.loss = _Loss(since=time.monotonic(), record=record)
+            slot.loss = _Loss(since=time.monotonic(), record=record, why=why)
             allowed = slot.limit.allows(slot.loss.since)
             if self._max_respawns:
                 cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns) [GRPO-408]: {cause}"
@@ -337,7 +340,7 @@ class EngineSupervisor:
 
 
 def _first_line(cause: str) -> str:
-    return cause.removeprefix("EngineDied: ").partition("; the last lines of")[0].splitlines()[0]
+    return cause.partition("\n")[0]
 
 
 def _close_all(clients: Sequence[EngineLike], watch: FailureWatch) -> None:

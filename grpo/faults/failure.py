@@ -1,12 +1,30 @@
-"""What a failed job says of itself: one record, and the errors that carry it."""
+"""A failure's kind and record, and the errors that carry them."""
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 MAX_CAUSE = 16_000  # characters
 MAX_CAUSE_BYTES = 100_000  # in JSON, where one may take 12: a record goes from process to process in one packet
 _GAP = "\n...\n"
+
+
+class FailureKind(StrEnum):
+    """What has to change before another start ends otherwise. `grpo.faults.decisions` says what follows each."""
+
+    USER = "user"
+    """What the user wrote: a setting, data, a function."""
+    MEMORY = "memory"
+    """A device's memory, which this job itself fills."""
+    MACHINE = "machine"
+    """A process, device, disk or network; also what nobody has named."""
+    NODE_LOST = "node_lost"
+    """A node that is off, cut off or silent."""
+    ENGINE = "engine"
+    """An engine that died, is stuck, or refused what is no request of the user's."""
+    STOP = "stop"
+    """Nothing: somebody asked the job to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +37,22 @@ class FailureRecord:
     phase: str
     """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
     cause: str
-    """The error's text; an engine's holds the last lines of its log."""
-    can_heal: bool = True
-    """False for a mistake in what the user wrote, which the next start would meet again."""
+    """The error's text, for a person; an engine's holds the last lines of its log."""
+    kind: FailureKind = FailureKind.MACHINE
+    nodes: tuple[int, ...] = ()
+    """Those that are silent, as `grpo launch` counts them: others can take their places."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", _bounded(self.cause))
+        object.__setattr__(self, "kind", FailureKind(self.kind))  # text and a list, where it comes out of JSON
+        object.__setattr__(self, "nodes", tuple(self.nodes))
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "nodes": list(self.nodes)}
 
 
 def _bounded(cause: str) -> str:
@@ -44,11 +65,21 @@ def _bounded(cause: str) -> str:
     return kept
 
 
-class JobFailed(RuntimeError):
+class GrpoError(RuntimeError):
+    """An error that knows its kind."""
+
+    kind = FailureKind.MACHINE
+
+    def __init__(self, text: str, *, kind: FailureKind | None = None) -> None:
+        super().__init__(text)
+        self.kind = kind or self.kind
+
+
+class JobFailed(GrpoError):
     """The job failed on some rank; `record` says where and why."""
 
     def __init__(self, record: FailureRecord) -> None:
-        super().__init__(f"the job failed on {record}")
+        super().__init__(f"the job failed on {record}", kind=record.kind)
         self.record = record
 
 
@@ -56,8 +87,10 @@ class StepFailed(JobFailed):
     """This step cannot be finished, but the last one can be saved: the trainer is whole. On every rank at once."""
 
 
-class GenerationDropped(RuntimeError):
+class GenerationDropped(GrpoError):
     """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
+
+    kind = FailureKind.STOP
 
     def __init__(self, why: str) -> None:
         text = f"a stop was asked for ({why}), and an engine is gone: the last finished step is kept [GRPO-612]"

@@ -2,8 +2,9 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from grpo.faults.failure import FailureRecord
+from grpo.faults.failure import FailureKind, FailureRecord
 
 HEARTBEAT_TIMEOUT_S = 20.0
 MAX_INTERVAL_S = 2.0  # between beats, and between looks at the node's processes
@@ -61,12 +62,15 @@ class Place:
         """Its sentinel has sent nothing for so long."""
         return self._record(
             f"the node has not been heard of for {timeout_s:g} s (heartbeat_timeout): it is off, cut off, or stopped, "
-            f"or its sentinel (pid {self.pid}) is [GRPO-604]"
+            f"or its sentinel (pid {self.pid}) is [GRPO-604]",
+            nodes=(self.node,),
         )
 
     def did_not_come(self, timeout_s: float) -> FailureRecord:
         """It has no sentinel yet, and should have."""
         return self._record(f"the node's sentinel has not come within {timeout_s:g} s")
 
-    def _record(self, cause: str) -> FailureRecord:
-        return FailureRecord(node=self.node, rank=self.rank, host=self.host, phase=self.phase, cause=cause)
+    def _record(self, cause: str, nodes: tuple[int, ...] = ()) -> FailureRecord:
+        """Of a node that may be well, and its sentinel killed, where `nodes` is empty."""
+        where: dict[str, Any] = {"node": self.node, "rank": self.rank, "host": self.host, "phase": self.phase}
+        return FailureRecord(**where, cause=cause, kind=FailureKind.NODE_LOST, nodes=nodes)

@@ -17,6 +17,7 @@ from typing import IO, Any
 import psutil
 import torch.distributed as dist
 
+from grpo.faults.failure import GrpoError
 from grpo.faults.hub import JOIN_S
 from grpo.faults.interrupt import on_expiry
 from grpo.faults.liveness import Place
@@ -27,6 +28,10 @@ START_S = 60.0
 MAX_ADDRESSES = 8
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+class SentinelError(GrpoError):
+    """A node's sentinel does not start, or cannot reach the first node's."""
 
 
 def link_to_sentinel(
@@ -47,7 +52,7 @@ def link_to_sentinel(
         join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node `START_S` more.
 
     Raises:
-        RuntimeError: a sentinel does not start, or cannot reach the first node's.
+        SentinelError: a sentinel does not start, or cannot reach the first node's.
     """
 
     def give_up() -> None:  # the store's process is held: it answers nothing, and none of its deadlines holds
@@ -81,7 +86,7 @@ def _wait(store: dist.Store, key: str, patience: timedelta) -> Any:
         store.wait([key], patience)
     except dist.DistStoreError as error:
         seconds = patience.total_seconds()
-        raise RuntimeError(f"no sentinel of the {key} has been told of within {seconds:.0f} s") from error
+        raise SentinelError(f"no sentinel of the {key} has been told of within {seconds:.0f} s") from error
     return json.loads(store.get(key))
 
 
@@ -94,7 +99,7 @@ def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
         The name of the socket for ranks, and the port for other nodes' sentinels, where it has one.
 
     Raises:
-        RuntimeError: it does not start; says why.
+        SentinelError: it does not start; says why.
     """
     name = f"grpo-sentinel-{secrets.token_hex(16)}"
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
@@ -123,7 +128,7 @@ def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
     process.kill()
     process.wait()
     why = answer.get("error", "it ended without a word")
-    raise RuntimeError(f"the sentinel of node {settings['node']} did not start [GRPO-606]: {why}")
+    raise SentinelError(f"the sentinel of node {settings['node']} did not start [GRPO-606]: {why}")
 
 
 def _is_read_within(pipe: IO[bytes], timeout_s: float) -> bool:

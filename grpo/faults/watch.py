@@ -23,11 +23,12 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
+from grpo.faults.foreign import may_be_an_echo
 from grpo.faults.interrupt import on_expiry, raise_in_main_thread
 from grpo.faults.limits import CallLimits
 from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
-from grpo.faults.mistakes import may_be_an_echo, record_of
+from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import link_to_sentinel
@@ -176,9 +177,16 @@ class FailureWatch:
         while self.record is None and self._link is not None and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def make_record(self, cause: BaseException | str, phase: str | None = None) -> FailureRecord:
-        """A record about this rank; a failure that has one keeps it."""
-        return record_of(cause, node=self.node, rank=self.rank, host=self.host, phase=phase or self.phase)
+    def make_record(
+        self, cause: BaseException | str, phase: str | None = None, *, kind: FailureKind = FailureKind.MACHINE
+    ) -> FailureRecord:
+        """A record about this rank; a failure that has one keeps it.
+
+        Args:
+            kind: of a cause that is a text.
+        """
+        phase = phase or self.phase
+        return record_of(cause, node=self.node, rank=self.rank, host=self.host, phase=phase, kind=kind)
 
     def fail(self, cause: BaseException | str) -> None:
         """Make a failure of this rank the job's, as `report` does."""
@@ -376,7 +384,7 @@ def watch_for(
         timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
 
     Raises:
-        RuntimeError: a node's sentinel does not start, or cannot reach the first node's.
+        SentinelError: a node's sentinel does not start, or cannot reach the first node's.
     """
     global _current
     if _current is not None:

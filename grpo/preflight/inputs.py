@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
-from grpo.faults.mistakes import is_mistake
+from grpo.faults.mistakes import is_users
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
 from grpo.preflight.rewards import check_reward_list, try_rewards
@@ -86,7 +86,7 @@ def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     except Exception as error:
-        if not is_mistake(error, before_first_step=True):
+        if not is_users(error):
             raise
         raise ValueError(
             f"the tokenizer of {name!r} cannot be loaded ({reason_of(error)}): put tokenizer.json and "

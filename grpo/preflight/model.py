@@ -5,7 +5,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 
-from grpo.faults.mistakes import did_you_mean, is_mistake
+from grpo.faults.mistakes import is_users
+from grpo.place.spelling import did_you_mean
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken*")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
@@ -55,7 +56,7 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
     try:
         AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if not is_mistake(error, before_first_step=True):
+        if not is_users(error):
             raise
         raise ValueError(f"{setting} is {name!r}, whose configuration cannot be read: {reason_of(error)}") from error
 

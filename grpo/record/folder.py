@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from grpo.faults.failure import FailureRecord
+from grpo.faults.decisions import Answer, answer_to_end
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.faults.signals import StopRequest
 from grpo.place.launch import read_launch
 from grpo.record.durable import write_atomically
@@ -52,8 +53,10 @@ class RunState:
     """The newest complete one."""
     requeue: bool = False
     """Whether the job asks to be started again."""
-    can_heal: bool = True
-    """False for a failure that the next start would meet again: placement, configuration, an import."""
+    kind: FailureKind | None = None
+    """Of a failure."""
+    nodes: tuple[int, ...] = ()
+    """The failure's: those that are silent, as `grpo launch` counts them."""
     respawns: tuple[str, ...] = ()
     """Engines that died in this attempt and came back; the last ones."""
     tracker_run: str = ""
@@ -274,9 +277,8 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
-def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, can_heal: bool = False) -> None:
-    """Say in `run_state.json` that this attempt failed before there was a trainer; by what the user wrote, if it cannot
-    heal."""
+def record_early_failure(path: Path, env: Mapping[str, str], why: str, kind: FailureKind) -> None:
+    """Say in `run_state.json` that this attempt failed before there was a trainer."""
     try:
         folder = RunFolder(path, env)
     except (OSError, ValueError):  # no folder, or another job's
@@ -292,8 +294,8 @@ def record_mistake(path: Path, env: Mapping[str, str], error: BaseException, *, 
     try:
         if not is_told:  # else the trainer has said more
             folder.begin_attempt(goes_on=True)
-            folder.update(state="failed", why=f"{type(error).__name__}: {error}", can_heal=can_heal)
-    except OSError as problem:  # a full disk must not hide the mistake
+            folder.update(state="failed", why=why, kind=kind)
+    except OSError as problem:  # a full disk must not hide the failure
         warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
     finally:
         folder.release()
@@ -305,16 +307,20 @@ def note_run(path: Path, env: Mapping[str, str]) -> None:
         write_atomically(Path(note), str(path.absolute()))
 
 
-def note_failure(env: Mapping[str, str], why: str, *, can_heal: bool) -> None:
+def note_failure(env: Mapping[str, str], why: str, kind: FailureKind, **state: Any) -> None:
     """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full.
 
-    The first failure counts.
+    The first failure counts, but one that ends the job counts more.
+
+    Args:
+        state: other fields of `run_state.json`.
     """
-    if (note := env.get(NOTE_VARIABLE)) and not _failure_note(Path(note)).exists():
+    if not (note := env.get(NOTE_VARIABLE)):
+        return
+    failed = {"state": "failed", "why": why, "kind": kind, "rank": int(env.get("RANK") or 0), **state}
+    if read_failure_note(Path(note)) is None or answer_to_end(failed) is Answer.END:
         with contextlib.suppress(OSError):  # it must not hide the failure
-            write_atomically(
-                _failure_note(Path(note)), json.dumps({"state": "failed", "why": why, "can_heal": can_heal})
-            )
+            write_atomically(_failure_note(Path(note)), json.dumps(failed))
 
 
 def read_failure_note(note: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ HISTORY_FILE = "run.json"
 TAIL_BYTES = 2**18
 WITHOUT_A_WORD = "ended without a word"
 WITHOUT_TRAINING = "the script ended without training"
-FOLLOWED = ("state", "why", "can_heal", "step", "respawns")
+FOLLOWED = ("state", "why", "kind", "nodes", "step", "respawns")
 """What it takes from the run's state whenever that is written."""
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 _WRITTEN = ("metrics.jsonl", "run_state.json", HISTORY_FILE)  # by an attempt, while it lived
@@ -91,7 +91,8 @@ class RunHistory:
                 "ended": None,
                 "state": "running",
                 "why": "",
-                "can_heal": True,
+                "kind": None,
+                "nodes": [],
                 "from_step": 0,
                 "step": 0,
                 "respawns": [],
@@ -137,7 +138,7 @@ class RunHistory:
             return
         with contextlib.suppress(OSError, *DAMAGED):
             if any(each["state"] != "running" for each in self._read() if _key(each) == _key(own)):
-                return  # `record_mistake` has told
+                return  # `record_early_failure` has told
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         own["state"] = "failed" if has_failed else "finished"
@@ -169,7 +170,7 @@ class RunHistory:
             return []
 
     def _write(self, own: Entry) -> None:
-        """`own` in its place among what stands there by now, for `record_mistake` may have been in the folder."""
+        """`own` in its place among what stands there by now, for `record_early_failure` may have been in the folder."""
         with contextlib.suppress(OSError, *DAMAGED):
             there = self._read()
             if any(_key(each) == _key(own) for each in there):
@@ -186,7 +187,7 @@ class RunHistory:
 
     def _mark_silent(self, entry: Entry) -> None:
         """Of an attempt whose process was killed: when it wrote last, and which step it had told of."""
-        entry.update(state="failed", why=WITHOUT_A_WORD, can_heal=True)
+        entry.update(state="failed", why=WITHOUT_A_WORD)
         times = [entry["started"]]
         for name in _WRITTEN:
             with contextlib.suppress(OSError):

@@ -13,17 +13,15 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo.faults.failure import JobFailed
-from grpo.faults.mistakes import is_before_first_step, is_mistake, users_frame
+from grpo.faults.mistakes import ends_job, is_users, kind_of, text_of, users_frame
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
 from grpo.record.durable import write_atomically
-from grpo.record.folder import record_mistake
+from grpo.record.folder import note_failure, record_early_failure
 
 _log = logging.getLogger(__name__)
 
 MAX_LINES = 6
-MISTAKE_MARK = "grpo_mistake"
-"""In `extraInfo` of torchelastic's error file: "true" where the failure is a mistake, whose message stands there."""
 TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
 RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
 
@@ -42,10 +40,11 @@ class Teller:
 def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
     """Around a rank's whole program: tells what fails in it, once, and raises it on.
 
-    A mistake (`grpo.faults.mistakes`): rank 0 writes at most `MAX_LINES` lines to stderr, and the interpreter then ends
-    with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1; `run_state.json` says that it cannot heal. On
-    every rank torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors
-    keep their traceback, and are recorded for torchrun as its `@record` does. Nests: the innermost one tells.
+    A mistake, which is the user's and ends the job: rank 0 writes at most `MAX_LINES` lines to stderr, and the
+    interpreter then ends with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every rank
+    torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors keep their
+    traceback, and are recorded for torchrun as its `@record` does. What ends the job stands in `run_state.json`. Nests:
+    the innermost one tells.
     """
     teller = Teller(None if output_dir is None else Path(output_dir))
     _silence_what_is_told()
@@ -54,7 +53,7 @@ def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]
         yield teller
     except BaseException as error:
         if not hasattr(error, _IS_MISTAKE):
-            setattr(error, _IS_MISTAKE, is_mistake(error, before_first_step=is_before_first_step()))
+            setattr(error, _IS_MISTAKE, is_users(error) and ends_job(error))
             _tell(error, teller.output_dir)
         raise
 
@@ -63,9 +62,9 @@ def message_of(error: BaseException) -> str:
     """A mistake in at most `MAX_LINES` lines: value and fix, and where in the user's own code it was raised."""
     if isinstance(error, JobFailed):
         own, record = error.__cause__, error.record
-        if own is None or f"{type(own).__name__}: {own}" != record.cause:
+        if own is None or text_of(own) != record.cause:
             place = f" (rank {record.rank} on {record.host})" if record.rank else ""
-            return _cut(record.cause.removeprefix("ValueError: ") + place, MAX_LINES)
+            return _cut(record.cause.removeprefix(f"{ValueError.__name__}: ") + place, MAX_LINES)
         return message_of(own)  # which says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
@@ -82,20 +81,20 @@ def _cut(text: str, lines: int) -> str:
 def _tell(error: BaseException, output_dir: Path | None) -> None:
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
         return
-    if not getattr(error, _IS_MISTAKE):
-        _write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc(), is_mistake=False)
-        return
-    message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
-    callstack = traceback.format_exc() if _shows_tracebacks() else message
     rank, local_rank = _place()
-    if rank == 0:
-        if not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
+    is_mistake = getattr(error, _IS_MISTAKE)
+    message = text_of(error)
+    if is_mistake:
+        message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
+        if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
             sys.stderr.write(f"[grpo] {message}\n")
             _log.error("%s", message, extra=FILE_ONLY)
-        if output_dir is not None:
-            record_mistake(output_dir, os.environ, error)
-    _write_error_file(message, callstack, is_mistake=True)
-    _await_rank_zero(local_rank)
+    note_failure(os.environ, message, kind_of(error))
+    if rank == 0 and output_dir is not None and ends_job(error):
+        record_early_failure(output_dir, os.environ, text_of(error), kind_of(error))
+    _write_error_file(message, message if is_mistake and not _shows_tracebacks() else traceback.format_exc())
+    if is_mistake:
+        _await_rank_zero(local_rank)
 
 
 def _shows_tracebacks() -> bool:
@@ -115,12 +114,12 @@ def _error_file() -> Path | None:
     return Path(file) if file else None
 
 
-def _write_error_file(message: str, callstack: str, *, is_mistake: bool) -> None:
+def _write_error_file(message: str, callstack: str) -> None:
     """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
     file = _error_file()
     if file is None:
         return
-    extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), MISTAKE_MARK: str(is_mistake).lower()}
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):  # it must not hide the error
         write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 

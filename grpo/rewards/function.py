@@ -11,7 +11,7 @@ from typing import Any
 
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from grpo.faults.mistakes import with_causes
+from grpo.faults.foreign import with_causes
 from grpo.faults.watch import FailureWatch
 from grpo.faults.worker import exits_as_errors
 from grpo.record.timeline.recorder import Recorder

@@ -39,7 +39,7 @@ class Stalled(Wire):
 
 
 def _none_comes() -> None:
-    raise RuntimeError("a node has lost its last engine, and nobody starts another one")
+    raise EngineError("a node has lost its last engine, and nobody starts another one")
 
 
 class NodeSampler:

@@ -22,8 +22,8 @@ from grpo.checkpoints.prompt_order import GenerationSampler
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
-from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed, StepFailed
-from grpo.faults.mistakes import is_before_first_step, is_mistake, note_first_step
+from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed, StepFailed
+from grpo.faults.mistakes import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.job_group import JobGroup
@@ -31,7 +31,7 @@ from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import plain_tool_calls
-from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_mistake
+from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_early_failure
 from grpo.record.progress import ProgressOnScreen
 from grpo.record.provenance import arguments_of, where_it_runs
 from grpo.record.screen import what_came_of_it
@@ -119,19 +119,20 @@ class ResumableTrainer(SavingTrainer):
         for line in lines:
             _log.info("%s", line)
 
-    def record_failure(self, cause: str, *, can_heal: bool, record: FailureRecord | None = None) -> None:
+    def record_failure(self, why: str, kind: FailureKind, *, record: FailureRecord | None = None) -> None:
         """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
 
         Args:
             record: the job's, where it is known; `run.json` keeps it.
         """
-        note_failure(os.environ, cause, can_heal=can_heal)
+        done = self.state.global_step if hasattr(self, "state") else 0
+        failed: dict[str, Any] = {"why": why, "kind": kind, "nodes": () if record is None else record.nodes}
+        failed |= {"step": done} if done else {}
+        note_failure(os.environ, **failed)
         if self._run is None:
             return
-        done = self.state.global_step if hasattr(self, "state") else 0
-        steps = {"step": done} if done else {}
         try:
-            self._run.update(state="failed", why=cause, can_heal=can_heal, requeue=False, failure=record, **steps)
+            self._run.update(state="failed", requeue=False, failure=record, **failed)
         except OSError as error:  # a full disk may be the cause: it must not hide it
             self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
@@ -150,17 +151,16 @@ class ResumableTrainer(SavingTrainer):
         """Around what may fail: the run's state says how it ended.
 
         Args:
-            output_dir: where it is kept; before `open_run` what is recorded are mistakes alone.
+            output_dir: where it is kept; before `open_run` only what ends the job is recorded.
         """
         try:
             yield
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
-                mistake = is_mistake(error, before_first_step=is_before_first_step())
                 record = error.record if isinstance(error, JobFailed) else None
-                self.record_failure(f"{type(error).__name__}: {error}", can_heal=not mistake, record=record)
-                if mistake and self._run is None and read_launch(os.environ).rank == 0:
-                    record_mistake(Path(output_dir), os.environ, error)
+                self.record_failure(text_of(error), kind_of(error), record=record)
+                if ends_job(error) and self._run is None and read_launch(os.environ).rank == 0:
+                    record_early_failure(Path(output_dir), os.environ, text_of(error), kind_of(error))
             raise
 
     # -- training -------------------------------------------------------------------------------------------------

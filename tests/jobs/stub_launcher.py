@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.faults.failure import FailureRecord
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch import attempt, command, next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.folder import RunFolder, note_run
@@ -119,10 +119,9 @@ class Stub:
             case "heal":
                 run.update(state="failed", why="a node has lost its network", step=3)
             case "silent":
-                lost = FailureRecord(node=1, rank=7, host="n1", phase="train", cause="the node has not been heard of")
-                run.update(state="failed", why=str(lost))
+                run.update(state="failed", why="words that nobody reads", kind=FailureKind.NODE_LOST, nodes=(1,))
             case "hopeless":
-                run.update(state="failed", why="28 training processes were asked for, 24 fit", can_heal=False)
+                run.update(state="failed", why="28 training processes were asked for, 24 fit", kind=FailureKind.USER)
             case _:
                 raise ValueError(word)
         return word in ("finish", "wait")

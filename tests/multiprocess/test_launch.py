@@ -254,7 +254,7 @@ def test_a_mistake_in_the_script_is_told_once(
         assert nodes.said(0).count(part) == 1, nodes.said(0)
     assert lines[-1] == "[grpo] not started again: this would fail again"
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
-    assert (state["state"], state["can_heal"]) == ("failed", False)
+    assert (state["state"], state["kind"]) == ("failed", "user")
 
 
 @pytest.mark.timeout(1200)

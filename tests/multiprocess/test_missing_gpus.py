@@ -44,7 +44,7 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
     assert [train.returncode, doctor.returncode, told.returncode] == [1, 1, 0], "\n".join(outputs)
     assert SEES_NO_GPU in outputs[0]
     state = json.loads((out / "run_state.json").read_text())
-    assert (state["state"], state["can_heal"]) == ("failed", False), "a scheduler does not start it again"
+    assert (state["state"], state["kind"]) == ("failed", "user"), "a scheduler does not start it again"
     assert SEES_NO_GPU in state["why"]
     assert not (out / "model").exists(), "it ends before the demo's model is warmed up"
     assert "gpus" in outputs[1]

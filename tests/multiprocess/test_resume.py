@@ -136,4 +136,4 @@ def test_another_number_of_ranks_is_refused_before_engines_start(tiny_model: Pat
     assert f"grpo reshape {folder} --ranks 1" in job.output()
     assert not (tmp_path / "out" / "logs").exists()
     ended = state(tmp_path / "out")
-    assert (ended["state"], ended["can_heal"], ended["job"], ended["attempt"]) == ("failed", False, "5", 3)
+    assert (ended["state"], ended["kind"], ended["job"], ended["attempt"]) == ("failed", "user", "5", 3)

@@ -212,7 +212,7 @@ def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced:
     assert attempt["state"] == "failed"
     assert str(FailureRecord(**attempt["failure"])).splitlines()[0] == record
     state = json.loads((job.output_dir / "run_state.json").read_text())  # the trainer is whole
-    assert (state["state"], state["step"], state["can_heal"]) == ("failed", STEPS - 1, True)
+    assert (state["state"], state["step"], state["kind"]) == ("failed", STEPS - 1, "engine")
     assert state["checkpoint"].endswith(f"checkpoint-{STEPS - 1}")
     assert [line["step"] for line in job.metrics()] == [*range(1, STEPS)]
 

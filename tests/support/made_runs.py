@@ -314,7 +314,7 @@ def _write_states(
             "rank": 8,
             "host": "gpu-01",
             "phase": "push",
-            "can_heal": True,
+            "kind": "engine",
             "cause": "EngineDied: the engine was killed by signal 9 [GRPO-406]: its last words",
         }
         told.append(
@@ -327,7 +327,7 @@ def _write_states(
                 "from_step": first,
                 "step": last,
                 "why": "" if is_last else "JobFailed: the job failed on node 1",
-                "can_heal": True,
+                "kind": "engine",
                 "failure": None if is_last else record,
                 "respawns": [],
                 "command": ["train.py", "--config", "configs/train/gsm8k.yaml"],

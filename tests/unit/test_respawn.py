@@ -143,7 +143,7 @@ def test_where_engines_do_not_come_back_no_step_is_lost(
     with pytest.raises(StepFailed, match="was killed by signal 9"):
         trained(tiny_model, tmp_path / "hit", script, ("submit", 5), vllm_max_respawns=0)
     state = state_of(tmp_path / "hit")
-    assert (state["state"], state["step"], state["can_heal"]) == ("failed", 2, True)
+    assert (state["state"], state["step"], state["kind"]) == ("failed", 2, "engine")
     assert state["checkpoint"].endswith("checkpoint-2")
     assert of_kind(story, "step") == [1, 2]
     trainer = trained(tiny_model, tmp_path / "hit", script, resume_from_checkpoint="auto")
@@ -225,7 +225,7 @@ def test_prompts_that_no_engine_takes_are_left_out(
     (tmp_path / "few").mkdir()
     with pytest.raises(StepFailed, match=r"vllm_max_refused \(3\).* 8 completions .*GRPO-412"):
         trained(tiny_model, tmp_path / "few", script, prompts=[long] * 4, vllm_max_refused=3, **settings)
-    assert not state_of(tmp_path / "few")["can_heal"]
+    assert state_of(tmp_path / "few")["kind"] == "user"
 
 
 def test_an_engine_that_dies_after_a_stop_was_asked_for_is_not_missed(

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo.place.launch import LINE_VARIABLE
-from grpo.record.telling import MISTAKE_MARK
 
 # torchrun takes the signals that it passes on to its ranks; SIGINT and SIGUSR1 are taken here.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
@@ -28,8 +27,6 @@ class Ending:
     """How this node's launcher has ended."""
 
     has_succeeded: bool
-    mistake: str | None = None
-    """What a rank of this node has told of the user's mistake; None for other failures."""
     rank: int | None = None
     """The one that failed first, of those on this node."""
     is_interrupted: bool = False
@@ -38,11 +35,18 @@ class Ending:
     """Whether a SIGTERM has."""
 
 
-def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool], *, is_asked_already: bool = False) -> Ending:
+def run_launcher(
+    line: Sequence[str],
+    ask_to_stop: Callable[[], bool],
+    *,
+    is_told: Callable[[], bool] = lambda: False,
+    is_asked_already: bool = False,
+) -> Ending:
     """Runs `line` (accelerate's or torchrun's) to its end. From the main thread.
 
     Args:
         ask_to_stop: on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False where nobody would hear it.
+        is_told: whether the ranks have said in a few lines what is wrong.
         is_asked_already: whether a SIGUSR1 came before: it is passed on when somebody hears it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -55,14 +59,11 @@ def run_launcher(line: Sequence[str], ask_to_stop: Callable[[], bool], *, is_ask
             noise[:] = [record for record in noise if not _is_farewell(record)]
             return Ending(has_succeeded=True)
         except ChildFailedError as error:
-            told = {rank: text for rank, failure in error.failures.items() if (text := _mistake(failure.message))}
-            first, _ = error.get_first_failure()
-            if told:
+            if is_told():
                 noise.clear()
-                rank = min(told)
-                return Ending(has_succeeded=False, mistake=told[rank], rank=rank)
-            print(error, file=sys.stderr, flush=True)
-            return Ending(has_succeeded=False, rank=first)
+            else:
+                print(error, file=sys.stderr, flush=True)
+            return Ending(has_succeeded=False, rank=error.get_first_failure()[0])
         except SignalException as error:
             print(f"[grpo] ended by {error.sigval.name}", file=sys.stderr, flush=True)
             interrupted = error.sigval == signal.SIGINT
@@ -95,14 +96,6 @@ def _is_farewell(record: logging.LogRecord) -> bool:
     """Whether torchrun only could not read that the other nodes are done, too: the first node's launcher, which has the
     store, may be gone by then (torch 2.13)."""
     return record.getMessage().startswith("Error waiting on exit barrier")
-
-
-def _mistake(message: object) -> str | None:
-    """The text of an error file that a rank has written about the user's mistake."""
-    match message:
-        case {"message": text, "extraInfo": {**extra}} if extra.get(MISTAKE_MARK) == "true":
-            return str(text)
-    return None
 
 
 @contextmanager

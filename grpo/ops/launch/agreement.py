@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_per_node
 from grpo.ops.meeting.agreement import Software, compare_software, differences, read_software
 from grpo.ops.meeting.expected import Place
@@ -55,8 +56,8 @@ class Verdict(Wire):
     agreed: Agreed | None
     """None when the job cannot start."""
     troubles: tuple[Trouble, ...]
-    is_mistake: bool = False
-    """Whether the same would be found again: what differs or does not fit, not who is late or has lost its GPUs."""
+    kind: FailureKind = FailureKind.MACHINE
+    """Where it cannot: the user's is what differs or does not fit, and not who is late or has lost its GPUs."""
 
 
 def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
@@ -119,7 +120,8 @@ def decide(
                 port=port or place.told_port or free_port(),
                 started=time.time(),
             )
-    return Verdict(agreed=agreed, troubles=tuple(troubles), is_mistake=agreed is None and not may_heal)
+    kind = FailureKind.MACHINE if agreed or may_heal else FailureKind.USER
+    return Verdict(agreed=agreed, troubles=tuple(troubles), kind=kind)
 
 
 def meet(

@@ -2,13 +2,15 @@
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo.faults.decisions import Answer, answer_to_end
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
-from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_mistake
+from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_early_failure
 
 VISIBLE_S = 60.0  # until this node sees what rank 0 has written on another
 TOLD_S = 5.0  # the same, where this node's ranks know why they ended
@@ -43,7 +45,7 @@ class Attempt:
 
     def ask_to_stop(self) -> bool:
         """Leave a request to checkpoint and end, to be started again; False when no trainer is there to read it."""
-        state = self._state(wait_s=0.0, of="running")
+        state = self._written(wait_s=0.0, states=("running",))
         folder = self.folder or self.output_dir
         if state is None or folder is None:
             return False
@@ -55,8 +57,8 @@ class Attempt:
 
     def conclude(self, ending: Ending, *, max_crashes: int) -> tuple[int, str]:
         """The exit code, and one line that says why. On the head it counts a crash."""
-        if ending.mistake is not None:
-            return next_attempt.FAILED, self._about(ending)
+        if self.is_hopeless and ending.rank is not None:
+            return next_attempt.FAILED, self._about()
         if ending.is_interrupted:
             return next_attempt.INTERRUPTED, "interrupted: what came after the last checkpoint is lost"
         if self.folder is None and ending.has_succeeded:  # there was no trainer: nobody will say more
@@ -82,33 +84,46 @@ class Attempt:
         )
         return code, f"{why}; {folder}"
 
-    def _about(self, ending: Ending) -> str:
-        """Rank 0 has told its mistake itself; of another rank's its own launcher tells, unless rank 0 told the same."""
-        state = self._state(wait_s=0.0 if self.is_head else 5.0)
-        first = (ending.mistake or "").splitlines()[0]
-        if ending.rank == 0 or (state is not None and first in str(state.get("why"))):
-            return "not started again: this would fail again"
-        return f"rank {ending.rank}: {ending.mistake}"
+    @property
+    def failed(self) -> next_attempt.State | None:
+        """What this node's ranks have told of their failure."""
+        return read_failure_note(self._note)
 
-    def _state(self, *, wait_s: float, of: str | None = None) -> next_attempt.State | None:
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether that ends the job."""
+        return (told := self.failed) is not None and answer_to_end(told) is Answer.END
+
+    def is_told(self) -> bool:
+        """Whether that was told in a few lines."""
+        return self.is_hopeless and (self.failed or {}).get("kind") == FailureKind.USER
+
+    def _about(self) -> str:
+        """Rank 0 has told its failure itself; of another rank's its own launcher tells, unless rank 0 has one, too."""
+        told = self.failed or {}
+        written = self._written(wait_s=0.0 if self.is_head else TOLD_S)
+        if not told.get("rank") or (written is not None and answer_to_end(written) is Answer.END):
+            return "not started again: this would fail again"
+        return f"rank {told['rank']}: {told['why']}"
+
+    def _state(self, *, wait_s: float) -> next_attempt.State | None:
+        told = self.failed
+        written = self._written(wait_s=wait_s if told is None else min(wait_s, TOLD_S))
+        return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
+
+    def _written(self, *, wait_s: float, states: Sequence[str] = next_attempt.ENDED) -> next_attempt.State | None:
         folder = self.folder or self.output_dir
         if folder is None:
             return None
-        states = (of,) if of else next_attempt.ENDED
-        told = None if of else read_failure_note(self._note)
-        written = next_attempt.read_state(
-            folder,
-            lambda state: state.get("started") == self.started,
-            states=states,
-            wait_s=wait_s if told is None else min(wait_s, TOLD_S),
+        return next_attempt.read_state(
+            folder, lambda state: state.get("started") == self.started, states=states, wait_s=wait_s
         )
-        return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
 
 
-def record_no_start(output_dir: Path, env: Mapping[str, str], why: str, is_mistake: bool, *, max_crashes: int) -> int:
+def record_no_start(output_dir: Path, env: Mapping[str, str], why: str, kind: FailureKind, *, max_crashes: int) -> int:
     """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code."""
     started = time.time()
-    record_mistake(output_dir, {**env, "GRPO_STARTED": repr(started)}, RuntimeError(why), can_heal=not is_mistake)
+    record_early_failure(output_dir, {**env, "GRPO_STARTED": repr(started)}, why, kind)
     state = next_attempt.read_state(output_dir, lambda state: state.get("started") == started)
     job, attempt = _names(env, state, started)
     code, _ = next_attempt.conclude(output_dir, state, job=job, attempt=attempt, max_crashes=max_crashes)

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.faults.decisions import Answer, answer_to
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.ranks import Asked
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
             why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
-            return _not_started(args, place, is_mistake=found == 2, why=why)
+            return _not_started(args, place, FailureKind.USER if found == 2 else FailureKind.MACHINE, why)
         return _meet_and_launch(args, place, script, file, asked, requests, interrupts)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
@@ -132,7 +134,7 @@ def _meet_and_launch(
             fix = f" → {trouble.fix}" if trouble.fix else ""
             print(f"grpo launch: {trouble.message}{fix}", file=sys.stderr, flush=True)
     if verdict.agreed is None:
-        return _not_started(args, place, verdict.is_mistake, "; ".join(one.message for one in verdict.troubles))
+        return _not_started(args, place, verdict.kind, "; ".join(one.message for one in verdict.troubles))
     at = Rendezvous(
         num_nodes=len(place.nodes),
         node_rank=place.nodes.index(place.node),
@@ -144,7 +146,7 @@ def _meet_and_launch(
         words = _line(args, script, file, at, on_gpus=verdict.agreed.on_gpus)
     except ValueError as error:
         print(f"grpo launch: {error}", file=sys.stderr)
-        return _not_started(args, place, is_mistake=True, why=str(error))
+        return _not_started(args, place, FailureKind.USER, str(error))
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
     _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
@@ -291,11 +293,12 @@ def _launch(
         )
         _prepare_environment(args, attempt)
         with temporary_files_in(notes):
-            ending = run_launcher(words, attempt.ask_to_stop, is_asked_already=bool(requests))
+            asked = bool(requests)
+            ending = run_launcher(words, attempt.ask_to_stop, is_told=attempt.is_told, is_asked_already=asked)
         with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
             outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
-        tell_waiting_ranks(at, ending)
+        tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code
@@ -317,10 +320,11 @@ def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
         os.environ |= line.deepspeed_variables(str(Path(args.config_file).absolute()))
 
 
-def _not_started(args: argparse.Namespace, place: Place, is_mistake: bool, why: str) -> int:
+def _not_started(args: argparse.Namespace, place: Place, kind: FailureKind, why: str) -> int:
     """What follows when no launcher could be started; on the head it counts as this attempt's end."""
     if not place.is_head or args.output_dir is None:
-        return next_attempt.FAILED if is_mistake else next_attempt.START_AGAIN
+        is_over = answer_to(kind, is_behind_first_step=False) is Answer.END
+        return next_attempt.FAILED if is_over else next_attempt.START_AGAIN
     from grpo.ops.launch.attempt import record_no_start
 
-    return record_no_start(args.output_dir, os.environ, why, is_mistake, max_crashes=args.max_crashes)
+    return record_no_start(args.output_dir, os.environ, why, kind, max_crashes=args.max_crashes)

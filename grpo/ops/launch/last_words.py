@@ -4,6 +4,7 @@ import contextlib
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous
@@ -14,26 +15,30 @@ LOOK_S = 2.0
 LONGEST_S = 6 * 3600.0  # that a model takes to be written; by then somebody else may have the port
 
 
-def tell_waiting_ranks(at: Rendezvous, ending: Ending) -> None:
+def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | None) -> None:
     """End what waits for a failed rank of this node before there is a watch (`agree_on_topology`).
 
     Returns after `STORE_S` at the latest. On the first node there is nothing to do: the store has gone with the ranks'
     launcher.
+
+    Args:
+        failed: what this node's ranks have told of it.
     """
     if ending.rank is None or at.node_rank == 0:
         return
     import torch.distributed as dist
 
-    from grpo.faults.failure import FailureRecord
+    from grpo.faults.failure import FailureKind, FailureRecord
     from grpo.groups.agreement import PHASE, give_up
 
+    failed = failed or {"why": f"rank {ending.rank} has failed: the output of its node says why"}
     record = FailureRecord(
         node=at.node_rank,
-        rank=ending.rank,
+        rank=failed.get("rank", ending.rank),
         host=socket.gethostname(),
         phase=PHASE,
-        cause=ending.mistake or f"rank {ending.rank} has failed: the output of its node says why",
-        can_heal=ending.mistake is None,
+        cause=failed["why"],
+        kind=failed.get("kind", FailureKind.MACHINE),
     )
 
     def tell() -> None:

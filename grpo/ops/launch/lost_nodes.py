@@ -3,7 +3,7 @@
     python -m grpo.ops.launch.lost_nodes OUTPUT_DIR --job 17 --attempt 0 --srun PID --nodes a,b,c,d,e --used 4
 
 In the job's batch script, beside the attempt's srun. A node is lost if Slurm cannot run `true` on it, or if the
-attempt's record says that it has not been heard of: its network may be gone where Slurm still reaches it. An attempt
+attempt's state names it among the silent ones: its network may be gone where Slurm still reaches it. An attempt
 that fails for another reason finds all nodes well. An srun that would wait for a lost node is ended. Prints the names
 of the lost nodes, one a line. Needs nothing but Python and srun.
 """
@@ -11,7 +11,6 @@ of the lost nodes, one a line. Needs nothing but Python and srun.
 import argparse
 import contextlib
 import os
-import re
 import select
 import signal
 import subprocess
@@ -20,21 +19,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from grpo.faults.decisions import Answer, answer_to_end
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch.next_attempt import State, read_state
 
 POLL_S = 2.0
 GRACE_S = 5.0  # for the other nodes' ranks, which end by themselves once the job has failed; then as long as a probe
 PROBE_S = 15.0  # srun itself gives up on a node after 10 s by default (MessageTimeout)
 SRUN_END_S = 5.0
-_SILENT = re.compile(
-    r"node (\d+) \([^)]*\), rank \d+, phase '[^']*': the node has not been heard of"
-)  # `FailureRecord`
 
 
-def silent_node(state: State | None) -> int | None:
-    """The node, counted as `grpo launch` counts them, that the attempt's record misses."""
-    found = _SILENT.search(str(state.get("why"))) if state and state["state"] == "failed" else None
-    return int(found[1]) if found else None
+def silent_nodes(state: State | None) -> list[int]:
+    """Those, counted as `grpo launch` counts them, that the attempt's record misses."""
+    is_lost = state is not None and state["state"] == "failed" and state.get("kind") == FailureKind.NODE_LOST
+    return list(state.get("nodes", ())) if state is not None and is_lost else []
 
 
 def probe(nodes: Sequence[str]) -> set[str]:
@@ -70,9 +68,7 @@ def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: st
     lost = probe(nodes)
     if here in lost:
         lost = set()
-    silent = silent_node(state)
-    if silent is not None and silent < used and nodes[silent] != here:
-        lost.add(nodes[silent])
+    lost |= {nodes[silent] for silent in silent_nodes(state) if silent < used} - {here}
     return [node for node in nodes if node in lost]
 
 
@@ -106,7 +102,8 @@ def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | 
 
 
 def _may_be_a_nodes_fault(ended: State | None) -> bool:
-    return ended is None or (ended["state"] != "finished" and bool(ended.get("can_heal", True)))
+    is_over = ended is not None and ended["state"] in ("finished", "stopped")
+    return not is_over and answer_to_end(ended) is Answer.REPLACE_NODE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.faults.decisions import Answer, answer_to_end
+
 DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
@@ -125,16 +127,25 @@ def conclude(
         is_terminated: whether that was a SIGTERM.
     """
     record = output_dir / f"crashes.{job}.json"
-    crashes = 0
-    if not follow and (state is None or state["state"] == "failed"):
-        crashes = count_crash(record, newest_checkpoint(output_dir), attempt, limit=max_crashes)
+    crashes, newest = 0, newest_checkpoint(output_dir)
+    is_crash = state is None or (state["state"] == "failed" and answer_to_end(state) is not Answer.REQUEUE)
+    if not follow and is_crash:
+        crashes = count_crash(record, newest, attempt, limit=max_crashes)
     elif not follow:
         _forget_crashes(record)
-    return decide(state, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
+    # A job's first crash counts as 1, and as 0 where a checkpoint is complete that no crash before has seen.
+    answer = answer_to_end(state, was_seen=crashes > (newest < 0))
+    return decide(state, answer, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
 
 
 def decide(
-    state: State | None, crashes: int, max_crashes: int, *, has_failed: bool = False, is_terminated: bool = False
+    state: State | None,
+    answer: Answer,
+    crashes: int,
+    max_crashes: int,
+    *,
+    has_failed: bool = False,
+    is_terminated: bool = False,
 ) -> tuple[int, str]:
     """The exit code, and why. `crashes` counts this attempt, if it was one; the rest is its launcher's end."""
     if state is None:
@@ -152,8 +163,8 @@ def decide(
                 return START_AGAIN, f"stopped after step {step} to go on later: {why}"
             case {"state": "stopped"}:
                 return DONE, f"stopped after step {step}: {why}"
-            case {"can_heal": False}:
-                return FAILED, f"failed, and starting again would not help: {why}"
+        if answer is Answer.END:
+            return FAILED, f"failed ({state.get('kind')}), and starting again would not help: {why}"
         how = f"failed: {why}"
     counted = f"crash {crashes} of {max_crashes} in a row without a newer complete checkpoint [GRPO-710]"
     if crashes >= max_crashes:

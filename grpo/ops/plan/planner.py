@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
-from grpo.faults.mistakes import is_mistake
+from grpo.faults.mistakes import is_users
 from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import Estimates, estimate
 from grpo.ops.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
@@ -60,7 +60,7 @@ class Plan:
 
     def refuse(self, error: Exception) -> None:
         """Add a mistake, in one line. Raises `error` if it is none."""
-        if not is_mistake(error, before_first_step=True):
+        if not is_users(error):
             raise error
         self.errors.append(" ".join(line.strip() for line in message_of(error).splitlines()))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo.faults.failure import FailureRecord
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.report.timelines import Timeline, read_timelines
 from grpo.record.timeline.records import TIMELINE_FOLDER
 
@@ -213,7 +213,8 @@ def read_failure(told: Any) -> FailureRecord | None:
         host=typed(told, "host", str, "?"),
         phase=typed(told, "phase", str, "?"),
         cause=typed(told, "cause", str, ""),
-        can_heal=typed(told, "can_heal", bool, True),
+        kind=next((kind for kind in FailureKind if kind == told.get("kind")), FailureKind.MACHINE),
+        nodes=tuple(each for each in typed(told, "nodes", list, []) if isinstance(each, int)),
     )
 
 

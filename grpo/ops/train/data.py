@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import get_dataset
 
-from grpo.faults.mistakes import is_mistake
+from grpo.faults.mistakes import is_users
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.arguments import Arguments, GRPOScriptArguments
 from grpo.preflight.data import check_columns
@@ -43,7 +43,7 @@ def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
                 dataset = load_dataset(name, name=script.dataset_config, streaming=streaming)
         except Exception as error:
             cause = error.__cause__ or error  # `datasets` says of a broken file that an error occurred
-            if not (is_mistake(error, before_first_step=True) and is_mistake(cause, before_first_step=True)):
+            if not (is_users(error) and is_users(cause)):
                 raise
             what = f"{type(cause).__name__}: {reason_of(cause)}"
             raise ValueError(f"dataset_name is {script.dataset_name!r}, which cannot be loaded: {what}") from error

@@ -40,20 +40,20 @@ SPIN = Patch(
 
 
 def report_processes(
-    reporting: Callable[[Callable[..., None], str], Callable[..., None]], on_failure: Callable[[str], None]
+    reporting: Callable[[Callable[..., None], str], Callable[..., None]], on_failure: Callable[[Exception], None]
 ) -> None:
     """Have vLLM's processes say that they fail.
 
     Args:
         reporting: wraps the whole work of a process, which has a name.
-        on_failure: called in a worker, with its failure in words.
+        on_failure: called in a worker, with what it answers.
     """
 
     def make(answer: Any) -> Any:
         @functools.wraps(answer)
         def answer_and_report(worker: Any, output: Any) -> None:
             if isinstance(output, Exception):
-                on_failure(f"a worker of vLLM failed: {type(output).__name__}: {output}")
+                on_failure(output)
             answer(worker, output)
 
         return answer_and_report

@@ -18,6 +18,7 @@ from grpo.engine import host as engine_host
 from grpo.engine.answers import sampled_logprobs, sampling_params
 from grpo.engine.host import Host, forget_device
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
+from grpo.faults.failure import FailureKind
 
 
 class MadeUpEngine:
@@ -196,7 +197,7 @@ def test_calls_are_answered_under_their_id() -> None:
     asyncio.run(ask())
     assert sent == [
         Reply(call_id=1, value=True, error=None),
-        Reply(call_id=2, value=None, error="ValueError: engine host has no call 'fly'"),
+        Reply(call_id=2, value=None, error="ValueError: engine host has no call 'fly'", kind=FailureKind.USER),
     ]
 
 

@@ -9,16 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo.engine.inner_processes import StartWatch, _reporting
+from grpo.engine.messages import Died
 from grpo.engine.plugin import HOST_MARK
+from grpo.faults.failure import FailureKind
 from tests.support.contract import CONTRACT_S
 
 FORK = multiprocessing.get_context("fork")
 
 
 def fails() -> None:
-    raise OSError("file too short")
+    raise ValueError("no room")
+
+
+def fills() -> None:
+    raise torch.OutOfMemoryError("of 80 GiB")
 
 
 def is_killed() -> None:
@@ -40,15 +47,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("work", "cause"),
+    ("work", "cause", "kind"),
     [
-        (fails, "a worker has ended: OSError: file too short"),
-        (returns, "a worker has ended"),
-        (is_killed, "a process of vLLM (pid {pid}) was killed"),
+        (fails, "a worker has ended: ValueError: no room", FailureKind.USER),
+        (fills, "a worker has ended: OutOfMemoryError: of 80 GiB", FailureKind.MEMORY),
+        (returns, "a worker has ended", FailureKind.ENGINE),
+        (is_killed, "a process of vLLM (pid {pid}) was killed", FailureKind.ENGINE),
     ],
 )
-def test_one_that_fails(work: Callable[[], None], cause: str, folder: Path) -> None:
-    causes: queue.Queue[str] = queue.Queue()
+def test_one_that_fails(work: Callable[[], None], cause: str, kind: FailureKind, folder: Path) -> None:
+    causes: queue.Queue[Died] = queue.Queue()
     watch = StartWatch(folder, causes.put, grace_s=0.1)
     working = FORK.Process(target=_reporting(works, "another worker"))
     process = FORK.Process(target=_reporting(work, "a worker"))
@@ -56,7 +64,8 @@ def test_one_that_fails(work: Callable[[], None], cause: str, folder: Path) -> N
         working.start()
         process.start()
         told = causes.get(timeout=CONTRACT_S)
-        assert told.endswith(f"[GRPO-403]: {cause.format(pid=process.pid)}")
+        assert told.cause.endswith(f"[GRPO-403]: {cause.format(pid=process.pid)}")
+        assert told.kind is kind
     finally:
         watch.end()
         for each in (working, process):
@@ -66,7 +75,7 @@ def test_one_that_fails(work: Callable[[], None], cause: str, folder: Path) -> N
 
 def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
     """Then its own words are told: the watch comes to nothing."""
-    causes: queue.Queue[str] = queue.Queue()
+    causes: queue.Queue[Died] = queue.Queue()
     process = FORK.Process(target=_reporting(fails, "a worker"))
     process.start()
     process.join()
@@ -77,7 +86,20 @@ def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
         causes.get(timeout=1)
 
 
+def test_a_process_that_misses_another_ones_end_hides_no_error(folder: Path) -> None:
+    """EngineCore, whose pid is the lower, says no more than that a worker has failed."""
+    for work in (returns, fills, returns):
+        process = FORK.Process(target=_reporting(work, "it"))
+        process.start()
+        process.join()
+    watch = StartWatch(folder, pytest.fail, grace_s=CONTRACT_S)
+    died = watch.cause()
+    watch.end()
+    assert died is not None
+    assert died.kind is FailureKind.MEMORY
+
+
 def test_an_engine_whose_folder_is_gone(folder: Path) -> None:
     watch = StartWatch(folder / "gone", pytest.fail)
-    assert watch.cause() == ""
+    assert watch.cause() is None
     watch.end()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from grpo.faults import watch as watch_module
 from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.foreign import may_be_an_echo
 from grpo.faults.liveness import Place
-from grpo.faults.mistakes import may_be_an_echo
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, start_sentinel
 from grpo.faults.signals import StopSignals

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo.engine.supervisor import Respawn
-from grpo.faults.failure import FailureRecord
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.place.wire import from_json, to_json
 from grpo.rollout.node import Stalled
 from grpo.rollout.packing import Request
@@ -17,7 +17,7 @@ from grpo.weights.delivery import _Arrivals
 from grpo.weights.report import LogprobGap, PushReport
 from grpo.weights.wire_format import WireFormat
 
-RECORD = FailureRecord(node=1, rank=2, host="b", phase="push", cause="gone: ä\n'x'", can_heal=False)
+RECORD = FailureRecord(node=1, rank=2, host="b", phase="push", cause="gone: ä\n'x'", kind=FailureKind.USER, nodes=(1,))
 REPORT = GenerationReport(generate_s=0.1, wait_s=1 / 3, idle_s=0, period_s=None, num_tokens=7, num_completions=2)
 PUSH = PushReport(total_s=1.5, gather_s=1e-9, send_s=0.0, num_bytes=2**40)
 RESPAWN = Respawn(node=1, index=0, host="b", phase="train", cause="killed", seconds=12.5)

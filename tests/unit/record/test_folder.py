@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.record.folder import RunFolder, read_run_state, record_mistake
+from grpo.faults.failure import FailureKind
+from grpo.record.folder import RunFolder, read_run_state, record_early_failure
 from grpo.record.telling import telling_mistakes
 
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
@@ -115,23 +116,23 @@ def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
     first.update(state="failed", why="the network")
     first.release()
     for env in ({"GRPO_ATTEMPT": "1"}, {"GRPO_STARTED": "9.5"}):
-        record_mistake(tmp_path, {"GRPO_JOB": "17", **env}, ValueError("a typo"))
+        record_early_failure(tmp_path, {"GRPO_JOB": "17", **env}, "ValueError: a typo", FailureKind.USER)
         state = read_run_state(tmp_path)
         assert state is not None
-        assert (state.why, state.can_heal) == ("ValueError: a typo", False)
+        assert (state.why, state.kind) == ("ValueError: a typo", "user")
         first.update(state="running")
         first.update(state="failed", why="the network")
 
 
 def test_the_first_failure_stays(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
-    folder.update(state="failed", why="the cause", can_heal=False)
-    folder.update(state="failed", why="an echo", can_heal=True)
+    folder.update(state="failed", why="the cause", kind=FailureKind.USER)
+    folder.update(state="failed", why="an echo", kind=FailureKind.MACHINE)
     folder.release()
-    record_mistake(tmp_path, JOB, ValueError("later"))
+    record_early_failure(tmp_path, JOB, "ValueError: later", FailureKind.USER)
     state = read_run_state(tmp_path)
     assert state is not None
-    assert (state.why, state.can_heal, state.job, state.attempt) == ("the cause", False, "17", 2)
+    assert (state.why, state.kind, state.job, state.attempt) == ("the cause", "user", "17", 2)
 
 
 def test_what_stopped_as_asked_has_not_failed(tmp_path: Path) -> None:
@@ -153,10 +154,10 @@ def test_two_threads_may_write(tmp_path: Path) -> None:
 
 
 def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
-    record_mistake(tmp_path / "new", JOB, ImportError("no module named rewards"))
+    record_early_failure(tmp_path / "new", JOB, "ImportError: no module named rewards", FailureKind.USER)
     state = read_run_state(tmp_path / "new")
     assert state is not None
-    assert (state.state, state.can_heal) == ("failed", False)
+    assert (state.state, state.kind) == ("failed", "user")
     assert "ImportError: no module named rewards" in state.why
     assert read_run_state(tmp_path) is None
     (tmp_path / "run_state.json").write_text("{")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo.faults.failure import FailureRecord
-from grpo.record.folder import RunFolder, record_mistake
+from grpo.faults.failure import FailureKind, FailureRecord
+from grpo.record.folder import RunFolder, record_early_failure
 from grpo.record.history import RunHistory
 
 ENV = {"GRPO_JOB": "17"}
@@ -100,7 +100,7 @@ def test_what_was_killed_has_ended_without_a_word(tmp_path: Path) -> None:
     assert run.attempt == 1
     run.begin_attempt()
     first, second = attempts(tmp_path)
-    assert (first["state"], first["why"], first["can_heal"]) == ("failed", "ended without a word", True)
+    assert (first["state"], first["why"], first["kind"]) == ("failed", "ended without a word", None)
     assert (first["step"], first["ended"]) == (4, 4e9)  # what it had told of, and when it wrote last
     assert second["state"] == "running"
 
@@ -142,11 +142,11 @@ def test_a_forked_child_leaves_the_attempt_alone(tmp_path: Path) -> None:
 
 
 def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
-    record_mistake(tmp_path, ENV, ImportError("no module named rewards"))
+    record_early_failure(tmp_path, ENV, "ImportError: no module named rewards", FailureKind.USER)
     (entry,) = attempts(tmp_path)
-    assert (entry["state"], entry["can_heal"], entry["why"]) == (
+    assert (entry["state"], entry["kind"], entry["why"]) == (
         "failed",
-        False,
+        "user",
         "ImportError: no module named rewards",
     )
     assert entry["ended"] is not None
@@ -154,7 +154,7 @@ def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
 
 def test_a_mistake_between_trainer_and_training_is_of_the_same_attempt(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    record_mistake(tmp_path, ENV, NameError("trainr"))
+    record_early_failure(tmp_path, ENV, "NameError: trainr", FailureKind.USER)
     run.release()
     (entry,) = attempts(tmp_path)
     assert (entry["state"], entry["why"], entry["arguments"]) == ("failed", "NameError: trainr", {"max_steps": 5})

@@ -75,7 +75,7 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script
         (2, "finished", 1, 3),
     ]
     assert [each["failure"] is None for each in told] == [True, False, True]
-    assert told[1]["failure"].keys() == {"node", "rank", "host", "phase", "cause", "can_heal"}
+    assert told[1]["failure"].keys() == {"node", "rank", "host", "phase", "cause", "kind", "nodes"}
     assert "killed by signal 9" in told[1]["failure"]["cause"]
     assert told[0]["topology"]["num_nodes"] == told[0]["topology"]["world_size"] == len(told[0]["topology"]["hosts"])
     assert all(each["ended"] > each["started"] for each in told)

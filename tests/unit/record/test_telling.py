@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.record.folder import read_run_state
-from grpo.record.telling import MAX_LINES, MISTAKE_MARK, message_of, telling_mistakes
+from grpo.record.telling import MAX_LINES, message_of, telling_mistakes
 from tests.support.launching import ROOT
 
 DEADLINE_S = 60
@@ -53,11 +53,10 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
         f"  in {tmp_path}/script.py:5, in <module>: raise ValueError('beta is x: write a number')",
     ]
     extra = record["message"]["extraInfo"]
-    assert extra[MISTAKE_MARK] == "true"
     assert extra["py_callstack"] == record["message"]["message"] == errors.removeprefix("[grpo] ").rstrip("\n")
     state = read_run_state(tmp_path / "out")
     assert state is not None
-    assert (state.state, state.can_heal, state.job) == ("failed", False, "17")
+    assert (state.state, state.kind, state.job) == ("failed", "user", "17")
 
 
 def test_the_traceback_can_be_asked_for(tmp_path: Path) -> None:
@@ -75,7 +74,6 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
     assert record["message"]["message"] == "RuntimeError: CUDA error: ECC"
     extra = record["message"]["extraInfo"]
     assert extra["py_callstack"].startswith("Traceback")
-    assert extra[MISTAKE_MARK] == "false"
 
 
 @pytest.mark.parametrize(("ending", "code", "recorded"), [("2", 2, True), ("0", 0, False), ("", 0, False)])
@@ -124,13 +122,13 @@ def test_a_long_message_is_cut() -> None:
 
 
 def test_another_ranks_mistake_names_the_rank() -> None:
-    record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", can_heal=False)
+    record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     assert message_of(JobFailed(record)) == "no data (rank 5 on b)"
 
 
 def test_what_all_ranks_raise_is_told_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Another rank was first to record it: rank 0 raises that record from its own error."""
-    record = FailureRecord(node=0, rank=1, host="a", phase="start", cause="ValueError: no data", can_heal=False)
+    record = FailureRecord(node=0, rank=1, host="a", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     before = sys.excepthook
     try:
         with pytest.raises(JobFailed), telling_mistakes():

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerControl
 
 from grpo.checkpoints.checkpoints import CompleteRecord
-from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.signals import StopLead
 from grpo.seam.resuming import ResumableTrainer, ends_generation_batch, what_differs
 from tests.support.made_up_checkpoints import make
@@ -77,15 +77,16 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
     told: list[dict[str, Any]] = []
-    record = FailureRecord(node=1, rank=8, host="n1", phase="push", cause="EngineDied: it was killed")
+    where: dict[str, Any] = {"node": 1, "rank": 8, "host": "n1", "phase": "push"}
+    record = FailureRecord(**where, cause="EngineDied: it was killed", kind=FailureKind.ENGINE, nodes=(1,))
     failing = trainer(_run=SimpleNamespace(update=lambda **changes: told.append(changes)))
     with pytest.raises(JobFailed), failing.recording_failures("unused"):
         raise JobFailed(record)
     failing.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
-    failing.record_failure(str(record), can_heal=False, record=record)
-    assert [(each["failure"], each["can_heal"], each.get("step")) for each in told] == [
-        (record, True, None),  # there was no step yet: the state's own stays
-        (record, False, 4),
+    failing.record_failure(str(record), FailureKind.USER, record=record)
+    assert [(each["failure"], each["kind"], each["nodes"], each.get("step")) for each in told] == [
+        (record, FailureKind.ENGINE, (1,), None),  # there was no step yet: the state's own stays
+        (record, FailureKind.USER, (1,), 4),
     ]
 
 

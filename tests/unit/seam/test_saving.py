@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from grpo.checkpoints.checkpoints import newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.mistakes import is_mistake
+from grpo.faults.mistakes import is_users
 from grpo.seam import saving
 from grpo.seam.saving import telling_of_a_full_disk
 from tests.support.made_up_checkpoints import make
@@ -43,7 +43,7 @@ def test_a_disk_that_fills_up_is_named_and_gets_room_again(error: Exception, ran
     assert told.value.errno == errno.ENOSPC
     assert f"The newest complete checkpoint is {six}" in str(told.value)
     assert str(error) in str(told.value)
-    assert not is_mistake(told.value, before_first_step=True)
+    assert not is_users(told.value)
     assert (nine / PARTITION).exists() is (rank == 0)  # each rank removes its own: the record needs some bytes
     assert (nine / "model.safetensors").exists() is (rank == 1)
     assert newest_complete(tmp_path) == six

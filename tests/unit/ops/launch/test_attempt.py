@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.attempt import Attempt
 from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN
@@ -75,12 +76,12 @@ def followed(tmp_path: Path) -> Attempt:
     return made
 
 
-@pytest.mark.parametrize(("can_heal", "code"), [(True, START_AGAIN), (False, FAILED)])
+@pytest.mark.parametrize(("kind", "code"), [(FailureKind.NODE_LOST, START_AGAIN), (FailureKind.USER, FAILED)])
 def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
-    followed: Attempt, can_heal: bool, code: int
+    followed: Attempt, kind: FailureKind, code: int
 ) -> None:
-    note_failure(followed.variables(), "node 0 is gone", can_heal=can_heal)
-    note_failure(followed.variables(), "a connection has ended", can_heal=True)  # what follows from the first
+    note_failure({**followed.variables(), "RANK": "1"}, "node 0 is gone", kind)
+    note_failure(followed.variables(), "a connection has ended", FailureKind.MACHINE)  # what follows from the first
     begun = time.monotonic()
     got, why = followed.conclude(Ending(has_succeeded=False, rank=1), max_crashes=3)
     assert time.monotonic() - begun < SOON_S
@@ -88,9 +89,9 @@ def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
 
 
 def test_what_rank_0_has_written_counts_more(followed: Attempt, tmp_path: Path) -> None:
-    note_failure(followed.variables(), "a peer has left", can_heal=True)
+    note_failure(followed.variables(), "a peer has left", FailureKind.MACHINE)
     run = RunFolder(tmp_path / "run", {"GRPO_JOB": "7", "GRPO_STARTED": "5.0"})
-    run.update(state="failed", why="a misspelt option", can_heal=False)
+    run.update(state="failed", why="a misspelt option", kind=FailureKind.USER)
     run.release()
     code, why = followed.conclude(Ending(has_succeeded=False, rank=1), max_crashes=3)
     assert (code, "misspelt" in why) == (FAILED, True), why

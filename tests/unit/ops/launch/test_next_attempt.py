@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.faults.decisions import answer_to_end
 from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN, conclude, count_crash, decide, main, read_state
 from grpo.record.folder import RunFolder
 from tests.support.launching import ROOT
@@ -17,8 +18,9 @@ from tests.support.launching import ROOT
 FINISHED = {"state": "finished", "why": "all steps are done"}
 BY_A_PERSON = {"state": "stopped", "why": "stop was written", "step": 7, "requeue": False}
 BY_THE_SCHEDULER = {**BY_A_PERSON, "requeue": True}
-HEALS = {"state": "failed", "why": "a node is gone", "can_heal": True}
-HOPELESS = {**HEALS, "why": "28 ranks do not fit", "can_heal": False}
+HEALS = {"state": "failed", "why": "a node is gone", "kind": "node_lost", "nodes": [1]}
+HOPELESS = {**HEALS, "why": "28 ranks do not fit", "kind": "user"}
+FULL_AT_5 = {**HEALS, "why": "80 GiB are full", "kind": "memory", "step": 5}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ HOPELESS = {**HEALS, "why": "28 ranks do not fit", "can_heal": False}
         (BY_THE_SCHEDULER, 0, START_AGAIN, "stopped after step 7 to go on later: stop was written"),
         (HEALS, 1, START_AGAIN, r"failed: a node is gone \(crash 1 of 3 .*\[GRPO-710\]\)"),
         (HEALS, 3, FAILED, r"failed: a node is gone \(crash 3 of 3 .*\[GRPO-710\]\)"),
-        (HOPELESS, 1, FAILED, "failed, and starting again would not help: 28 ranks do not fit"),
+        (HOPELESS, 1, FAILED, r"failed \(user\), and starting again would not help: 28 ranks do not fit"),
         (None, 2, START_AGAIN, r"died without a word \(crash 2 of 3 .*\[GRPO-710\]\)"),
         (None, 3, FAILED, r"died without a word \(crash 3 of 3 .*\[GRPO-710\]\)"),
         (None, 0, START_AGAIN, "died without a word"),  # another node counts, or a newer checkpoint is complete
@@ -37,7 +39,7 @@ HOPELESS = {**HEALS, "why": "28 ranks do not fit", "can_heal": False}
     ],
 )
 def test_decisions(state: dict | None, crashes: int, code: int, why: str) -> None:
-    decided, told = decide(state, crashes, max_crashes=3)
+    decided, told = decide(state, answer_to_end(state), crashes, max_crashes=3)
     assert decided == code
     assert re.fullmatch(why, told)
 
@@ -61,6 +63,18 @@ def test_a_newer_complete_checkpoint_starts_the_count_again(tmp_path: Path) -> N
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "complete.json").touch()
     assert [crash("5"), crash("6")] == [0, 1], "as numbers: 10 is newer than 9"
+
+
+def test_memory_that_is_full_behind_the_first_step_gets_one_more_start(tmp_path: Path) -> None:
+    def crash(attempt: str, **state: object) -> int:
+        return conclude(tmp_path, FULL_AT_5 | state, job="17", attempt=attempt, max_crashes=9)[0]
+
+    assert crash("0", step=0) == FAILED, "before it every start meets it again"
+    (tmp_path / "crashes.17.json").unlink()
+    assert [crash("1"), crash("1"), crash("2"), crash("2")] == [START_AGAIN, START_AGAIN, FAILED, FAILED]
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "complete.json").touch()
+    assert [crash("3"), crash("4")] == [START_AGAIN, FAILED], "behind a newer checkpoint, too"
 
 
 def test_what_is_no_crash_forgets_those_before(tmp_path: Path) -> None:

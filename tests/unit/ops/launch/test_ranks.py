@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch.agreement import NodeReport, decide
 from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_per_node
 from grpo.ops.meeting.expected import Place
@@ -80,7 +81,7 @@ def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None
         ranks_per_node(asked, lost)
     place = Place(nodes=tuple(lost), node="a", head_address="a", port=1, command="grpo launch")
     verdict = decide(place, {node: NodeReport(gpus=count) for node, count in lost.items()}, asked, port=1)
-    assert (verdict.agreed, verdict.is_mistake) == (None, False)
+    assert (verdict.agreed, verdict.kind) == (None, FailureKind.MACHINE)
     # What fits, and a job that somebody has moved to other machines: the trainer says what to do.
     assert ranks_per_node(asked, dict.fromkeys("abcd", 8)).per_node == 7
     assert ranks_per_node(asked, dict.fromkeys("abcd", 4)).per_node == 3
@@ -91,7 +92,7 @@ def test_one_node_without_gpus_is_the_nodes_fault_and_all_of_them_the_users() ->
     place = Place(nodes=("a", "b"), node="a", head_address="a", port=1, command="grpo launch")
     none = NodeReport(gpus=0, mistake="torch is built for CUDA 12.9, but sees no GPU")
     one = decide(place, {"a": NodeReport(gpus=8), "b": none}, ask(), port=1)
-    assert (one.agreed, one.is_mistake) == (None, False)
+    assert (one.agreed, one.kind) == (None, FailureKind.MACHINE)
     assert [trouble.message for trouble in one.troubles] == [f"b: {none.mistake}"]
     both = decide(place, {"a": none, "b": none}, ask(), port=1)
-    assert (both.agreed, both.is_mistake) == (None, True)
+    assert (both.agreed, both.kind) == (None, FailureKind.USER)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults.failure import FailureRecord
+from grpo.faults.failure import FailureKind
+from grpo.faults.liveness import Place
 from grpo.ops.launch import lost_nodes
-from grpo.ops.launch.lost_nodes import probe, silent_node, watch
-from grpo.ops.launch.next_attempt import State
+from grpo.ops.launch.lost_nodes import probe, silent_nodes, watch
+from grpo.ops.launch.next_attempt import State, read_state
+from grpo.record.folder import RunFolder
 from tests.support.machine import DONE, FAILED, Machine
 
 ONE_SPARE = {
@@ -24,11 +26,15 @@ ONE_SPARE = {
 NODES = ["a", "b", "c"]
 
 
-def record(cause: str, node: int = 1) -> State:
-    return {"state": "failed", "why": str(FailureRecord(node=node, rank=7, host="b.x", phase="train", cause=cause))}
+def failed(kind: FailureKind, *nodes: int) -> State:
+    return {"state": "failed", "why": "words that nobody reads", "kind": kind, "nodes": list(nodes), "step": 3}
 
 
-SILENT = "the node has not been heard of for 20 s (heartbeat_timeout): it is off, cut off, or stopped"
+MACHINE = failed(FailureKind.MACHINE)
+
+
+def silent(node: int) -> State:
+    return failed(FailureKind.NODE_LOST, node)
 
 
 # -- which nodes are lost -----------------------------------------------------------------------------------------
@@ -38,12 +44,13 @@ SILENT = "the node has not been heard of for 20 s (heartbeat_timeout): it is off
     ("state", "unreachable", "expected"),
     [
         (None, set(), []),
-        (record("the process of rank 7 (pid 12) died without a word"), set(), []),
-        (record("the process of rank 7 (pid 12) died without a word"), {"b"}, ["b"]),
+        (MACHINE, set(), []),
+        (MACHINE, {"b"}, ["b"]),
         (None, {"b", "c"}, ["b", "c"]),
-        (record(SILENT), set(), ["b"]),
-        (record(SILENT), {"b"}, ["b"]),
-        (record(SILENT, node=0), set(), []),  # the batch script runs on it
+        (silent(1), set(), ["b"]),
+        (silent(1), {"b"}, ["b"]),
+        (silent(0), set(), []),  # the batch script runs on it
+        (failed(FailureKind.NODE_LOST), set(), []),  # it went, or its sentinel was killed: Slurm says which
         (None, {"a", "b", "c"}, []),  # Slurm does not answer
         ({"state": "stopped", "why": ""}, set(), []),
     ],
@@ -55,10 +62,17 @@ def test_which_nodes_are_lost(
     assert lost_nodes.lost_nodes(state, NODES, used=2, here="a") == expected
 
 
-def test_a_record_names_a_silent_node() -> None:
-    assert silent_node(record(SILENT, node=12)) == 12
-    assert silent_node(record("the node is gone without a goodbye")) is None, "its sentinel may have been killed"
-    assert silent_node({"state": "running", "why": ""}) is None
+def test_silent_nodes_are_those_of_the_record_that_misses_them(tmp_path: Path) -> None:
+    """As a sentinel makes it, and as rank 0 writes it."""
+    place = Place(node=12, rank=96, host="b.x", pid=7)
+    for missed, nodes in ((place.is_silent(20), [12]), (place.is_gone(0, 20), [])):
+        run = RunFolder(tmp_path / str(len(nodes)), {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0"})
+        run.update(state="failed", why=str(missed), kind=missed.kind, nodes=missed.nodes)
+        run.release()
+        state = read_state(run.path, lambda _: True)
+        assert (silent_nodes(state), state and state["kind"]) == (nodes, "node_lost")
+    assert silent_nodes(failed(FailureKind.MACHINE, 1)) == []
+    assert silent_nodes({"state": "running", "why": ""}) == []
 
 
 def test_a_probe_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +135,11 @@ def in_turn(*states: State | None, then: Callable[[], None] = lambda: None) -> C
 
 
 def test_an_srun_that_waits_for_a_lost_node_is_ended(srun: subprocess.Popen) -> None:
-    failed = record("a lost connection")
+    crashed = MACHINE
     states, find = asked([["b"]])
-    assert watch(srun.pid, in_turn(None, None, None, failed), find) == ["b"]
+    assert watch(srun.pid, in_turn(None, None, None, crashed), find) == ["b"]
     assert srun.wait(10) == -9
-    assert states == [failed]
+    assert states == [crashed]
 
 
 def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
@@ -137,13 +151,21 @@ def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
             srun.kill()
 
     states, find = asked([[], ["c"]])
-    assert watch(srun.pid, in_turn(None, record("out of memory"), then=end_later), find) == ["c"]
+    assert watch(srun.pid, in_turn(None, MACHINE, then=end_later), find) == ["c"]
     assert len(states) == 2
 
 
 @pytest.mark.parametrize(
     ("ended", "asks"),
-    [(None, 1), ({"state": "running"}, 1), ({"state": "finished"}, 0), ({"state": "failed", "can_heal": False}, 0)],
+    [
+        (None, 1),
+        ({"state": "running"}, 1),
+        ({"state": "finished"}, 0),
+        ({"state": "stopped"}, 0),
+        (MACHINE, 1),
+        (failed(FailureKind.USER), 0),
+        (failed(FailureKind.MEMORY), 0),
+    ],
 )
 def test_an_srun_that_has_ended(ended: State | None, asks: int, srun: subprocess.Popen) -> None:
     srun.kill()

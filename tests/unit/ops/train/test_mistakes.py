@@ -192,7 +192,7 @@ def expect_told(mistake: Mistake, errors: str, folder: Path) -> None:
         if out.parent == folder:
             state = read_run_state(out)
             assert state is not None
-            assert (state.state, state.can_heal) == ("failed", False)
+            assert (state.state, state.kind) == ("failed", "user")
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -272,7 +272,7 @@ def test_of_two_ranks_one_tells(case: str, right_task: Path, tmp_path: Path) -> 
         assert part in summary
     state = read_run_state(tmp_path / "out")
     assert state is not None
-    assert (state.state, state.can_heal) == ("failed", False)
+    assert (state.state, state.kind) == ("failed", "user")
     assert not (tmp_path / "out" / "logs").exists(), "no engine was started"
 
 

@@ -318,7 +318,7 @@ def test_a_mistake_is_written_down_for_the_scheduler(
         grpo.ops.train.script.main([*mistake, "--output_dir", str(tmp_path / "out")])
     state = read_run_state(tmp_path / "out")
     assert state is not None
-    assert (state.state, state.can_heal, state.job) == ("failed", False, "17")
+    assert (state.state, state.kind, state.job) == ("failed", "user", "17")
 
 
 @pytest.mark.usefixtures("fake_trainer")

@@ -1,0 +1,71 @@
+"""Whose memory fills a device, where one has run out of it: this job's, or that of others."""
+
+import os
+import re
+from dataclasses import dataclass
+
+OTHERS_SHARE = 0.02  # of the device: contexts of tools that only look do not count
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# torch's and vLLM's own words for what they asked for, and torch's for the device.
+_ASKED = re.compile(r"(?:Tried to allocate|memory utilization \([\d.]+,) ([\d.]+) ([KMG]iB)")
+_DEVICE = re.compile(r"\bGPU (\d+) has|device cuda:(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of one device."""
+
+    total: int
+    free: int
+    own: int
+    """Of this process, which has the device to itself: ranks and engines share none."""
+    others: int
+    """Of all other processes."""
+
+    def is_short_of_others(self, asked: int | None) -> bool:
+        """Whether `asked` would fit if the others were gone; None: not known how much."""
+        return self.others > OTHERS_SHARE * self.total and (asked is None or asked <= self.free + self.others)
+
+
+def asked_bytes(text: str) -> int | None:
+    """What an error of torch's or vLLM's says was asked for."""
+    found = _ASKED.search(text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def device_in(text: str) -> int:
+    """The device, as this process counts them, that an error names; 0 without one: an engine's worker has one."""
+    found = _DEVICE.search(text)
+    return int(found[1] or found[2]) if found else 0
+
+
+def read_memory(device: int) -> DeviceMemory | None:
+    """By NVML, which opens no context; None where it does not say, as in containers that see no other's processes."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        name = [*os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), ""][device].strip() or str(device)
+        find = pynvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
+        handle = find(int(name) if name.isdecimal() else name)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        held = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        own = held.pop(os.getpid())
+        return DeviceMemory(total=int(memory.total), free=int(memory.free), own=int(own), others=sum(held.values()))
+    except Exception:  # noqa: BLE001  no NVML, no such GPU, no figures of processes: nothing is known
+        return None
+
+
+def explain(text: str) -> tuple[bool, str]:
+    """Whether others are why memory ran out, by an error's text; and the figures, '' where nothing is known."""
+    device, asked = device_in(text), asked_bytes(text)
+    if (memory := read_memory(device)) is None:
+        return False, ""
+    figures = f"device {device}, in GiB: asked for {_gib(asked)}, free {_gib(memory.free)} of {_gib(memory.total)}, "
+    figures += f"held by this process {_gib(memory.own)}, by others {_gib(memory.others)}"
+    return memory.is_short_of_others(asked), figures
+
+
+def _gib(count: int | None) -> str:
+    return "?" if count is None else f"{count / 2**30:.2f}"

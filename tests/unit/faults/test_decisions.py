@@ -1,0 +1,45 @@
+"""The table of what follows a failure: whole, and as the docs show it."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo.faults.decisions import ANSWERS, Answer, answer_to, answer_to_end
+from grpo.faults.failure import FailureKind
+from tests.support.launching import ROOT
+
+
+def test_every_kind_has_its_answers() -> None:
+    assert list(ANSWERS) == list(FailureKind)
+
+
+@pytest.mark.parametrize(("kind", "was_seen"), [*itertools.product(FailureKind, (False, True))])
+def test_before_the_first_step_it_does_not_matter_whether_it_was_seen(kind: FailureKind, was_seen: bool) -> None:
+    assert answer_to(kind, is_behind_first_step=False, was_seen=was_seen) == ANSWERS[kind][0]
+
+
+@pytest.mark.parametrize(
+    ("state", "was_seen", "answer"),
+    [
+        (None, True, Answer.REPLACE_NODE),
+        ({"state": "running"}, False, Answer.REPLACE_NODE),
+        ({"state": "failed", "kind": "a later version's"}, False, Answer.REPLACE_NODE),
+        ({"state": "stopped", "step": 3, "kind": None}, False, Answer.REQUEUE),
+        ({"state": "failed", "kind": "user", "step": 0}, False, Answer.END),
+        ({"state": "failed", "kind": "user", "step": 3}, False, Answer.START_AGAIN),
+        ({"state": "failed", "kind": "memory", "step": 3}, True, Answer.END),
+        ({"state": "failed", "kind": "engine", "step": 3}, True, Answer.REPLACE_NODE),
+    ],
+)
+def test_the_answer_to_an_attempts_end(state: dict[str, object] | None, was_seen: bool, answer: Answer) -> None:
+    assert answer_to_end(state, was_seen=was_seen) is answer
+
+
+def test_the_docs_show_the_table() -> None:
+    page = Path(ROOT / "docs" / "resume.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert {kind: tuple(answers) for kind, *answers in rows} == {
+        kind.value: tuple(answer.value for answer in answers) for kind, answers in ANSWERS.items()
+    }
