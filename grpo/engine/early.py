@@ -7,6 +7,7 @@ the host, whoever builds it; one that nobody takes ends with this process, or wi
 import atexit
 import contextlib
 import os
+import re
 import threading
 import warnings
 from collections.abc import Mapping
@@ -16,8 +17,13 @@ from grpo.engine.environment import engine_environment
 from grpo.engine.process import HostProcess
 from grpo.place.launch import read_launch
 
-# What an engine reads only when it is built. All else has to be as it was when the host started: vLLM, torch and what
-# they load read it while they are imported.
+# What vLLM, torch and what they load may read while they are imported. It has to be as it was when the host started;
+# other variables, a tracker's say, reach the engine with all the rest when it is built.
+_READ_AT_IMPORT = re.compile(
+    "(VLLM|HF|HUGGING|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|TRITON|CUDA|CUBLAS|NVIDIA|NCCL|GLOO|OMP|MKL|KMP|PYTHON|LD_|XDG)"
+    ".*|PATH|HOME|TMPDIR"
+)
+# What of it is read only when the engine is built.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
 _READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_F32_DEFAULT"}
 
@@ -105,7 +111,7 @@ def _holds_one() -> bool:
 def _changed(seen: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
     """Variables that an engine in `needed` would have read otherwise."""
     names = sorted(name for name in seen.keys() | needed.keys() if seen.get(name) != needed.get(name))
-    return [name for name in names if name not in _READ_LATE]
+    return [name for name in names if _READ_AT_IMPORT.fullmatch(name) and name not in _READ_LATE]
 
 
 def _guess(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -42,7 +42,7 @@ _log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
 HEALTH_POLL_S = 0.5
 ABORT_S = 10.0  # from vLLM's abort of a request to its own end
 ENDED_WELL = ("stop", "length", "repetition")
-WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other rooms stand above this one
+WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other packages stand above this one
 
 
 class Host:

@@ -1,5 +1,5 @@
-"""Who is here, and how all end together: launcher, devices, topology, groups, failure record and watch, signals.
+"""Who is here, and where: the launcher's word, devices, a node's topology, the log of a process, patches of other libraries.
 
-Every other room may import it; it imports none.
+Every other package may import it; it imports none.
 It must not know engines, weights, prompts or TRL.
 """

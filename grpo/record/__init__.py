@@ -1,5 +1,5 @@
-"""A run over its attempts: output folder, checkpoints, exact resume, the order of prompts, metrics on disk.
+"""What a run writes and shows: its folder and state, its history, metrics, completions, the screen, the timeline.
 
-`trainer`, `recipes` and the tools import it; it may import `job`, and stands between TRL's trainer and ours.
+The trainer, the seam and the tools import it; it may import `groups`, `faults` and `place`.
 It must not know engines.
 """

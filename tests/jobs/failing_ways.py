@@ -26,10 +26,10 @@ from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel_start import start_sentinel
 from grpo.ops.launch import lost_nodes, next_attempt
 from grpo.ops.report.symptoms import matching
+from grpo.ops.telling import telling_mistakes
 from grpo.place.launch import Launch
 from grpo.place.topology import plan_node
 from grpo.record.folder import RunFolder
-from grpo.record.telling import telling_mistakes
 
 NODES = ["a", "b", "c"]
 

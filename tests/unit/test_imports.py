@@ -19,7 +19,7 @@ def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
 
 def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> None:
     """HF_HOME, HF_HUB_OFFLINE and others are read once, at import."""
-    modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.record.telling")
+    modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.ops.telling")
     assert not {"datasets", "huggingface_hub", "transformers", "torch", "pyarrow"} & modules
 
 

@@ -1,5 +1,6 @@
 """`grpo init`: a folder of one's own to train from. `files/` is what it may write: a script, and links to configs/ and
 launch/, which a wheel holds as files.
 
-`cli` alone imports it, and it imports no other room.
+The command line alone imports it.
+It imports no other package.
 """

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     if read_launch(os.environ).rank != 0:
         mute_argparse()  # all read the same command line: one of them says what is wrong with it
     start_host()  # before what takes seconds to import; a script that needs no engine ends it with itself
-    from grpo.record.telling import telling_mistakes
+    from grpo.ops.telling import telling_mistakes
 
     with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
         run_module(name, arguments) if is_module else run_script(Path(name), arguments)

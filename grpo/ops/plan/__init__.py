@@ -1,5 +1,5 @@
-"""`grpo plan`: what goes where, and whether it fits: placement and batch of a job, memory and push as estimates.
+"""`grpo plan`: what goes where, and whether it fits: placement and batch of a job, memory as estimates.
 
-`cli` alone imports it; it may import `recipes` and everything below.
+The command line alone imports it; it may import `ops.train` and everything below.
 It must not need a GPU, nor start anything.
 """

@@ -24,6 +24,7 @@ from grpo.ops.plan.placement import gpus_of_nodes, place
 from grpo.ops.plan.push_memory import push_shape
 from grpo.ops.plan.shortfalls import errors_of, warnings_of
 from grpo.ops.plan.speed import SizeAdvice, advise
+from grpo.ops.telling import message_of
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import CHECKS
 from grpo.ops.train.demo import RECIPE
@@ -31,7 +32,6 @@ from grpo.place.topology import NodeTopology
 from grpo.preflight.lora import LoraChoice, check_lora
 from grpo.preflight.model import local_model, reason_of
 from grpo.record.folder import check_writable
-from grpo.record.telling import message_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

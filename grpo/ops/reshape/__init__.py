@@ -1,5 +1,5 @@
 """`grpo reshape`: a checkpoint of M training processes as one for N.
 
-`cli` alone imports it; it may import `run`.
+The command line alone imports it; it may import `checkpoints`.
 It must not need a GPU, a process group or an engine.
 """

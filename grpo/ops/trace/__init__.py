@@ -1,4 +1,5 @@
 """`grpo trace`: a run's timeline as Chrome's trace format, for Perfetto.
 
-A tool: nobody imports it but `cli`. It reads `timeline.records`, and must not know how any of it came about.
+The command line alone imports it; it reads `record.timeline.records`.
+It must not know how any of it came about.
 """

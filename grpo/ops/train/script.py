@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo.ops.telling import telling_mistakes
 from grpo.place.files import flag_of, settings_of
 from grpo.place.importing import importing
 from grpo.place.quiet import quiet
-from grpo.record.telling import telling_mistakes
 
 if TYPE_CHECKING:
     from grpo.ops.train.training import DemoModel

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from grpo.faults.failure import FailureKind
+from grpo.ops.telling import telling_mistakes
 from grpo.record.folder import RunFolder, read_run_state, record_early_failure
-from grpo.record.telling import telling_mistakes
 
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
 

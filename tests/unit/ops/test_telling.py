@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
+from grpo.ops.telling import MAX_LINES, message_of, telling_mistakes
 from grpo.record.folder import read_run_state
-from grpo.record.telling import MAX_LINES, message_of, telling_mistakes
 from tests.support.launching import ROOT
 
 DEADLINE_S = 60
-HEAD = "import sys\nfrom grpo.record.telling import telling_mistakes\n"
+HEAD = "import sys\nfrom grpo.ops.telling import telling_mistakes\n"
 
 
 def program(folder: Path, body: str, *, rank: int = 0, **env: str) -> tuple[subprocess.Popen, Path]:
