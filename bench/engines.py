@@ -11,11 +11,12 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from grpo import GRPOConfig
-from grpo.config.models import EngineModel, engine_spec
+from grpo.config.models import EngineModel
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.place.devices import visible_devices
 from grpo.place.topology import NodeTopology
+from grpo.serving import engine_spec
 
 START_S = 300.0
 

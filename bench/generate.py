@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bench.engines import START_S, VOCAB_SIZE, config, engine_model, save_model, topology_of
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig
-from grpo.config.models import AdapterSlot, engine_args, engine_spec, sampling_settings
+from grpo.config.models import AdapterSlot, engine_args, sampling_settings
 from grpo.engine.environment import engine_environment
 from grpo.engine.lifetime import end_session
 from grpo.engine.plugin import HOST_MARK
@@ -40,6 +40,7 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import NodeTopology
 from grpo.rollout.packing import collapse, pack_rows, seed_base
+from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
 

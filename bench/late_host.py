@@ -4,7 +4,7 @@ from grpo.engine import early
 
 
 def start_no_host() -> None:
-    """In place of `start_host`, here and in `GRPOConfig`."""
+    """In place of `start_host`, here and in `GRPOTrainer`."""
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.config import GRPOConfig
-from grpo.config.models import choose_backend
+from grpo.config.models import AdapterSlot, EngineModel, choose_backend, engine_args, sampling_settings
+from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.faults.failure import JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.startup import StartupClock
+from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.ahead import GenerationBatches, Progress
@@ -181,3 +183,10 @@ class ServingStart:
 
     def _backend(self) -> str:
         return choose_backend(self.args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices))
+
+
+def engine_spec(
+    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
+) -> EngineSpec:
+    """How to build each of the node's engines."""
+    return EngineSpec(engine_args=engine_args(args, model, topology, adapters), sampling=sampling_settings(args))

@@ -20,9 +20,10 @@ from trl.extras.profiling import profiling_context
 from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
 from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
-from grpo.config.models import attention_heads, base_of, describe_model, engine_spec
+from grpo.config.models import attention_heads, base_of, describe_model
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
+from grpo.engine.early import drop_host, start_first_host
 from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord
@@ -44,6 +45,7 @@ from grpo.record.provenance import beside_options
 from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
 from grpo.seam.conversing import ConversingTrainer
+from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
 
@@ -107,6 +109,7 @@ class GRPOTrainer(ConversingTrainer):
         self._local: LocalVLLM | None = None
         self._reward_loop: asyncio.AbstractEventLoop | None = None
         if not args.local_mode:
+            drop_host()  # that `grpo launch` has started for engines
             join_deepspeed(args.deepspeed)
             if read_launch(os.environ).rank == 0:
                 make_run_folder(Path(args.output_dir))  # transformers would make it for everybody to read
@@ -116,6 +119,8 @@ class GRPOTrainer(ConversingTrainer):
             signals.take()
             self.open_run(self.args, signals)
             return
+        if read_launch(os.environ).launched:
+            start_first_host()  # unless one waits already, or this node's engines have been started before
         with self.recording_failures(args.output_dir):
             refuse_unsupported(inherited)
             check_inputs(inherited)

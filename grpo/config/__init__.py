@@ -14,7 +14,6 @@ import trl
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.recording import RecordingConfig, check_recording, own_log_level
-from grpo.engine.early import drop_host, start_first_host
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
@@ -241,10 +240,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             check_local(self)
             check_recording(self)
             check_conversing(self)
-            if read_launch(os.environ).launched:
-                start_first_host()  # unless one waits already
             return
-        drop_host()
         own = own_fields(self, trl.GRPOConfig)
         changed = [name for name in own if getattr(self, name) != getattr(type(self), name)]
         if changed:

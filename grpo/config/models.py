@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
-from grpo.engine.messages import EngineSpec
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
@@ -142,13 +141,6 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
     if asked == "auto":
         return "nccl" if has_gpus else "shm"
     return asked
-
-
-def engine_spec(
-    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: "AdapterSlot | None" = None
-) -> EngineSpec:
-    """How to build each of the node's engines."""
-    return EngineSpec(engine_args=engine_args(args, model, topology, adapters), sampling=sampling_settings(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

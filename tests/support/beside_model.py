@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from grpo import GRPOConfig
-from grpo.config.models import AdapterSlot, EngineModel, engine_spec
+from grpo.config.models import AdapterSlot, EngineModel
 from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.sessions import session_members
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import read_topology
+from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
 

@@ -1,4 +1,4 @@
-"""No unit test starts an engine host."""
+"""Engine hosts that only look as if they ran, for tests that would start one."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,8 @@ from grpo.engine import early
 from tests.support.engines import MadeUpHost
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MadeUpHost]]:
-    """What `GRPOConfig` starts, too, where a test has made the variables of a launcher up."""
     started: list[MadeUpHost] = []
 
     def start(environment: dict[str, str]) -> MadeUpHost:
