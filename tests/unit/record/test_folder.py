@@ -65,10 +65,11 @@ def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatc
 
 
 def test_requests_and_who_asked(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
-    (tmp_path / "stop.17.1").touch()
-    time.sleep(0.02)
-    folder = RunFolder(tmp_path, JOB)
+    began = time.time() - 60
+    for name in ("stop", "stop.17.1"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (began - 60, began - 60))
+    folder = RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(began)})
     notes = folder.drop_old_requests()
     assert len(notes) == 2
     assert all("earlier attempt" in note for note in notes)
