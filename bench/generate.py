@@ -175,7 +175,7 @@ def measure(options: Any, folder: Path) -> Report:
         return seed_base(seed=args.seed, step=STEP, mode="train", draw=draw, user_seed=None)
 
     same_args = engine_args(args, engine_model(model), topology)
-    del same_args["load_format"], same_args["weight_transfer_config"]
+    del same_args["load_format"]
     requests = collapse(pack_rows(prompts), base(1), 0)  # the second batch of a step
     bare = BareVLLM(
         {

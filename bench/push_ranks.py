@@ -25,6 +25,7 @@ from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.place.devices import device_tokens
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places
+from grpo.weights.engine_args import transfer_args
 from grpo.weights.gather import ShardGather
 from grpo.weights.push import Pusher
 from grpo.weights.source import GatheredSource, PushPlan
@@ -47,7 +48,7 @@ def start_engine(settings: dict[str, Any], model: Path, config: PretrainedConfig
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "weight_transfer_config": f"grpo_{settings['backend']}",
+        **transfer_args(settings["backend"]),
         "max_model_len": 256,
         "enforce_eager": True,
         "disable_log_stats": True,

@@ -1,11 +1,13 @@
 """Launch to first step: engines and trainer side by side, one after the other, and TRL without an engine.
 
-`python -m bench.startup` starts four jobs in turn, each as a user starts it: `accelerate launch` with a tiny model
+`python -m bench.startup` starts five jobs in turn, each as a user starts it: `accelerate launch` with a tiny model
 and one optimizer step on two ranks (on GPUs: on all but one).
 
 - side by side: `train.py`. The engine's host imports vLLM while the ranks import the trainer.
 - late host: the same, but the host starts with its engine, when the trainer is made (`bench/late_host.py`).
-- one after the other: that, and the ranks go on when the engines are ready (`bench/serial_start.py`).
+- own script: a script of a user's that says nothing of a host (`bench/own_script.py`): it starts when the trainer is
+  made, before anything else is done there.
+- one after the other: `late host`, and the ranks go on when the engines are ready (`bench/serial_start.py`).
 - TRL, transformers generation: TRL's own script with `use_vllm: false`, which a user would pick who will not wait for
   an engine. What it costs later is the subject of `bench.generate`.
 
@@ -41,6 +43,7 @@ DEADLINE_S = 600.0  # of one job; the first one may have to build DeepSpeed's ex
 FIRST_STEPS = ("[grpo] step 1/", "{'loss': ")  # how the line of a step begins: ours, and transformers' under TRL
 SIDE_BY_SIDE = "side by side"
 LATE_HOST = "late host"
+OWN_SCRIPT = "own script"
 ONE_AFTER_THE_OTHER = "one after the other"
 TRL = "TRL, transformers generation"
 ENGINE_START = "startup/engine_s"
@@ -93,6 +96,7 @@ def commands(model: str, data: Path, *, device: str, short: bool) -> dict[str, l
     return {
         SIDE_BY_SIDE: [*launcher, str(ROOT / "train.py"), *own],
         LATE_HOST: [*launcher, str(ROOT / "bench" / "late_host.py"), *own],
+        OWN_SCRIPT: [*launcher, str(ROOT / "bench" / "own_script.py"), *own],
         ONE_AFTER_THE_OTHER: [*launcher, str(ROOT / "bench" / "serial_start.py"), *own],
         TRL: [*launcher, "-m", "trl.scripts.grpo", *without_engine],
     }
@@ -170,7 +174,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Report:
     model = args.model or str(ensure_demo_model(folder / "model", max_steps=1))
     jobs = commands(model, data, device=args.device, short=args.short)
     if args.short:
-        del jobs[TRL], jobs[LATE_HOST]  # two jobs take most of a minute
+        del jobs[TRL], jobs[LATE_HOST], jobs[OWN_SCRIPT]  # two jobs take most of a minute
     else:
         launch(jobs[SIDE_BY_SIDE], folder / "warm-up")
     launches: dict[str, list[Launch]] = {name: [] for name in jobs}

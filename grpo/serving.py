@@ -23,12 +23,24 @@ from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.rollouts import Rollouts
 from grpo.rollout.turns.serving import RankConversations
 from grpo.weights.delivery import WeightDelivery
+from grpo.weights.engine_args import transfer_args
 from grpo.weights.push import Pusher, load_transport
 from grpo.weights.source import GatheredSource
 from grpo.weights.trained import TrainedModel
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 _log = logging.getLogger(__name__)
+
+
+def engine_spec(
+    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
+) -> EngineSpec:
+    """How to build each of the node's engines."""
+    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
+    return EngineSpec(
+        engine_args=engine_args(args, model, topology, adapters) | transfer_args(backend),
+        sampling=sampling_settings(args),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +195,3 @@ class ServingStart:
 
     def _backend(self) -> str:
         return choose_backend(self.args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices))
-
-
-def engine_spec(
-    args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
-) -> EngineSpec:
-    """How to build each of the node's engines."""
-    return EngineSpec(engine_args=engine_args(args, model, topology, adapters), sampling=sampling_settings(args))

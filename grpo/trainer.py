@@ -291,14 +291,8 @@ class GRPOTrainer(ConversingTrainer):
         with profiling_context(self, "vLLM.generate"):
             self._local.wait_for_batch()  # here, so that TRL's timer of the push does not count it
         completions = super()._generate_single_turn(*args, **kwargs)
-        self._note_sampling()
+        self.note_sampling(self._local)
         return completions
-
-    def _note_sampling(self) -> None:
-        assert self._local is not None, "engines of ours have sampled"
-        self._log(self._local.metrics(self._mode))
-        self._metrics[self._mode]["engine/policy_version"] = [self._local.policy_version]
-        self.note_nodes(self._local.by_node(), self._mode)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample and score."""
@@ -308,14 +302,14 @@ class GRPOTrainer(ConversingTrainer):
         if (refused := self._local.refused_rows) is not None:
             scored["completion_mask"][refused] = 0
         if "importance_sampling_ratio" in scored:
-            self._log(clipped_share(scored, self.args, self.accelerator))
-        self._log(completion_lengths(scored, self.accelerator))
+            self.note_metrics(clipped_share(scored, self.args, self.accelerator))
+        self.note_metrics(completion_lengths(scored, self.accelerator))
         self.note_completions(self._local.facts(self._end_tokens), self._mode)
         return scored
 
     def after_step(self, control: TrainerControl) -> None:
         if self._local is not None:
-            self._log(self._local.startup.first_step())
+            self.note_metrics(self._local.startup.first_step())
         super().after_step(control)
 
     # -- what the loop asks ---------------------------------------------------------------------------------------
@@ -323,10 +317,6 @@ class GRPOTrainer(ConversingTrainer):
     @property
     def _end_tokens(self) -> set[int]:
         return {*self.eos_token_ids, self._tokenizer.pad_token_id}  # as TRL counts those that were cut (1.16)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
     def _progress(self) -> tuple[int, str]:
         return self.state.global_step, self._mode
@@ -346,10 +336,6 @@ class GRPOTrainer(ConversingTrainer):
             world_size=self.accelerator.num_processes,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
         )
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
 
     @contextlib.contextmanager
     def _guarded(self, phase: str) -> Iterator[None]:

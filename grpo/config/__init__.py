@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import warnings
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import trl
 
-from grpo.config.checks import accumulation_of, check_counts, check_local, check_trackers
+from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.recording import RecordingConfig, check_recording, own_log_level
 from grpo.groups.process_groups import make_world_group
@@ -21,7 +20,6 @@ from grpo.place.launch import asks_for_cpu, either, multiples_around, parent_arg
 from grpo.place.log import check_log_variable
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.place.quiet import quiet
-from grpo.place.topology import plan_node
 from grpo.record.screen import show_log
 
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9
@@ -225,7 +223,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             if self.completions_per_step is not None:
                 self.gradient_accumulation_steps = accumulation_of(self, self.num_ranks)
             if not vars(self)["use_cpu"]:
-                self._check_placement()
+                check_placement(self, os.environ, count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv())))
             if not torch.accelerator.is_available():
                 # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
                 # transformers then takes each rank for the only one.
@@ -268,26 +266,6 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
             make_world_group(self.ddp_backend, timeout_s=self.ddp_timeout)
         return super()._setup_devices
-
-    def _check_placement(self) -> None:
-        """GPUs that were meant and are not there, or that engines cannot be given: what this rank can tell alone.
-
-        Before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), where transformers
-        makes the process group: a rank without a GPU fails there, and the others wait.
-        """
-        num_gpus = count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv()))
-        launch = read_launch(os.environ)
-        if not num_gpus or not launch.launched:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
-            plan_node(
-                launch,
-                [str(index) for index in range(num_gpus)],
-                reserved_gpus=self.vllm_reserved_gpus,
-                tensor_parallel_size=self.vllm_tensor_parallel_size,
-                engines_per_node=self.vllm_engines_per_node,
-            )
 
 
 def own_fields(ours: Any, theirs: Any) -> list[str]:

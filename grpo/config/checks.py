@@ -2,12 +2,15 @@
 
 import importlib.util
 import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import trl
 
-from grpo.place.launch import either, multiples_around
+from grpo.place.launch import either, multiples_around, read_launch
 from grpo.place.spelling import did_you_mean
+from grpo.place.topology import plan_node
 
 _SERVER_FIELDS = (
     "vllm_server_base_url",
@@ -87,6 +90,32 @@ def check_counts(args: Any) -> None:
         value = getattr(args, name)
         if value is not None and value < smallest:
             raise ValueError(f"{name} is {value}; it must be {smallest} or more")
+
+
+def check_placement(args: Any, environment: Mapping[str, str], num_gpus: int) -> None:
+    """Whether ranks and engines fit the node's GPUs, as far as one rank can tell alone; without GPUs nothing is said.
+
+    Before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), where transformers makes
+    the process group: a rank without a GPU fails there, and the others wait.
+
+    Args:
+        environment: of a process that a launcher has started, or of one that was started by hand.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    launch = read_launch(environment)
+    if not num_gpus or not launch.launched:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
+        plan_node(
+            launch,
+            [str(index) for index in range(num_gpus)],
+            reserved_gpus=args.vllm_reserved_gpus,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            engines_per_node=args.vllm_engines_per_node,
+        )
 
 
 def accumulation_of(args: Any, num_ranks: int) -> int:

@@ -165,8 +165,7 @@ class AdapterSlot:
 def engine_args(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs` for this job."""
-    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
+    """Arguments of vLLM's `AsyncEngineArgs` for this job, but for those that say how weights arrive."""
     settings: dict[str, Any] = {
         "model": model.path,
         "tokenizer": model.tokenizer,
@@ -177,7 +176,6 @@ def engine_args(
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "model_impl": args.vllm_model_impl,
         "load_format": "dummy",  # the first push brings every weight, or fails
-        "weight_transfer_config": f"grpo_{backend}",
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
         "seed": args.seed,
         "disable_log_stats": True,

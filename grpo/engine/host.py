@@ -7,7 +7,6 @@ reach it.
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -42,7 +41,6 @@ _log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
 HEALTH_POLL_S = 0.5
 ABORT_S = 10.0  # from vLLM's abort of a request to its own end
 ENDED_WELL = ("stop", "length", "repetition")
-WORKER = "grpo.weights.worker.AskedWorker"  # by name: the other packages stand above this one
 
 
 class Host:
@@ -283,7 +281,6 @@ def load() -> None:
     import vllm.v1.engine.core
     from vllm.platforms import current_platform
 
-    importlib.import_module(WORKER.rpartition(".")[0])
     if not current_platform.is_cpu():
         import vllm.v1.worker.gpu_worker
     else:
@@ -359,7 +356,6 @@ def main() -> None:
 
         arguments = start.spec.engine_args
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=arguments["weight_transfer_config"])
-        arguments["worker_extension_cls"] = WORKER
         fail = partial(say_and_end, connection, parent_pid)
         asyncio.run(run(connection, start.spec, lambda: time.monotonic() - started - waited_s, fail))
     except BaseException as error:  # noqa: BLE001  process boundary: passed on to the local main

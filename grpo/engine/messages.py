@@ -20,7 +20,7 @@ class EngineSpec:
     """How to build the engine."""
 
     engine_args: dict[str, Any]
-    """Arguments of vLLM's `AsyncEngineArgs`."""
+    """Arguments of vLLM's `AsyncEngineArgs`; `weight_transfer_config` is the backend's name alone."""
     sampling: dict[str, Any]
     """Arguments of `SamplingParams` common to all completions; `seed` comes with each `Sample`."""
 

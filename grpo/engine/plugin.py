@@ -6,20 +6,12 @@ from pathlib import Path
 from grpo.engine.lifetime import die_with_parent
 from grpo.place.patches.stdlib import name_shared_memory
 
-NCCL_BACKEND = "grpo_nccl"
-SHM_BACKEND = "grpo_shm"
 HOST_MARK = "GRPO_ENGINE_FOLDER"  # in the environment of an engine host and of all that it starts: its private folder
 FIRST_OUTPUT = "output.log"  # in that folder: what the host writes before it knows its log
 
 
 def register() -> None:
-    """Register the worker side of our weight-transfer backends; may run several times in a process."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    known = WeightTransferEngineFactory._registry
-    for name, class_name in ((NCCL_BACKEND, "CountedNCCLEngine"), (SHM_BACKEND, "CountedShmEngine")):
-        if name not in known:
-            WeightTransferEngineFactory.register_engine(name, "grpo.weights.worker", class_name)
+    """Tie a process to the host that it belongs to; may run several times in a process."""
     if HOST_MARK in os.environ:  # any other vLLM on this machine is left as it is
         name_shared_memory(Path(os.environ[HOST_MARK]).name)  # `remove_traces` finds it by that
         die_with_parent()

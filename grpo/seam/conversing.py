@@ -99,8 +99,10 @@ class ConversingTrainer(ScoringTrainer):
         def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
             own = me()
             assert own is not None, "TRL calls it in a generation"
-            output = own._local.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
-            own._note_sampling()
+            engines = own._local
+            assert engines is not None, "of local mode"
+            output = engines.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
+            own.note_sampling(engines)
             return output
 
         return rollout
@@ -129,10 +131,6 @@ class ConversingTrainer(ScoringTrainer):
         for row in self._rollouts.tools.hanging_rows:
             pool = self._environment_pool[self._batch_environments[row]]
             pool[:] = [each for each in pool if each is not self.environments[row]]  # TRL makes others
-
-    def _note_sampling(self) -> None:
-        """Log what the last batch cost."""
-        raise NotImplementedError
 
     def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
         """TRL's, of conversations that `_generate_single_turn` has had."""

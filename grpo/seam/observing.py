@@ -28,6 +28,7 @@ from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
 from grpo.record.timeline.usage import UsageSampler
+from grpo.seam.engines import LocalEngines
 from grpo.seam.resuming import ResumableTrainer
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,23 @@ class ObservedTrainer(ResumableTrainer):
         self.timeline.step = self.state.global_step
         self._phases.settle()
         super().after_step(control)
+
+    # -- what a batch cost --------------------------------------------------------------------------------------------
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Figures that TRL logs with its own, as their mean since the last log."""
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)
+
+    def note_sampling(self, engines: LocalEngines) -> None:
+        """Figures of the batch that has just come from them."""
+        self.note_metrics(engines.metrics(self._mode))
+        self._metrics[self._mode]["engine/policy_version"] = [engines.policy_version]
+        self.note_nodes(engines.by_node(), self._mode)
 
     # -- which node is slow ---------------------------------------------------------------------------------------
 

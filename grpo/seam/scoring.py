@@ -14,6 +14,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.place.log import EVERY_RANK
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
+from grpo.seam.engines import LocalEngines
 from grpo.seam.observing import ObservedTrainer
 
 _log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ def use_device(device: torch.device) -> None:
 class ScoringTrainer(ObservedTrainer):
     """A trainer whose reward functions run while it computes log-probabilities, or still samples."""
 
-    _local: Any
-    """`LocalVLLM`, in local mode."""
+    _local: LocalEngines | None = None
+    """In local mode, as `_watch`."""
     _watch: FailureWatch
     reward_funcs: list[Any]
     _scoring: Scoring | None = None

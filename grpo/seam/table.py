@@ -142,7 +142,6 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(_TRANSFER, "reads", "device model model_config"),
     *_functions(_NCCL, "overrides", "init_transfer_engine(self, init_info)\nreceive_weights(self, update_info)"),
     *_values(_NCCL, "reads", "model_update_group packed_buffer_size_bytes packed_num_buffers"),
-    *_values("vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory", "reads", "_registry"),
     *_values("vllm.lora.worker_manager.WorkerLoRAManager", "reads", "_adapter_manager lora_config vocab_size"),
     *_values("vllm.lora.lora_model.LoRAModel", "assigns", "is_3d_lora_weight"),
     *_values(

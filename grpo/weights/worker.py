@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
@@ -42,6 +43,7 @@ from grpo.weights.destinations import (
     loaders_replaced,
     whole_loads,
 )
+from grpo.weights.engine_args import BACKENDS
 from grpo.weights.wire_format import WireFormat
 
 _log = logging.getLogger(__name__)
@@ -342,3 +344,7 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdat
 
     def shutdown(self) -> None:
         self._buffer = None
+
+
+WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], CountedNCCLEngine)
+WeightTransferEngineFactory.register_engine(BACKENDS["shm"], CountedShmEngine)

@@ -19,6 +19,7 @@ from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.ops.export.command import export
 from grpo.ops.reshape.zero import reshape_zero
+from grpo.weights.engine_args import transfer_args
 from tests.support.launching import ROOT, start, torchrun_command
 from tests.support.tiny_models import save_tiny_model
 
@@ -176,7 +177,7 @@ def test_vllm_loads_the_export_and_computes_the_same(trained: Path, tmp_path: Pa
             "max_model_len": 32,
             "enforce_eager": True,
             "kv_cache_memory_bytes": 2**28,
-            "weight_transfer_config": "grpo_shm",
+            **transfer_args("shm"),
         },
         sampling={},
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.engine.messages import EngineSpec
+from grpo.weights.engine_args import transfer_args
 
 START_S = 240  # 12 s alone
 MAX_TOKENS = 3000
@@ -19,7 +20,7 @@ def engine_spec(model: Path, **engine_args: Any) -> EngineSpec:
             "max_model_len": MAX_TOKENS + 100,
             "enforce_eager": True,
             "kv_cache_memory_bytes": 2**28,
-            "weight_transfer_config": "grpo_shm",
+            **transfer_args("shm"),
             **engine_args,
         },
         sampling={"max_tokens": MAX_TOKENS, "ignore_eos": True},

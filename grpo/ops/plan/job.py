@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -104,13 +104,11 @@ def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
 class PlannedConfig(GRPOConfig):
     """`GRPOConfig` as it will be on a rank of the job, with all its checks; what it refuses is kept, not raised.
 
-    The number of ranks is told and not asked of a process group, and no accelerator is looked for.
+    Transformers makes the process group and takes a device where it makes its arguments: neither of them here.
     """
 
-    planned_world_size = 1
-    """Set on a subclass by `read_training`."""
-    planned_precision = "no"
-    """The launcher's `mixed_precision`, which counts where bf16 and fp16 are off."""
+    launcher: ClassVar[Launcher] = Launcher(num_processes=1, num_machines=1)
+    """Of the job; set on a subclass by `read_training`."""
     refusal: str | None = None
     """Why the trainer would stop at start; fields that are worked out may then be missing."""
     deepspeed_file: "str | dict[str, Any] | None" = None
@@ -119,22 +117,20 @@ class PlannedConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self.deepspeed_file = vars(self)["deepspeed"]
         self.deepspeed = None
-        use_cpu, self.use_cpu = self.use_cpu, True
+        use_cpu, self.use_cpu = self.use_cpu, True  # nothing is asked of this machine's GPUs
         try:
             super().__post_init__()
         except ValueError as error:
             self.refusal = str(error)
         self.use_cpu = use_cpu
         if not (self.bf16 or self.fp16):
-            self.mixed_precision = self.planned_precision
-
-    @property
-    def world_size(self) -> int:
-        return self.planned_world_size
+            self.mixed_precision = self.launcher.mixed_precision
 
     @property
     def num_ranks(self) -> int:
-        return self.planned_world_size
+        return self.launcher.num_processes
+
+    world_size = num_ranks
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -149,12 +145,9 @@ def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) 
     not exist and for a file that cannot be read.
     """
 
-    class ConfigOfThisJob(PlannedConfig):
-        planned_world_size = launcher.num_processes
-        planned_precision = launcher.mixed_precision
-
+    config_type = type("ConfigOfThisJob", (PlannedConfig,), {"launcher": launcher})
     argv = [*(["--config", config] if config is not None else []), *flags]
-    arguments = parse_arguments(argv, config_type=ConfigOfThisJob, world_size=launcher.num_processes)
+    arguments = parse_arguments(argv, config_type=config_type, world_size=launcher.num_processes)
     model, training = arguments.model, arguments.training
     init_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
     training.model_init_kwargs = {**init_kwargs, **(training.model_init_kwargs or {})}

@@ -71,7 +71,6 @@ def test_engine_arguments() -> None:
     settings = engine_args(args, MODEL, topology())
     assert {"dtype": "bfloat16", "max_model_len": 512, "load_format": "dummy", "seed": 7}.items() <= settings.items()
     assert settings["logprobs_mode"] == "processed_logprobs"
-    assert settings["weight_transfer_config"] == "grpo_shm"
     assert settings["max_num_seqs"] == 32
     assert settings["kv_cache_memory_bytes"] == 2**30
     assert settings["enable_chunked_prefill"] is False

@@ -19,16 +19,17 @@ from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from grpo.engine.client import EngineError
-from grpo.engine.plugin import NCCL_BACKEND, SHM_BACKEND, register
 from grpo.weights import nccl, push
 from grpo.weights.buckets import ParamMeta
+from grpo.weights.engine_args import BACKENDS
 from grpo.weights.push import NodeEngines, Pusher
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
-from grpo.weights.worker import CountedNCCLEngine, NCCLUpdateInfo
+from grpo.weights.worker import CountedNCCLEngine, CountedReload, NCCLUpdateInfo
 from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
 from tests.support.tiny_models import tiny_model
@@ -66,17 +67,10 @@ def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
     assert aborted.is_set()
 
 
-def test_both_backends_are_registered_once_under_our_names() -> None:
-    register()
-    register()
-    assert {NCCL_BACKEND, SHM_BACKEND} <= WeightTransferEngineFactory._registry.keys()
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    from grpo.weights.worker import CountedReload
-
-    for name in (NCCL_BACKEND, SHM_BACKEND):
-        assert issubclass(WeightTransferEngineFactory._registry[name](), CountedReload)
-    assert issubclass(WeightTransferEngineFactory._registry[NCCL_BACKEND](), NCCLWeightTransferEngine)
+def test_both_backends_are_registered_under_our_names() -> None:
+    known = {transport: WeightTransferEngineFactory._registry[name]() for transport, name in BACKENDS.items()}
+    assert all(issubclass(engine, CountedReload) for engine in known.values())
+    assert issubclass(known["nccl"], NCCLWeightTransferEngine)
 
 
 class Communicator:

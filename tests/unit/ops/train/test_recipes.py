@@ -12,7 +12,7 @@ import yaml
 from grpo import GRPOTrainer
 from grpo.cli import main
 from grpo.engine.messages import Sample
-from grpo.ops.plan.job import PlannedConfig
+from grpo.ops.plan.job import Launcher, PlannedConfig
 from grpo.ops.train.adapters import ADAPTERS, last_boxed
 from grpo.ops.train.arguments import Arguments, parse_arguments
 from grpo.ops.train.checks import check_arguments, rewards_of
@@ -128,10 +128,7 @@ def test_another_number_of_ranks_makes_the_same_step_too(
 
 
 def with_ranks(count: int) -> Any:
-    class Config(PlannedConfig):
-        planned_world_size = count
-
-    return Config
+    return type("Config", (PlannedConfig,), {"launcher": Launcher(num_processes=count, num_machines=1)})
 
 
 def test_the_plan_refuses_what_the_trainer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

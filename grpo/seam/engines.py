@@ -1,0 +1,31 @@
+"""What the seam asks of a node's engines."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from grpo.rollout.turns.talk import Talk
+
+
+class LocalEngines(Protocol):
+    """The engines as scoring, conversations and metrics see them; `LocalVLLM` is what they are."""
+
+    @property
+    def refused_rows(self) -> list[bool] | None:
+        """Of the last batch, this rank's rows whose prompts no engine took; None where the whole job has none."""
+
+    @property
+    def last_talks(self) -> tuple[list[Talk], dict[str, int]]:
+        """Of the last batch, this rank's conversations and how often they called tools."""
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps of the weights by which the last batch was asked for."""
+
+    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]:
+        """Run a rollout function of the user's. Collective."""
+
+    def metrics(self, mode: str) -> dict[str, float]:
+        """Of the last generation batch, and of a push that `mode` has not been told of."""
+
+    def by_node(self) -> dict[str, list[float]]:
+        """The newest figures of each node, in their order."""
