@@ -1,6 +1,5 @@
 """What a run leaves to look at: fields of `GRPOConfig`, and their checks."""
 
-import importlib.util
 import os
 import re
 from dataclasses import dataclass, field
@@ -29,13 +28,6 @@ class RecordingConfig:
             "0: nobody looks."
         },
     )
-    report_every_s: float = field(
-        default=0.0,
-        metadata={
-            "help": "Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output "
-            "folder in a process of its own; 0: only when somebody asks for it."
-        },
-    )
     profile_steps: str | None = field(
         default=None,
         metadata={
@@ -47,11 +39,9 @@ class RecordingConfig:
 
 
 def check_recording(args: Any) -> None:
-    for name in ("log_completions_prompts", "usage_interval_s", "report_every_s"):
+    for name in ("log_completions_prompts", "usage_interval_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
-    if args.report_every_s and not importlib.util.find_spec("altair"):
-        raise ValueError("report_every_s needs altair, which is not installed: pip install 'grpo-local[report]'")
     if profiled_steps(args.profile_steps):
         profiled_ranks(args.profile_ranks, args.world_size)
 

@@ -17,13 +17,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.config.recording import profiled_ranks, profiled_steps
-from grpo.faults.signals import StopRequest
 from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, RecentFacts, sampled_rows
 from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
-from grpo.record.refreshing import RefreshReport
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
@@ -49,7 +47,6 @@ class ObservedTrainer(ResumableTrainer):
     _samples: CompletionSamples | None = None
     _stop_recording: Callable[[], object] | None = None
     """Where there is a timeline; a second call does nothing."""
-    _refresh: RefreshReport | None = None
 
     def observe(
         self,
@@ -90,9 +87,6 @@ class ObservedTrainer(ResumableTrainer):
             self.add_callback(
                 ProfileSteps(profiled_steps(args.profile_steps), args.process_index, self._metrics["train"])
             )
-        if self.is_world_process_zero() and args.report_every_s:
-            self._refresh = RefreshReport(args.report_every_s)
-            self.add_callback(self._refresh)
         self._num_prompts = args.log_completions_prompts
         self._facts = RecentFacts(args.generation_batch_size)
         self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
@@ -194,13 +188,6 @@ class ObservedTrainer(ResumableTrainer):
             self._samples.cut(first_step, run.previous_attempt)
 
     # -- end ------------------------------------------------------------------------------------------------------
-
-    def _end(self, stop: StopRequest | None) -> None:
-        try:
-            super()._end(stop)
-        finally:
-            if self._refresh is not None:
-                self._refresh.finish(Path(self.args.output_dir), has_time=stop is None)
 
     def close(self) -> None:
         if self._stop_recording is not None:

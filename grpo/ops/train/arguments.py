@@ -1,6 +1,7 @@
-"""The arguments of `train.py`: TRL's own, three more that adapt a data set, and the demo's where no model is named."""
+"""The arguments of `train.py`: TRL's own, four more, and the demo's where no model is named."""
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus three that turn a data set of questions into prompts."""
+    """TRL's script arguments, plus three that turn a data set of questions into prompts, and one for the run's page."""
 
     dataset_adapter: str | None = field(
         default=None,
@@ -69,6 +70,13 @@ class GRPOScriptArguments(TrlScriptArguments):
             "help": "Makes a prompt of plain text a conversation: this system message, then the text as the user's."
         },
     )
+    report_every_s: float = field(
+        default=0.0,
+        metadata={
+            "help": "Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output "
+            "folder in a process of its own; 0: only when somebody asks for it."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.dataset_columns, str):
@@ -84,6 +92,10 @@ class GRPOScriptArguments(TrlScriptArguments):
                 f"there is no dataset_adapter {self.dataset_adapter!r}{did_you_mean(self.dataset_adapter, ADAPTERS)}: "
                 f"write one of {', '.join(ADAPTERS)}, or rename columns with dataset_columns"
             )
+        if not self.report_every_s >= 0:
+            raise ValueError(f"report_every_s is {self.report_every_s}; it must be 0 or more")
+        if self.report_every_s and not importlib.util.find_spec("altair"):
+            raise ValueError("report_every_s needs altair, which is not installed: pip install 'grpo-local[report]'")
         if self.dataset_adapter is not None and self.dataset_columns is not None:
             raise ValueError("dataset_adapter and dataset_columns both say what rows become: remove one of the two")
         reward_funcs: Any = vars(self)["reward_funcs"]

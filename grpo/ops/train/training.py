@@ -12,6 +12,7 @@ from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, split_of
 from grpo.ops.train.demo import demo_dataset
+from grpo.ops.train.refreshing import RefreshReport
 from grpo.place.importing import importing
 from grpo.place.launch import read_launch
 
@@ -42,7 +43,7 @@ def run(arguments: Arguments) -> "GRPOTrainer":
             else None
         ),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    train(trainer, arguments)
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"model saved to {training.output_dir}")
     if training.push_to_hub:
@@ -66,13 +67,28 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
         train_dataset=demo_dataset("train"),
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    train(trainer, arguments)
     _log.info(
         "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ "
         "(README, 'One node')"
     )
     trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
     return trainer
+
+
+def train(trainer: "GRPOTrainer", arguments: Arguments) -> None:
+    """Train, and make the run's page anew meanwhile if that is asked for."""
+    training, every_s = arguments.training, arguments.script.report_every_s
+    if not every_s or not trainer.is_world_process_zero():
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        return
+    pages, has_time = RefreshReport(every_s), False
+    trainer.add_callback(pages)
+    try:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        has_time = True
+    finally:
+        pages.finish(Path(training.output_dir), has_time=has_time)
 
 
 def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":

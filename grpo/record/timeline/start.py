@@ -6,15 +6,17 @@ from statistics import median
 
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.topology import NodeTopology
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import Attempt, timeline_path
 
 _READINGS = 5
 
 
-def open_timeline(output_dir: Path, groups: NodeGroups, watch: FailureWatch, *, attempt: int) -> Recorder:
+def open_timeline(
+    output_dir: Path, topology: NodeTopology, groups: NodeGroups, watch: FailureWatch, *, attempt: int
+) -> Recorder:
     """A recorder that writes, on a local main; on other ranks one that does not. Collective over the job."""
-    topology = groups.topology
     offset_s = clock_offset_s(groups, watch)
     if not topology.is_local_main:
         return Recorder()

@@ -15,7 +15,7 @@ _AT_THE_END_S = 120.0
 
 
 class RefreshReport(TrainerCallback):
-    """On rank 0: runs `grpo report` on the output folder, one at a time."""
+    """Runs `grpo report` on the output folder, one at a time. For rank 0."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -31,7 +31,7 @@ class RefreshReport(TrainerCallback):
         """The last page: the run has ended, and says how.
 
         Args:
-            has_time: False where somebody waits for the end: a page that is being made is given up, too.
+            has_time: False where training was ended: a page that is being made is given up, too.
         """
         if not has_time:
             self._end(0.0)
