@@ -30,7 +30,6 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch, watch_for
 from grpo.groups.agreement import agree_on_topology
-from grpo.groups.node_groups import NodeGroups
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
 from grpo.place.launch import read_launch
@@ -148,17 +147,24 @@ class GRPOTrainer(ConversingTrainer):
             named = inherited["model"]
             name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
             beside = {"model_name_or_path": name, **beside_options(inherited)}
-            self.open_run(args, self._watch.signals, self._watch, topology=self.topology, beside=beside)
-            self._open_logs(Path(args.output_dir))
-            self._record_what_the_watch_learns()
-            self._job.by_rank_zero(lambda: self._try_first_row(inherited))
-            self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
             rollout_s = args.rollout_timeout
             if inherited["environment_factory"]:  # as long to reset, and nobody need hear of it before the batch ends
                 rollout_s *= 2
-            longest_s = max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, rollout_s)
-            groups = NodeGroups(self.topology, max_wait_s=longest_s, watch=self._watch)
-            self.timeline = open_timeline(Path(args.output_dir), groups, self._watch, attempt=self.attempt)
+            self.open_run(
+                args,
+                self._watch.signals,
+                self._watch,
+                topology=self.topology,
+                max_wait_s=max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, rollout_s),
+                beside=beside,
+            )
+            self._open_logs(Path(args.output_dir))
+            self._record_what_the_watch_learns()
+            self._node_groups.by_rank_zero(lambda: self._try_first_row(inherited))
+            self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
+            self.timeline = open_timeline(
+                Path(args.output_dir), self.topology, self._node_groups, self._watch, attempt=self.attempt
+            )
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object
                 base_of(inherited["model"]), args, inherited["processing_class"], self.topology
             )
@@ -197,7 +203,7 @@ class GRPOTrainer(ConversingTrainer):
                     end_token=self._tokenizer.eos_token_id,
                     autocast=self.accelerator.autocast,
                 ),
-                groups,
+                self._node_groups,
                 self._watch,
                 self._progress,
                 next_prompts=self._following_prompts,

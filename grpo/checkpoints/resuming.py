@@ -22,7 +22,7 @@ from grpo.checkpoints.checkpoints import (
 )
 from grpo.checkpoints.pickles import check_pickle
 from grpo.checkpoints.rotation import damaged_in, set_damaged_aside
-from grpo.groups.job_group import JobGroup
+from grpo.groups.node_groups import NodeGroups
 
 MEET_S = 300.0  # while files are read, which takes as long as the disk is slow
 _REFUSED = "refused: "
@@ -95,7 +95,7 @@ def lay_aside(folder: Path, problem: str) -> str:
 
 
 def choose(
-    job: JobGroup,
+    groups: NodeGroups,
     wish: str | bool | None,
     output_dir: Path,
     world_size: int,
@@ -129,12 +129,12 @@ def choose(
         return checkpoint, found
 
     while True:
-        checkpoint, found = job.by_rank_zero(look, tuple[CompleteCheckpoint | None, list[str]])
+        checkpoint, found = groups.by_rank_zero(look, tuple[CompleteCheckpoint | None, list[str]])
         notes += found
         if checkpoint is None or checkpoint == known:
             return checkpoint, notes
-        names = shares(checkpoint.record.files, world_size)[job.rank]
-        problems = [text for text in _problems_of(job, checkpoint, names) if text]
+        names = shares(checkpoint.record.files, world_size)[groups.topology.rank]
+        problems = [text for text in _problems_of(groups, checkpoint, names) if text]
         if not problems:
             return checkpoint, notes
         if refused := [text for text in problems if text.startswith(_REFUSED)]:
@@ -142,21 +142,21 @@ def choose(
         problem = "; ".join(problems)
         if is_named:
             raise ValueError(f"{problem}. This checkpoint was asked for by name: name another one, or 'auto'")
-        notes.append(job.by_rank_zero(partial(lay_aside, checkpoint.folder, problem), str))
+        notes.append(groups.by_rank_zero(partial(lay_aside, checkpoint.folder, problem), str))
 
 
-def _problems_of(job: JobGroup, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
+def _problems_of(groups: NodeGroups, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
     """What is wrong with each rank's share of the files; empty if nothing is. Collective.
 
     Ranks meet on the way, so that none waits for longer than its group does.
     """
     left, mine = list(names), ""
-    while job.largest(len(left)):
+    while groups.largest(len(left)):
         begun = time.monotonic()
         while left and time.monotonic() - begun < MEET_S:
             name = left.pop()
             mine = mine or _problem_of(checkpoint, name)
-    return job.texts(mine)
+    return groups.all_gather(mine)
 
 
 def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:

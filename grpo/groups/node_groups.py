@@ -1,30 +1,38 @@
 """Gloo groups for control and completions: the ranks of one node, and the local mains of all nodes.
 
+What concerns all ranks goes over both: a group of them all would cost each rank a connection to every other one.
+
 Data moves over NCCL or shared memory, control over gloo, so that a long generation never sits in a NCCL collective
 under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
 """
 
 import json
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed
+from grpo.faults.mistakes import record_of
 from grpo.faults.signals import StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.process_groups import new_gloo_groups
 from grpo.groups.texts import all_gather_texts, broadcast_text
-from grpo.place.topology import NodeTopology
+from grpo.place.launch import Launch
 from grpo.place.wire import Wire, from_json, to_json
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
+MEETING_TIMEOUT_S = 1800.0
+"""Between the first and the last rank's arrival: the others may be writing a checkpoint to a slow disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +49,24 @@ class NodeGroups:
     """The groups of this rank. Every rank of the job makes one, at the same time.
 
     Args:
-        max_wait_s: the longest deadline that any wait on these groups is given.
+        max_wait_s: the longest deadline that any wait on these groups is given; `MEETING_TIMEOUT_S` at least.
         watch: is told when the groups cannot be made.
 
     Raises:
         TimeoutError: ranks did not come to make the groups; names them.
     """
 
-    def __init__(self, topology: NodeTopology, *, max_wait_s: float, watch: FailureWatch | None = None) -> None:
+    def __init__(self, topology: Launch, *, max_wait_s: float = 0.0, watch: FailureWatch | None = None) -> None:
         self.topology = topology
+        self._watch = watch
         self._alone = not dist.is_initialized() or topology.world_size == 1
         if self._alone:
             return
         size = topology.local_world_size
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
         leaders = [ranks[0] for ranks in nodes]
-        groups = new_gloo_groups([*nodes, leaders], timeout_s=max_wait_s + MARGIN_S, watch=watch)
+        timeout_s = max(max_wait_s, MEETING_TIMEOUT_S) + MARGIN_S
+        groups = new_gloo_groups([*nodes, leaders], timeout_s=timeout_s, watch=watch)
         self._node, self._leaders = groups[topology.node], groups[-1]
         self._leader = topology.node * size  # global rank of this node's local main
 
@@ -70,6 +80,52 @@ class NodeGroups:
             nodes = all_gather_texts(of_node, self._leaders)
             everything = json.dumps([each for node in nodes for each in json.loads(node)])
         return json.loads(broadcast_text(everything, self._leader, self._node))
+
+    def largest(self, value: int) -> int:
+        """The largest `value` of any rank of the job."""
+        if self._alone:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64)
+        for group in (self._node, self._leaders, self._node):
+            if group is not None:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        return int(tensor)
+
+    def meet(self) -> None:
+        """Until every rank of the job is here."""
+        self.largest(0)
+
+    def by_rank_zero(self, decide: Callable[[], T], kind: Any = None) -> T:
+        """Run `decide` on rank 0; its value on every rank of the job.
+
+        Args:
+            kind: the value's type; see `grpo.place.wire.to_json`.
+
+        Raises:
+            Exception: on rank 0 what `decide` raised.
+            JobFailed: on the other ranks, then, with a record that says it.
+        """
+        if self._alone:
+            return decide()
+        error, answer = None, None
+        if self.topology.rank == 0:
+            try:
+                answer = json.dumps([to_json(decide(), kind), None])
+            except Exception as problem:  # noqa: BLE001  passed on to every rank, which raises it
+                record = (
+                    self._watch.make_record(problem)
+                    if self._watch is not None
+                    else record_of(problem, node=0, rank=0, host=socket.gethostname(), phase="start")
+                )
+                error, answer = problem, json.dumps([None, record.as_dict()])
+        if self._leaders is not None:
+            answer = broadcast_text(answer, 0, self._leaders)
+        told, failed = json.loads(broadcast_text(answer, self._leader, self._node))
+        if error is not None:
+            raise error
+        if failed is not None:
+            raise JobFailed(FailureRecord(**failed))
+        return from_json(told, kind)
 
     def exchange(
         self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None, kind: Any = None
@@ -199,3 +255,8 @@ class NodeGroups:
         for work in works:
             if work is not None:  # None: this rank is not in the group
                 work.wait()
+
+
+def as_one_node(launch: Launch) -> Launch:
+    """The job as if all its ranks were on one node; without engines nodes need not be of one size."""
+    return replace(launch, node=0, num_nodes=1, local_rank=launch.rank, local_world_size=launch.world_size)

@@ -34,6 +34,10 @@ class Launch:
     """False when there was no launcher: one process that was started with `python`."""
 
     @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+    @property
     def node_ranks(self) -> range:
         """Ranks of this node, in the job; the first one is the local main."""
         first = self.rank - self.local_rank

@@ -41,10 +41,6 @@ class NodeTopology(Launch):
     """Versions and variables that must be the same everywhere, by name."""
 
     @property
-    def is_local_main(self) -> bool:
-        return self.local_rank == 0
-
-    @property
     def num_engines(self) -> int:
         return len(self.engines)
 

@@ -26,7 +26,7 @@ from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, J
 from grpo.faults.mistakes import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.faults.watch import FailureWatch
-from grpo.groups.job_group import JobGroup
+from grpo.groups.node_groups import NodeGroups, as_one_node
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY
 from grpo.place.topology import NodeTopology
@@ -72,41 +72,44 @@ class ResumableTrainer(SavingTrainer):
         watch: FailureWatch | None = None,
         *,
         topology: NodeTopology | None = None,
+        max_wait_s: float = 0.0,
         beside: Mapping[str, Any] | None = None,
     ) -> None:
         """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
 
         Args:
             watch: where this rank has one.
-            topology: with engines; for `run.json`, as is what stands there `beside` the options.
+            topology: with engines; also for `run.json`, as is what stands there `beside` the options.
+            max_wait_s: as `NodeGroups` takes it.
 
         Raises:
             ValueError: another job is in the folder, or the checkpoint does not fit this job.
         """
         self._signals = signals
-        self._job = JobGroup(watch=watch)
+        launch = read_launch(os.environ)
+        self._node_groups = NodeGroups(topology or as_one_node(launch), max_wait_s=max_wait_s, watch=watch)
         self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
         self._at_step_end: dict[str, Any] | None = None
 
         note_run(Path(args.output_dir), os.environ)
         check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
 
-        hosts = self._job.texts(socket.gethostname())
+        hosts = self._node_groups.all_gather(socket.gethostname())
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
-            where = where_it_runs(read_launch(os.environ), topology, hosts)
+            where = where_it_runs(launch, topology, hosts)
             self._run.begin_attempt({**(beside or {}), **arguments_of(args)}, where)
             signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 
-        self.attempt, notes = self._job.by_rank_zero(enter, tuple[int, list[str]])
+        self.attempt, notes = self._node_groups.by_rank_zero(enter, tuple[int, list[str]])
         self._say(*notes)
         self._choose(args, args.resume_from_checkpoint)
 
     def _choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
         """The checkpoint to resume from, every file of which is as it was written. Collective."""
-        checkpoint, notes = choose(self._job, wish, Path(args.output_dir), args.world_size, known=self._sound)
+        checkpoint, notes = choose(self._node_groups, wish, Path(args.output_dir), args.world_size, known=self._sound)
         self._say(*notes)
         if checkpoint is not None:
             check_reshaped(checkpoint.folder, checkpoint.record, sampling_of(args))
@@ -190,7 +193,8 @@ class ResumableTrainer(SavingTrainer):
                     self._must_resume = True
                     self._save_last_step()
                     self._finish_saving()
-                    self._job.meet()  # the first rank to fail ends the others, and the checkpoint is to be complete
+                    # The first rank to fail ends the others, and the checkpoint is to be complete.
+                    self._node_groups.meet()
                     raise
                 self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
@@ -224,7 +228,7 @@ class ResumableTrainer(SavingTrainer):
             )
             return tracker_run
 
-        tracker_run = self._job.by_rank_zero(begin, str)
+        tracker_run = self._node_groups.by_rank_zero(begin, str)
         _log.debug("training begins after step %d, of %d", first_step, self.args.max_steps)
         if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
             self.add_callback(_StepEnds(self))
@@ -285,7 +289,7 @@ class ResumableTrainer(SavingTrainer):
         self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
         if self._stop is None:
             wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
-            code = self._job.largest(0 if wish is None else 1 + (not wish.requeue))
+            code = self._node_groups.largest(0 if wish is None else 1 + (not wish.requeue))
             if code:
                 self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
                 _log.info("stops after this generation batch: %s", self._stop.why, extra=FILE_ONLY)
@@ -322,7 +326,7 @@ class ResumableTrainer(SavingTrainer):
         self._signals.request = None
         if stop is not None:
             self.close()
-            self._job.meet()
+            self._node_groups.meet()
             self.leave()
             raise SystemExit(0)
 

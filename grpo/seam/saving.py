@@ -29,7 +29,7 @@ from grpo.checkpoints.rank_state import load_own_shards, own_shards
 from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, size_of, to_rotate
 from grpo.faults.failure import JobFailed
 from grpo.faults.signals import StopLead, StopRequest
-from grpo.groups.job_group import JobGroup
+from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
@@ -59,7 +59,7 @@ def sampling_of(args: TrainingArguments) -> dict[str, int]:
 class SavingTrainer(TRLTrainer):
     """TRL's trainer with checkpoints that say when they are complete."""
 
-    _job: JobGroup
+    _node_groups: NodeGroups
     _lead: StopLead
     _run: RunFolder | None = None
     """On global rank 0."""
@@ -97,7 +97,7 @@ class SavingTrainer(TRLTrainer):
         resumable = not args.save_only_model
         _log.info("%s begins", folder.name, extra=FILE_ONLY)
         try:
-            self._job.by_rank_zero(lambda: self._prepare(folder, limit))
+            self._node_groups.by_rank_zero(lambda: self._prepare(folder, limit))
             with telling_of_a_full_disk(folder, args.process_index, args.world_size):
                 self._is_saving = True
                 super()._save_checkpoint(model, trial)
@@ -106,8 +106,8 @@ class SavingTrainer(TRLTrainer):
         finally:
             self._is_saving = False
             args.save_total_limit, args.save_only_model = limit, only_model
-        self._job.meet()
-        self._job.by_rank_zero(lambda: see_all(folder, args.world_size))
+        self._node_groups.meet()
+        self._node_groups.by_rank_zero(lambda: see_all(folder, args.world_size))
         best = self.state.best_model_checkpoint
         keep = {folder, *([Path(best)] if best else [])}
 

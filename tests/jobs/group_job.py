@@ -16,7 +16,6 @@ from grpo.faults.failure import JobFailed
 from grpo.faults.watch import watch_for
 from grpo.groups import process_groups
 from grpo.groups.agreement import agree_on_topology
-from grpo.groups.job_group import JobGroup
 from grpo.groups.node_groups import NodeGroups
 from grpo.groups.process_groups import new_gloo_groups
 from grpo.place.topology import read_topology
@@ -35,13 +34,12 @@ topology, pids = agree_on_topology(
 first = topology.node * topology.local_world_size
 watch = watch_for(topology, {rank: pids[rank] for rank in range(first, first + topology.local_world_size)})
 with watch.guard():
-    job = JobGroup(watch=watch)
     groups = NodeGroups(topology, max_wait_s=100, watch=watch)
     found = {
-        "largest": job.largest(rank),
+        "largest": groups.largest(rank),
         "gathered": groups.all_gather(str(rank)),
         "exchanged": groups.exchange(watch, None, rank * 10, int),
-        "decided": job.by_rank_zero(lambda: (rank + 7, [rank, None]), tuple[int, list[int | None]]),
+        "decided": groups.by_rank_zero(lambda: (rank + 7, [rank, None]), tuple[int, list[int | None]]),
         "bound": dist.group.WORLD.bound_device_id == device,
     }
 
@@ -49,7 +47,7 @@ with watch.guard():
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")  # pickle cannot carry every error
 
     try:
-        job.by_rank_zero(refuse)
+        groups.by_rank_zero(refuse)
     except (UnicodeDecodeError, JobFailed) as error:
         found["refused"] = [type(error).__name__, str(error)]
     try:

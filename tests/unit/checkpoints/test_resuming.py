@@ -10,14 +10,15 @@ import torch
 
 from grpo.checkpoints.checkpoints import write_complete
 from grpo.checkpoints.resuming import choose
-from grpo.groups.job_group import JobGroup
+from grpo.groups.node_groups import NodeGroups
+from grpo.place.launch import read_launch
 from tests.support.made_up_checkpoints import make, names
 
 OPTIMIZER = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
 
 
 def chosen(wish: str | bool | None, output_dir: Path) -> tuple[Path | None, list[str]]:
-    checkpoint, notes = choose(JobGroup(), wish, output_dir, 2)
+    checkpoint, notes = choose(NodeGroups(read_launch({})), wish, output_dir, 2)
     return None if checkpoint is None else checkpoint.folder, notes
 
 
