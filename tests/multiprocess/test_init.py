@@ -1,4 +1,4 @@
-"""`grpo init` from a wheel, with no checkout on the path: the folder's own script trains for two steps."""
+"""`grpo init` from a wheel, with no checkout on the path: its script trains two steps, without the wing of tools."""
 
 import os
 import shutil
@@ -50,12 +50,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def test_the_folder_trains_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_folder_trains_without_a_checkout_and_without_the_tools(installed: Path, tmp_path: Path) -> None:
     python = installed / "bin" / "python"
     assert run(python, "-c", "import grpo; print(grpo.__file__)", cwd=tmp_path).startswith(str(installed))
     mine = tmp_path / "mine"
     run(installed / "bin" / "grpo", "init", mine, cwd=tmp_path)
     assert os.access(mine / "launch" / "local_2node.sh", os.X_OK)
+
+    (package,) = installed.glob("lib/python*/site-packages/grpo")
+    shutil.rmtree(package / "ops")
 
     model = save_tiny_model("qwen3-tied", tmp_path / "model", chat=True)
     output_dir = mine / "runs" / "first"
@@ -70,4 +73,5 @@ def test_the_folder_trains_without_a_checkout(installed: Path, tmp_path: Path) -
     finally:
         job.end()
     assert [line["step"] for line in job.metrics()] == [1, 2]
+    assert len(list((output_dir / "logs").glob("rank-*"))) == 2
     assert (output_dir / "model.safetensors").exists()

@@ -24,3 +24,11 @@ def test_it_runs_as_a_module() -> None:
     assert result.returncode == 0
     assert result.stdout.startswith("usage: grpo ")
     assert all(name in result.stdout for name in cli.COMMANDS)
+
+
+def test_the_recipe_is_a_module_too() -> None:
+    command = [sys.executable, "-m", "grpo.train", "--reward_funcs", "accuracy_reward", "--no_such_flag"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "no_such_flag" in result.stderr
+    assert "Traceback" not in result.stderr

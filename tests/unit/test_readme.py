@@ -28,7 +28,7 @@ TESTED = {
     "make install PYTHON=python3.12": (
         "unit/harness/test_install.py::test_an_environment_is_made_anew_for_another_python_or_backend"
     ),
-    "grpo init my-run": "multiprocess/test_init.py::test_the_folder_trains_without_a_checkout",
+    "grpo init my-run": "multiprocess/test_init.py::test_the_folder_trains_without_a_checkout_and_without_the_tools",
     "grpo launch --nodes a,b --doctor --output-dir runs/first --resume auto train.py": (
         "multiprocess/test_launch.py::test_nodes_become_one_job"
     ),

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-FILES = Path(__file__).with_name("files")
+FILES = Path(__file__).parents[1] / "files"
 # "train": recipes for the project's own script; this folder's script has its settings in itself.
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "train")
 SHOWN = 5

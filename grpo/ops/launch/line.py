@@ -35,7 +35,7 @@ class Rendezvous:
 
 def own_file(*, on_gpus: bool) -> str:
     """For a job that names none: ZeRO-3. Without a file accelerate would read the user's default one."""
-    return str(files("grpo") / "ops" / "init" / "files" / "configs" / ("1node.yaml" if on_gpus else "cpu.yaml"))
+    return str(files("grpo.ops") / "files" / "configs" / ("1node.yaml" if on_gpus else "cpu.yaml"))
 
 
 def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list[str]:

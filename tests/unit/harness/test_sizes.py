@@ -166,7 +166,7 @@ def test_of_template_counts_lines_with_more_than_a_comment(suffix: str, source: 
         ("grpo/config/patches/torch.py", {"core", "config"}),
         ("grpo/ops/__init__.py", {"wing", "ops"}),
         ("grpo/ops/report/page.js", {"wing", "ops", "ops/report"}),
-        ("grpo/ops/init/files/train.py", {"wing", "ops", "ops/init"}),
+        ("grpo/ops/files/train.py", {"wing", "ops", "ops/files"}),
     ],
 )
 def test_a_file_counts_in_core_or_wing_and_in_its_folders(path: str, expected: set[str]) -> None:

@@ -1,0 +1,9 @@
+"""`accelerate launch -m grpo.train --config FILE`: what the repository's `train.py` runs, without its demo."""
+
+from grpo.engine.early import start_host
+
+if __name__ == "__main__":
+    start_host()  # first: it imports vLLM while this process imports the trainer
+    from grpo.ops.train.script import main
+
+    main()
