@@ -88,7 +88,11 @@ def test_folders_of_engines_that_are_gone(tmp_path: Path) -> None:
     for folder in (abandoned, alive):
         folder.mkdir()
         aged(folder, 3600)
-    with subprocess.Popen(["sleep", "60"], env={"TMPDIR": str(alive)}) as engine:
+    with subprocess.Popen(["cat"], env={"TMPDIR": str(alive)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdin and engine.stdout
+        engine.stdin.write(b"\n")
+        engine.stdin.flush()
+        engine.stdout.read(1)  # Popen can return while the kernel still lays out the new program's environment
         assert leftovers.abandoned_engine_folders(tmp_path) == [abandoned]
         engine.kill()
     assert leftovers.check_engine_folders(tmp_path).status is WARN
