@@ -18,6 +18,7 @@ from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.ops.export.command import export
+from grpo.ops.export.writing import Options
 from grpo.ops.reshape.zero import reshape_zero
 from grpo.weights.engine_args import transfer_args
 from tests.support.launching import ROOT, start, torchrun_command
@@ -81,7 +82,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_the_export_is_what_the_ranks_held(trained: Path, case: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    exported = export(trained / case / "checkpoint-1", out)
+    exported = export(trained / case / "checkpoint-1", out, Options())
     bf16 = CASES[case].get("bf16", False)
     assert exported.dtypes == ("bfloat16" if bf16 else "float32",)
     assert ("ZeRO-3" in exported.origin) == (case in ("tied", "experts"))
@@ -100,14 +101,14 @@ def test_the_export_is_what_the_ranks_held(trained: Path, case: str, tmp_path: P
 def test_zero2_without_safetensors(trained: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(trained / "zero2" / "checkpoint-1", tmp_path / "checkpoint-1")
     (checkpoint / "model.safetensors").unlink()
-    exported = export(checkpoint, tmp_path / "out", allow_incomplete=True)
+    exported = export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
     assert exported.origin == "global_step1/mp_rank_00_model_states.pt"
     assert_same_bits(parameters(tmp_path / "out"), load_file(trained / "zero2" / "held.safetensors"))
 
 
 @pytest.mark.parametrize("case", ["experts", "experts-gathered"])
 def test_a_wider_dtype_comes_from_the_master_weights(trained: Path, case: str, tmp_path: Path) -> None:
-    exported = export(trained / case / "checkpoint-1", tmp_path / "out", dtype=torch.float32)
+    exported = export(trained / case / "checkpoint-1", tmp_path / "out", Options(dtype=torch.float32))
     assert "ZeRO-3" in exported.origin
     held = load_file(trained / case / "held.safetensors")
     masters = parameters(tmp_path / "out")
@@ -168,7 +169,7 @@ def test_reshaped_files_hold_the_same_numbers(trained: Path, case: str, tmp_path
 
 def test_vllm_loads_the_export_and_computes_the_same(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export(trained / "experts" / "checkpoint-1", out, dtype=torch.float32)
+    export(trained / "experts" / "checkpoint-1", out, Options(dtype=torch.float32))
     prompts = [[5, 6, 7, 8, 9, 10], [12, 3, 20]]
     spec = EngineSpec(
         engine_args={

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.ops.export.room import check_room, let_others_read
-from grpo.record.durable import appearing_whole
+from grpo.ops.export.writing import Options, Told, check_room, told_of, writing
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -21,41 +20,29 @@ def has_adapter(checkpoint: Path) -> bool:
     return (checkpoint / ADAPTER_CONFIG).exists()
 
 
-def copy_adapter(checkpoint: Path, out: Path, *, trust_remote_code: bool) -> tuple[int, set[str]]:
-    """What `PeftModel.from_pretrained` and `vllm serve --lora-modules` read, and the tokenizer.
+def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[Told, str]:
+    """What `PeftModel.from_pretrained` and `vllm serve --lora-modules` read; with `merge` a plain folder.
 
     Returns:
-        Bytes of the weights, and their dtypes.
+        What it holds, and what that was read from.
 
     Raises:
-        ValueError: the weights cannot be read.
+        ValueError: the weights cannot be read, or as `merge_adapter`; or an option is for a merged model alone.
     """
-    num_bytes, dtypes = _look_at(checkpoint / ADAPTER_WEIGHTS)
-    with appearing_whole(out) as partial:
+    told = _look_at(checkpoint / ADAPTER_WEIGHTS)
+    if options.merge:
+        return merge_adapter(checkpoint, out, options), "an adapter and its base"
+    if options.dtype is not None or options.base:
+        option = "--dtype" if options.dtype else "--base"
+        raise ValueError(f"{option} is for a merged model: give --merge too, or remove it")
+    with writing(checkpoint, out, options) as partial:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy(checkpoint / name, partial / name)
-        _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
-        let_others_read(partial)
-    return num_bytes, dtypes
+    return told, "an adapter; --merge gives a whole model"
 
 
-def merge_adapter(
-    checkpoint: Path,
-    out: Path,
-    *,
-    base: str | None,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    trust_remote_code: bool,
-) -> tuple[int, set[str]]:
+def merge_adapter(checkpoint: Path, out: Path, options: Options) -> Told:
     """The base with the adapter in its weights, as a plain folder. PEFT merges, on the CPU.
-
-    Args:
-        base: a folder or a hub id; None: the one that the adapter names.
-        dtype: None: the base's own.
-
-    Returns:
-        As `copy_adapter`.
 
     Raises:
         ValueError: there is no such base, the adapter is not for it, or memory does not suffice.
@@ -63,57 +50,45 @@ def merge_adapter(
     """
     from peft import PeftModel
 
-    _look_at(checkpoint / ADAPTER_WEIGHTS)
     config = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
-    revision = config.get("revision") if base is None else None
-    base = base or config.get("base_model_name_or_path")
+    base = options.base or config.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{checkpoint / ADAPTER_CONFIG} names no base: name it with --base")
+    named = {
+        "revision": config.get("revision") if options.base is None else None,
+        "trust_remote_code": options.trust_remote_code,
+    }
     try:
-        settings = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
+        settings = AutoConfig.from_pretrained(base, **named)
+        dtype = options.dtype or settings.dtype  # None: that of the weights, which a configuration need not name
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(settings, trust_remote_code=options.trust_remote_code)
+        num_bytes = empty.num_parameters() * (dtype or torch.bfloat16).itemsize
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
-    dtype = dtype or settings.dtype  # None: that of the weights, which a configuration need not name
-    num_bytes = _bytes_of(settings, dtype or torch.bfloat16, trust_remote_code=trust_remote_code)
     check_room(out, total_bytes=num_bytes, memory_bytes=num_bytes)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            base, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **named)
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
     try:
         merged: Any = PeftModel.from_pretrained(model, str(checkpoint)).merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the adapter in {checkpoint} is not for {base}: {error}") from None
-    with appearing_whole(out) as partial:
-        merged.save_pretrained(partial, max_shard_size=max_shard_size)
-        _copy_tokenizer(checkpoint, partial, trust_remote_code=trust_remote_code)
-        let_others_read(partial)
-    weights = merged.state_dict().values()
-    return sum(tensor.nbytes for tensor in weights), {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
-
-
-def _copy_tokenizer(checkpoint: Path, out: Path, *, trust_remote_code: bool) -> None:
-    if (checkpoint / "tokenizer_config.json").exists():
-        AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(out)
-
-
-def _bytes_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> int:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    with writing(checkpoint, out, options) as partial:
+        merged.save_pretrained(partial, max_shard_size=options.max_shard_size)
+    return told_of(merged.state_dict().values())
 
 
 def _no_base(base: str, error: Exception) -> ValueError:
     return ValueError(f"the adapter's base, {base}, cannot be loaded; name another place with --base: {error}")
 
 
-def _look_at(path: Path) -> tuple[int, set[str]]:
+def _look_at(path: Path) -> Told:
     try:
         tensors = load_file(path).values()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the adapter's weights in {path} cannot be read: {error}") from None
     if not tensors:
         raise ValueError(f"{path} holds no weights")
-    return sum(tensor.nbytes for tensor in tensors), {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    return told_of(tensors)

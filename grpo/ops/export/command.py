@@ -6,25 +6,24 @@ DeepSpeed's own converter puts partitions together, and the model class's own `s
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from grpo.checkpoints.checkpoints import CompleteRecord, checkpoints, read_complete, verify
 from grpo.faults.signals import exiting_on_sigterm
-from grpo.ops.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, copy_adapter, has_adapter, merge_adapter
-from grpo.ops.export.room import check_room, let_others_read
+from grpo.ops.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, has_adapter
 from grpo.ops.export.stored_weights import StoredWeights, open_weights
-from grpo.record.durable import appearing_whole
+from grpo.ops.export.writing import DEFAULT_SHARD_SIZE, Options, Told, check_room, told_of, writing
+from grpo.ops.room import check_free
 from grpo.weights.names import some
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_SHARD_SIZE = "50GB"  # save_pretrained's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command: 0, or 1 with the reason on stderr."""
+    given = {each.name: getattr(args, each.name) for each in fields(Options)} | {"dtype": DTYPES.get(args.dtype)}
     try:
         with exiting_on_sigterm():
-            exported = export(
-                args.checkpoint,
-                args.out,
-                dtype=DTYPES.get(args.dtype),
-                max_shard_size=args.max_shard_size,
-                allow_incomplete=args.allow_incomplete,
-                trust_remote_code=args.trust_remote_code,
-                merge=args.merge,
-                base=args.base,
-            )
+            exported = export(args.checkpoint, args.out, Options(**given))
     except (OSError, ValueError) as error:
         print(f"grpo export: {error}", file=sys.stderr)
         return 1
@@ -100,17 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    allow_incomplete: bool = False,
-    trust_remote_code: bool = False,
-    merge: bool = False,
-    base: str | None = None,
-) -> Exported:
+def export(checkpoint: Path, out: Path, options: Options) -> Exported:
     """Write `checkpoint` as `out`, which appears whole or not at all.
 
     Needs no accelerator. Host memory: the whole model in the dtype that is written, and beside it one parameter in
@@ -121,9 +102,6 @@ def export(
     Args:
         checkpoint: as transformers' Trainer writes it with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are
             pickles: one that could run code is refused.
-        dtype: None: the one that the model was trained in, which config.json in the checkpoint names.
-        merge: of a LoRA run the base with the adapter in it, in place of the adapter.
-        base: where that base is, if not where the adapter says.
 
     Raises:
         ValueError: `checkpoint` is not a whole checkpoint, `out` is not free, or memory does not suffice.
@@ -131,77 +109,45 @@ def export(
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is imported to read its files, and computes nothing
     out = out.resolve()
-    record, notes = check_checkpoint(checkpoint, allow_incomplete=allow_incomplete)
-    check_out(out)
-    check_shard_size(max_shard_size)
+    record, notes = check_checkpoint(checkpoint, allow_incomplete=options.allow_incomplete)
+    trusted = None if options.allow_incomplete else record
+    check_free(out, "a folder")
+    check_shard_size(options.max_shard_size)
     if has_adapter(checkpoint):
-        if record is not None and not allow_incomplete:
-            verify(checkpoint, record, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
-        return _export_adapter(
-            checkpoint,
-            out,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            trust_remote_code=trust_remote_code,
-            merge=merge,
-            base=base,
-            notes=tuple(notes),
-        )
-    if merge or base:
-        raise ValueError(
-            f"--{'merge' if merge else 'base'} is for LoRA, and {checkpoint} holds a whole model: remove it"
-        )
-    stored = open_weights(checkpoint, masters=dtype is not None)
-    if record is not None and not allow_incomplete:
-        verify(checkpoint, record, [str(file.relative_to(checkpoint)) for file in stored.files])
-    model = model_without_weights(checkpoint, dtype, trust_remote_code=trust_remote_code)
-    # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
-    weights = read_weights(model, stored, None if stored.as_saved and dtype is None else model.dtype, out)
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-
-    with appearing_whole(out) as partial:
-        model.save_pretrained(
-            partial, state_dict=weights, max_shard_size=max_shard_size, save_original_format=not stored.as_saved
-        )
-        if (checkpoint / "tokenizer_config.json").exists():
-            AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).save_pretrained(partial)
-        let_others_read(partial)
-        num_files = len(list(partial.glob("*.safetensors")))
+        if trusted is not None:
+            verify(checkpoint, trusted, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+        told, origin = export_adapter(checkpoint, out, options)
+    else:
+        if options.merge or options.base:
+            option = "--merge" if options.merge else "--base"
+            raise ValueError(f"{option} is for LoRA, and {checkpoint} holds a whole model: remove it")
+        stored = open_weights(checkpoint, masters=options.dtype is not None)
+        if trusted is not None:
+            verify(checkpoint, trusted, [str(file.relative_to(checkpoint)) for file in stored.files])
+        told, origin = export_model(checkpoint, stored, out, options), stored.origin
     return Exported(
-        num_files=num_files,
-        num_bytes=num_bytes,
-        dtypes=tuple(sorted(dtypes)),
-        origin=stored.origin,
+        num_files=len(list(out.glob("*.safetensors"))),
+        num_bytes=told[0],
+        dtypes=told[1],
+        origin=origin,
         notes=tuple(notes),
     )
 
 
-def _export_adapter(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    trust_remote_code: bool,
-    merge: bool,
-    base: str | None,
-    notes: tuple[str, ...],
-) -> Exported:
-    if merge:
-        num_bytes, dtypes = merge_adapter(
-            checkpoint, out, base=base, dtype=dtype, max_shard_size=max_shard_size, trust_remote_code=trust_remote_code
+def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Options) -> Told:
+    """Write the model of `stored`."""
+    model = model_without_weights(checkpoint, options.dtype, trust_remote_code=options.trust_remote_code)
+    # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
+    weights = read_weights(model, stored, None if stored.as_saved and options.dtype is None else model.dtype, out)
+    told = told_of(weights.values())  # before they are written: each is let go then
+    with writing(checkpoint, out, options) as partial:
+        model.save_pretrained(
+            partial,
+            state_dict=weights,
+            max_shard_size=options.max_shard_size,
+            save_original_format=not stored.as_saved,
         )
-        origin = "an adapter and its base"
-    else:
-        if dtype is not None or base:
-            raise ValueError(
-                f"{'--dtype' if dtype else '--base'} is for a merged model: give --merge too, or remove it"
-            )
-        num_bytes, dtypes = copy_adapter(checkpoint, out, trust_remote_code=trust_remote_code)
-        origin = "an adapter; --merge gives a whole model"
-    num_files = len(list(out.glob("*.safetensors")))
-    return Exported(num_files=num_files, num_bytes=num_bytes, dtypes=tuple(sorted(dtypes)), origin=origin, notes=notes)
+    return told
 
 
 def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -308,10 +254,3 @@ def check_shard_size(max_shard_size: int | str) -> None:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ValueError(f"max_shard_size is {max_shard_size!r}, write it like 500MB or 5GB: {error}") from None
-
-
-def check_out(out: Path) -> None:
-    """Raises ValueError unless `out` is a new or an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise ValueError(f"{out} {what}: give a folder that is new or empty, or remove it")

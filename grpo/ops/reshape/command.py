@@ -14,6 +14,7 @@ from grpo.checkpoints.pickles import load_mapped
 from grpo.faults.signals import exiting_on_sigterm
 from grpo.ops.reshape.rank_files import generation_batches, random_name, random_states, reference_parts, rollout_state
 from grpo.ops.reshape.zero import partition_file, reshape_zero
+from grpo.ops.room import check_disk, check_free
 from grpo.record.durable import appearing_whole
 from grpo.record.folder import make_run_folder
 
@@ -114,16 +115,8 @@ def check_wish(checkpoint: Path, record: CompleteRecord, out: Path, ranks: int) 
         raise ValueError(f"--ranks is {ranks}; it is 1 or more")
     if ranks == record.world_size:
         raise ValueError(f"{checkpoint} is for {ranks} training processes already: resume from it")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise ValueError(f"{out} {what}: give an --out that is new or empty, or remove it")
-    existing = next(parent for parent in out.parents if parent.exists())
-    needed, free = sum(record.files.values()), shutil.disk_usage(existing).free
-    if free < needed:
-        raise OSError(
-            f"the checkpoint takes {needed / 1e9:.1f} GB, but {existing} has {free / 1e9:.1f} GB free: free space, or "
-            "give an --out on another disk"
-        )
+    check_free(out, "an --out")
+    check_disk(out, sum(record.files.values()), what="the checkpoint takes", option="an --out")
 
 
 def batch_settings(record: CompleteRecord, ranks: int) -> BatchSettings:

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, m
 from grpo import cli
 from grpo.checkpoints.checkpoints import write_complete
 from grpo.checkpoints.pickles import weights_only
-from grpo.ops.export.command import DEFAULT_SHARD_SIZE, export
+from grpo.ops.export.command import export
+from grpo.ops.export.writing import DEFAULT_SHARD_SIZE, Options
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -62,17 +63,17 @@ def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no
     (adapter / "config.json").write_text((checkpoint / "config.json").read_text())
     declare_complete(adapter)
     for name, words in {"small": {}, "merged": {"merge": True, "base": str(checkpoint)}}.items():
-        export(adapter, tmp_path / name, **words)
+        export(adapter, tmp_path / name, Options(**words))
         assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / name).iterdir()} == {0o666 & ~current_umask()}
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"the weights take 0.0 GB, but .* has 0.0 GB free"):
-        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+        export(adapter, tmp_path / "out", Options(merge=True, base=str(checkpoint)))
     monkeypatch.undo()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ValueError, match="export on a host with more"):
-        export(adapter, tmp_path / "out", merge=True, base=str(checkpoint))
+        export(adapter, tmp_path / "out", Options(merge=True, base=str(checkpoint)))
     assert not (tmp_path / "out").exists()
 
 
@@ -80,7 +81,7 @@ def test_a_plain_checkpoint_becomes_the_same_model_without_the_training_state(ch
     (checkpoint / "optimizer.pt").write_bytes(b"state")
     declare_complete(checkpoint)
     out = tmp_path / "a" / "b" / "out"
-    exported = export(checkpoint, out)
+    exported = export(checkpoint, out, Options())
     assert same(weights(out), weights(checkpoint))
     assert sorted(path.name for path in out.iterdir()) == [
         "chat_template.jinja",
@@ -113,7 +114,7 @@ def test_files_are_as_large_as_transformers_makes_them() -> None:
 def test_shards_and_a_cast(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is free
-    exported = export(checkpoint, out, dtype=torch.bfloat16, max_shard_size="200KB")
+    exported = export(checkpoint, out, Options(dtype=torch.bfloat16, max_shard_size="200KB"))
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) == exported.num_files > 2
     assert all(shard.stat().st_size < 210_000 for shard in shards)
@@ -124,7 +125,7 @@ def test_shards_and_a_cast(checkpoint: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
     again = tmp_path / "again"
     declare_complete(out)
-    export(out, again)  # from shards to one file
+    export(out, again, Options())  # from shards to one file
     assert same(weights(again), weights(out))
 
 
@@ -132,7 +133,7 @@ def test_what_the_trainer_saved_in_several_dtypes_keeps_them(checkpoint: Path, t
     mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in weights(checkpoint).items()}
     save_file(mixed, checkpoint / "model.safetensors")
     edit_config(checkpoint, dtype="bfloat16")
-    exported = export(declare_complete(checkpoint), tmp_path / "out")
+    exported = export(declare_complete(checkpoint), tmp_path / "out", Options())
     assert exported.dtypes == ("bfloat16", "float32")
     assert same(weights(tmp_path / "out"), mixed)
 
@@ -141,7 +142,7 @@ def test_a_tied_weight_that_deepspeed_saved_twice_comes_once(checkpoint: Path, t
     single = weights(checkpoint)
     twice = single | {"lm_head.weight": single["model.embed_tokens.weight"].clone()}
     save_file(twice, checkpoint / "model.safetensors")
-    export(declare_complete(checkpoint), tmp_path / "out")
+    export(declare_complete(checkpoint), tmp_path / "out", Options())
     assert same(weights(tmp_path / "out"), single)
 
 
@@ -169,18 +170,18 @@ def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) ->
     size = file.stat().st_size
     os.truncate(file, size - 8)
     with pytest.raises(ValueError, match=rf"model\.safetensors has {size - 8} bytes, not the {size}.*--allow-incompl"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", Options())
     with pytest.raises(ValueError, match=r"the weights in .*checkpoint-3 cannot be read: SafetensorError"):
-        export(checkpoint, tmp_path / "out", allow_incomplete=True)
+        export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
     content = bytearray(file.read_bytes())
     file.write_bytes(bytes([*content[:-1], content[-1] ^ 1]) + bytes(8))
     with pytest.raises(ValueError, match=r"model\.safetensors is not as it was written"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", Options())
     file.unlink()
     with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", Options())
     with pytest.raises(ValueError, match=r"holds no weights: neither model\*\.safetensors"):
-        export(checkpoint, tmp_path / "out", allow_incomplete=True)
+        export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
 
 
 def test_a_run_folder_and_a_wrong_step_are_answered_with_what_there_is(checkpoint: Path, tmp_path: Path) -> None:
@@ -188,16 +189,16 @@ def test_a_run_folder_and_a_wrong_step_are_answered_with_what_there_is(checkpoin
     for step in (1, 2, 10):
         (run / f"checkpoint-{step}").mkdir()
     with pytest.raises(ValueError, match=r"output folder of a run.*: \S+/checkpoint-10, \S+/checkpoint-3, \S+-2$"):
-        export(run, tmp_path / "out")
+        export(run, tmp_path / "out", Options())
     with pytest.raises(ValueError, match=r"checkpoint-4 does not exist; the newest there are: checkpoint-10, ch"):
-        export(run / "checkpoint-4", tmp_path / "out")
+        export(run / "checkpoint-4", tmp_path / "out", Options())
     with pytest.raises(ValueError, match=r"nowhere does not exist$"):
-        export(tmp_path / "nowhere", tmp_path / "out")
+        export(tmp_path / "nowhere", tmp_path / "out", Options())
     with pytest.raises(ValueError, match=r"has no config\.json: give a checkpoint-<step> folder"):
-        export(run / "checkpoint-1", tmp_path / "out")
+        export(run / "checkpoint-1", tmp_path / "out", Options())
     (checkpoint / "adapter_config.json").touch()
     with pytest.raises(ValueError, match=r"the adapter's weights in .* cannot be read: No such file"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", Options())
 
 
 def test_out_has_to_be_free(checkpoint: Path, tmp_path: Path) -> None:
@@ -205,9 +206,9 @@ def test_out_has_to_be_free(checkpoint: Path, tmp_path: Path) -> None:
     out.mkdir()
     (out / "precious").touch()
     with pytest.raises(ValueError, match=rf"{out} is not empty: give a folder that is new or empty, or remove it"):
-        export(checkpoint, out)
+        export(checkpoint, out, Options())
     with pytest.raises(ValueError, match=r"precious is a file: give a folder"):
-        export(checkpoint, out / "precious")
+        export(checkpoint, out / "precious", Options())
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
@@ -216,12 +217,12 @@ def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         with pytest.raises(OSError, match=rf"take 0\.0 GB, but {tmp_path} has 0\.0 GB free: free space, or give an"):
-            export(checkpoint, tmp_path / "not" / "yet" / "there")
+            export(checkpoint, tmp_path / "not" / "yet" / "there", Options())
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000))
         with pytest.raises(ValueError, match=r"takes 0\.0 GB of memory .* this host has 0\.0 GB available: export"):
-            export(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
-        export(checkpoint, tmp_path / "out")  # what is not cast stays in its file until it is written
+            export(checkpoint, tmp_path / "out", Options(dtype=torch.bfloat16))
+        export(checkpoint, tmp_path / "out", Options())  # what is not cast stays in its file until it is written
 
 
 def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> None:
@@ -229,12 +230,12 @@ def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> 
     here = sum(tensor.numel() for tensor in weights(checkpoint).values())
     wanted = here + 2 * 3 * 8 * 128
     with pytest.raises(ValueError, match=rf"a Qwen3ForCausalLM, but .* has {here} elements of weights, not {wanted}$"):
-        export(declare_complete(checkpoint), tmp_path / "out")
+        export(declare_complete(checkpoint), tmp_path / "out", Options())
     edit_config(checkpoint, intermediate_size=256, dtype=None)
     with pytest.raises(ValueError, match=r"does not say in which dtype .*: give --dtype"):
-        export(declare_complete(checkpoint), tmp_path / "out")
+        export(declare_complete(checkpoint), tmp_path / "out", Options())
     with pytest.raises(ValueError, match="max_shard_size is 'much', write it like 500MB"):
-        export(checkpoint, tmp_path / "out", dtype=torch.float32, max_shard_size="much")
+        export(checkpoint, tmp_path / "out", Options(dtype=torch.float32, max_shard_size="much"))
     assert not (tmp_path / "out").exists()
 
 
@@ -300,5 +301,5 @@ def test_nothing_half_written_is_left(
 def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenizer_config.json").unlink()
     declare_complete(checkpoint)
-    (note,) = export(checkpoint, tmp_path / "out").notes
+    (note,) = export(checkpoint, tmp_path / "out", Options()).notes
     assert note == f"{checkpoint} holds no tokenizer: the export has none either"
