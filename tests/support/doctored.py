@@ -1,18 +1,19 @@
 """A node examined by the doctor."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 
 from grpo.ops.doctor.records import Finding
-from grpo.ops.doctor.report import Asked, examine
+from grpo.ops.doctor.report import examine
 from grpo.place.files import read_wishes
 
 
 def examined(env: dict[str, str], *flags: str) -> dict[str, Finding]:
     """What a node says, by the name of the check, with this build of torch or what a test makes of it."""
-    asked = Asked(
-        gpus_per_node=None, output_dir=None, model=None, dataset=None, job=read_wishes(flags) if flags else None
-    )
-    return {finding.check: finding for finding in examine("a", asked, env, peers=()).findings}
+    asked, job = Namespace(gpus_per_node=None, output_dir=None, model=None, dataset=None), None
+    if flags:
+        job = read_wishes(flags)
+    return {finding.check: finding for finding in examine("a", asked, job, env, peers=()).findings}
 
 
 GIB = 1 << 30

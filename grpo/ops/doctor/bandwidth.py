@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -104,12 +103,11 @@ def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages
     stages.enter("collecting the results")
     store.set(f"result/{launch.rank}", result.dumps())
     if launch.rank == 0:
-        sizes = Sizes.of(args.size_mb * MB, launch.world_size)
         verdict = judge_bandwidth(
             [RankResult.loads(store.get(f"result/{rank}")) for rank in range(launch.world_size)],
             backend=args.backend,
-            num_bytes=sizes.num_bytes,
-            pair_bytes=sizes.pair_bytes,
+            num_bytes=result_bytes(args, launch),
+            pair_bytes=pair_bytes(args),
             model_bytes=args.model_bytes,
             device="GPUs" if args.on_gpus else "CPUs",
             job_dtypes=None if args.job is None else args.job.dtypes,
@@ -130,22 +128,17 @@ class Stages:
         self._launch, self._args, self._host = launch, args, socket.gethostname()
         self._store = dist.PrefixStore("grpo/doctor", store.clone())  # `store` may be blocked in a wait when we fail
         self._entered = -1
+        self._store.set(f"pid/{launch.rank}", str(os.getpid()))
         link = link_to_sentinel(
             launch,
             self._host,
-            self._local_pids(),
+            {rank: int(self._store.get(f"pid/{rank}")) for rank in launch.node_ranks},
             dist.PrefixStore("grpo/doctor/sentinels", store),
             timeout_s=HEARTBEAT_TIMEOUT_S,
             join_s=args.deadline + _MARGIN_S,
         )
         self.watch = FailureWatch(link, node=launch.node, rank=launch.rank, host=self._host)
         self.enter("start")
-
-    def _local_pids(self) -> dict[int, int]:
-        """Of each rank on this node, once they have come."""
-        launch = self._launch
-        self._store.set(f"pid/{launch.rank}", str(os.getpid()))
-        return {rank: int(self._store.get(f"pid/{rank}")) for rank in launch.node_ranks}
 
     def enter(self, stage: str) -> None:
         """This rank begins `stage`."""
@@ -166,9 +159,8 @@ class Stages:
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; `watch.guard` has told the others."""
         if self.watch.record is not None and self.watch.record.rank == self._launch.rank:
-            cause = str(error).partition("\n")[0]
             with contextlib.suppress(dist.DistError, RuntimeError):
-                what = f"rank {self._launch.rank} on {self._host}: {cause}"
+                what = f"rank {self._launch.rank} on {self._host}: {_first_line(error)}"
                 self._show(self.watch.phase, what, [])
 
     def _furthest(self) -> tuple[str, list[str]]:
@@ -186,14 +178,9 @@ class Stages:
         """On the first rank that asks to: the others' copies would tear the table apart."""
         if self._store.add("tellers", 1) > 1:
             return
-        failure = explain_failure(
-            stage=stage,
-            what=what,
-            late=late,
-            backend=self._args.backend,
-            route_interface=_route_to_another_node(self._launch, self._store),
-            num_nodes=self._launch.num_nodes,
-        )
+        interface = _route_to_another_node(self._launch, self._store)
+        single = self._launch.num_nodes == 1
+        failure = explain_failure(stage, what, late, self._args.backend, route_interface=interface, is_one_node=single)
         show(failure, as_json=self._args.json)
 
 
@@ -214,19 +201,15 @@ def _gpu(launch: Launch) -> torch.device:
 # -- measuring ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Of the buffers."""
+def result_bytes(args: argparse.Namespace, launch: Launch) -> int:
+    """Of a collective on each rank: float32, a multiple of the world size."""
+    unit = 4 * launch.world_size
+    return -(-args.size_mb * MB // unit) * unit
 
-    num_bytes: int
-    """Of a collective's result on each rank; a multiple of the world size."""
-    pair_bytes: int
+
+def pair_bytes(args: argparse.Namespace) -> int:
     """That each rank sends to its partner."""
-
-    @classmethod
-    def of(cls, asked_bytes: int, world_size: int) -> "Sizes":
-        unit = 4 * world_size
-        return cls(num_bytes=-(-asked_bytes // unit) * unit, pair_bytes=min(asked_bytes, PAIR_BYTES) // 4 * 4)
+    return min(args.size_mb * MB, PAIR_BYTES)
 
 
 def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: timedelta) -> RankResult:
@@ -234,25 +217,24 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
     job, on every rank the same stages in the same order."""
     device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
     training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
-    sizes, size = Sizes.of(args.size_mb * MB, launch.world_size), launch.local_world_size
-    dtypes = DTYPES if args.job is None else args.job.dtypes
+    size, whole = launch.local_world_size, torch.ones(result_bytes(args, launch) // 4, device=device)
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
     stages.enter("number formats")
-    broken = broken_formats(launch, training_device, dtypes)
+    broken = broken_formats(launch, training_device, DTYPES if args.job is None else args.job.dtypes)
     if size > 1:
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
         stages.enter("inside a node: making the groups")
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=patience)
-        inside = _collectives("inside a node", group, size, device, sizes, stages)
+        inside = _collectives("inside a node", group, size, whole, stages)
     if launch.num_nodes > 1:
-        across = _collectives("across nodes", dist.group.WORLD, launch.world_size, device, sizes, stages)
+        across = _collectives("across nodes", dist.group.WORLD, launch.world_size, whole, stages)
     return RankResult(
         node=launch.node,
         host=socket.gethostname(),
         inside_s=inside,
         across_s=across,
-        pairs_s=_pair_exchanges(launch, device, sizes, stages),
+        pairs_s=_pair_exchanges(launch, whole[: pair_bytes(args) // 4], stages),
         broken=broken,
     )
 
@@ -268,20 +250,21 @@ def broken_formats(launch: Launch, device: torch.device, dtypes: Sequence[str]) 
         try:
             result = torch.full((5,), own, device=device, dtype=getattr(torch, name))
             dist.all_reduce(result)
-            sums = set(result.tolist())
+            if (sums := set(result.tolist())) != {3.0}:
+                broken[name] = f"1 + 2 is {', '.join(f'{each:g}' for each in sorted(sums))}"
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            broken[name] = str(error).strip().partition("\n")[0]
-            continue
-        if sums != {3.0}:
-            broken[name] = f"1 + 2 is {', '.join(f'{each:g}' for each in sorted(sums))}"
+            broken[name] = _first_line(error)
     return broken
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _collectives(
-    where: str, group: dist.ProcessGroup | None, ranks: int, device: torch.device, sizes: Sizes, stages: Stages
+    where: str, group: dist.ProcessGroup | None, ranks: int, whole: torch.Tensor, stages: Stages
 ) -> dict[str, float]:
-    whole = torch.ones(sizes.num_bytes // 4, device=device)
-    part = torch.ones(len(whole) // ranks, device=device)
+    part = torch.ones(len(whole) // ranks, device=whole.device)
     gathered = whole[: len(part) * ranks]
     seconds = {}
     for operation, run in (
@@ -289,34 +272,27 @@ def _collectives(
         ("all-gather", lambda: dist.all_gather_single(gathered, part, group=group)),
     ):
         stages.enter(f"{where}: {operation}")
-        seconds[operation] = _median_s(run, device)
+        seconds[operation] = _median_s(run, whole.device)
     return seconds
 
 
-def _pair_exchanges(
-    launch: Launch, device: torch.device, sizes: Sizes, stages: Stages
-) -> tuple[tuple[int, float], ...]:
+def _pair_exchanges(launch: Launch, sent: torch.Tensor, stages: Stages) -> tuple[tuple[int, float], ...]:
     """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
-    sent, received = (torch.ones(sizes.pair_bytes // 4, device=device) for _ in range(2))
-    seconds = []
+    received, seconds = torch.empty_like(sent), []
     for number, pairs in enumerate(pair_rounds(launch.num_nodes) if launch.num_nodes > 1 else []):
         stages.enter(f"pairs of nodes: round {number + 1}")
-        _barrier(device)
+        dist.all_reduce(torch.zeros(1, device=sent.device))
+        _synchronize(sent.device)
         partners = {a: b for a, b in pairs} | {b: a for a, b in pairs}
         if (node := partners.get(launch.node)) is not None:
             peer = node * launch.local_world_size + launch.local_rank
-            seconds.append((node, _median_s(partial(_swap, sent, received, peer), device)))
+            seconds.append((node, _median_s(partial(_swap, sent, received, peer), sent.device)))
     return tuple(seconds)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
         work.wait()
-
-
-def _barrier(device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(1, device=device))
-    _synchronize(device)
 
 
 def _synchronize(device: torch.device) -> None:

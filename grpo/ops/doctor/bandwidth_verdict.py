@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grpo.ops.doctor.pairs import PairSpeed, below_reference, find_slow
+from grpo.ops.doctor.pairs import below_reference, find_slow
 from grpo.ops.doctor.records import Finding, Verdict, merge
 from grpo.ops.meeting.trouble import list_nodes
 from grpo.place.wire import Wire
@@ -78,18 +78,16 @@ def judge_bandwidth(
 def _formats(
     results: Sequence[RankResult], names: tuple[str, ...], backend: str, job_dtypes: Sequence[str] | None
 ) -> list[Finding]:
-    """A finding for each format that does not work, or one for all that do."""
+    """Which of them do not work."""
     broken = {dtype: why for result in reversed(results) for dtype, why in result.broken.items()}
-    findings = []
-    for dtype, why in broken.items():
-        message = f"{backend} does not carry {dtype}: {why}"
-        fix = "train in another format (bf16, fp16), with the other ddp_backend, or with another build of torch"
-        if job_dtypes is not None or dtype == "float32":  # which every job exchanges
-            findings.append(Finding.fail("number formats", message, fix, nodes=names))
-        else:
-            findings.append(Finding.warn("number formats", message, f"if the job trains in it: {fix}", nodes=names))
-    carried = f"{backend} carries {', '.join(job_dtypes or DTYPES)}"
-    return findings or [Finding.passed("number formats", carried, nodes=names)]
+    if not broken:
+        carried = f"{backend} carries {', '.join(job_dtypes or DTYPES)}"
+        return [Finding.passed("number formats", carried, nodes=names)]
+    message = f"{backend} does not carry {', '.join(f'{dtype}: {why}' for dtype, why in broken.items())}"
+    fix = "train in another format (bf16, fp16), with the other ddp_backend, or with another build of torch"
+    if job_dtypes is None and "float32" not in broken:  # which every job exchanges
+        return [Finding.warn("number formats", message, f"if the job trains in it: {fix}", nodes=names)]
+    return [Finding.fail("number formats", message, fix, nodes=names)]
 
 
 def _slowest(results: Sequence[RankResult], field_name: str) -> dict[str, float]:
@@ -151,34 +149,29 @@ def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pa
             for partner, rank_seconds in result.pairs_s:
                 pair = (min(node, partner), max(node, partner))
                 seconds[pair] = max(seconds.get(pair, 0.0), rank_seconds)
-    speeds = [
-        PairSpeed(nodes=pair, gb_per_s=pair_bytes * len(by_node[pair[0]]) / pair_s / GB)
-        for pair, pair_s in sorted(seconds.items())
-    ]
+    speeds = {pair: pair_bytes * len(by_node[pair[0]]) / pair_s / GB for pair, pair_s in sorted(seconds.items())}
     if not speeds:
         return []
     slow, pairs = find_slow(speeds)
-    fastest = max(speed.gb_per_s for speed in speeds)
+    slowest, fastest = min(speeds.values()), max(speeds.values())
     findings = []
     for node, figure in slow.items():
         message = f"{names[node]} is slow: {figure:.2f} GB/s with its best partner, {fastest:.2f} between others"
         fix = "leave it out (Slurm: --exclude), or look at its link: ibstat, ethtool, NCCL_DEBUG=INFO"
         findings.append(Finding.warn("pairs of nodes", message, fix, nodes=(names[node],)))
-    for speed in pairs:
-        both = [names[node] for node in speed.nodes]
-        message = f"{' and '.join(both)} are slow together: {speed.gb_per_s:.2f} GB/s, {fastest:.2f} between others"
+    for pair, figure in pairs.items():
+        both = [names[node] for node in pair]
+        message = f"{' and '.join(both)} are slow together: {figure:.2f} GB/s, {fastest:.2f} between others"
         fix = "both are fast with others: look at the switches between them"
         findings.append(Finding.warn("pairs of nodes", message, fix, nodes=both))
-    message = (
-        f"{min(speed.gb_per_s for speed in speeds):.2f} to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
-    )
+    message = f"{slowest:.2f} to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
     if len(speeds) == 1:
         message = f"{fastest:.2f} GB/s each way; with two nodes there is no other pair to compare with"
     return findings or [Finding.passed("pairs of nodes", message, nodes=names)]
 
 
 def explain_failure(
-    *, stage: str, what: str, late: Sequence[str], backend: str, route_interface: str, num_nodes: int
+    stage: str, what: str, late: Sequence[str], backend: str, *, route_interface: str, is_one_node: bool
 ) -> Verdict:
     """A stage that failed or did not end, and what to set.
 
@@ -191,7 +184,7 @@ def explain_failure(
         fix = f"look at the output of {list_nodes(late)}: what keeps it before this stage?"
     elif backend != "nccl":
         fix = f"set GLOO_SOCKET_IFNAME={interface}: the interface that joins the nodes; grpo doctor names it"
-    elif num_nodes == 1 or stage.startswith("inside"):
+    elif is_one_node or stage.startswith("inside"):
         fix = "try NCCL_P2P_DISABLE=1 (GPUs that cannot reach each other) and look at the room in /dev/shm; or train "
         fix += "with ddp_backend: gloo and vllm_sync_backend: shm"
     else:

@@ -9,7 +9,7 @@ from grpo.ops.meeting.addresses import read_interfaces, route_to
 from grpo.ops.meeting.agreement import compare_software, differences
 from grpo.ops.meeting.expected import Place
 from grpo.ops.meeting.meeting import Attendance
-from grpo.ops.meeting.trouble import list_nodes
+from grpo.ops.meeting.trouble import Trouble, list_nodes
 
 SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge tokens fail at minutes
 _ROUTES_SHOWN = 8
@@ -54,8 +54,7 @@ def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[
 def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     """Findings between two or more nodes; the reference is what most of them have, the head's (the first) on a tie."""
     return [
-        *_same_software(reports),
-        *_same_hardware(reports),
+        *_same(reports),
         *_reachable_names(reports),
         *_routes(reports),
         *_clocks(reports),
@@ -67,18 +66,20 @@ def _names(reports: Sequence[NodeReport]) -> list[str]:
     return [report.node for report in reports]
 
 
-def _same_software(reports: Sequence[NodeReport]) -> list[Finding]:
+def _same(reports: Sequence[NodeReport]) -> list[Finding]:
     first, names = reports[0], _names(reports)
     found = compare_software({report.node: report for report in reports})
     fix = "works as long as each driver is new enough for torch's CUDA; make them equal before you look for slowness"
     drivers = {report.node: {"NVIDIA driver": report.driver} for report in reports}
     found["versions"] += differences(drivers, fix, is_fatal=False).values()
+    found["hardware"] = _hardware(reports)
     code = f"commit {first.commit}" if first.commit else "no checkout"
     variables = " ".join(f"{name}={value}" for name, value in first.variables.items())
     agreed = {
         "versions": f"{len(first.versions)} packages agree",
         "code": f"{code}, sources {first.code_digest}",
         "variables": variables or "no NCCL_* or GLOO_* is set",
+        "hardware": "as many GPUs, the same InfiniBand devices",
     }
     findings = []
     for what, message in agreed.items():
@@ -88,16 +89,14 @@ def _same_software(reports: Sequence[NodeReport]) -> list[Finding]:
     return findings
 
 
-def _same_hardware(reports: Sequence[NodeReport]) -> list[Finding]:
+def _hardware(reports: Sequence[NodeReport]) -> list[Trouble]:
     some_have_none = any(report.gpus == 0 for report in reports)
     fix = "all nodes train with the same number of ranks; only the reserved GPUs may differ"
     gpus = {report.node: {"visible GPUs": report.gpus} for report in reports}
-    found = [*differences(gpus, fix, is_fatal=some_have_none).values()]
+    found = differences(gpus, fix, is_fatal=some_have_none)
     fix = "look at ibstat on the node that differs; NCCL is as fast as the worst of them"
     fabric = {report.node: {"InfiniBand": ", ".join(report.infiniband)} for report in reports}
-    found += differences(fabric, fix, is_fatal=False).values()
-    agreed = Finding.passed("same hardware", "as many GPUs, the same InfiniBand devices", nodes=_names(reports))
-    return [Finding.of("same hardware", trouble) for trouble in found] or [agreed]
+    return [*(found | differences(fabric, fix, is_fatal=False)).values()]
 
 
 def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:

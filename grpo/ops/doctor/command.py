@@ -39,16 +39,9 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"grpo doctor: {error}", file=sys.stderr)
         return 2
-    from grpo.ops.doctor.report import Asked, examine
+    from grpo.ops.doctor.report import examine
     from grpo.ops.doctor.rounds import alone, as_another, as_head
 
-    asked = Asked(
-        gpus_per_node=args.gpus_per_node,
-        output_dir=args.output_dir,
-        model=args.model,
-        dataset=args.dataset,
-        job=job,
-    )
     peers = place.nodes[1:] if place.is_head else (place.head_address,)
     part = alone if len(place.nodes) == 1 else as_head if place.is_head else as_another
-    return part(place, partial(examine, place.node, asked, os.environ, peers=peers), args, started)
+    return part(place, partial(examine, place.node, args, job, os.environ, peers=peers), args, started)

@@ -1,7 +1,7 @@
 """The GPUs of one node: how many, and who is on them already. Reported, never ended."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo.ops.doctor.records import Finding
@@ -27,25 +27,17 @@ class Gpu:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProcess:
-    """One process on a GPU."""
-
-    gpu_uuid: str
-    pid: int
-    name: str
-    used_bytes: int | None
-    """None where nvidia-smi does not tell: in containers, under MIG, for other users."""
+Processes = Mapping[str, Sequence[str]]
+"""By the uuid of their GPU: pid, name and, where nvidia-smi tells it, memory."""
 
 
-def query_gpus() -> tuple[list[Gpu], list[GpuProcess]]:
+def query_gpus() -> tuple[list[Gpu], Processes]:
     """Both empty where there is no nvidia-smi. Raises subprocess.SubprocessError when it fails or hangs."""
     try:
-        return parse_gpus(_nvidia_smi("gpu", _GPU_FIELDS)), parse_processes(
-            _nvidia_smi("compute-apps", _PROCESS_FIELDS)
-        )
+        gpus, processes = _nvidia_smi("gpu", _GPU_FIELDS), _nvidia_smi("compute-apps", _PROCESS_FIELDS)
     except FileNotFoundError:
-        return [], []
+        return [], {}
+    return parse_gpus(gpus), parse_processes(processes)
 
 
 def _nvidia_smi(what: str, fields: str) -> str:
@@ -53,31 +45,28 @@ def _nvidia_smi(what: str, fields: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_S).stdout
 
 
-def _memory_bytes(cell: str) -> int | None:
-    return int(cell) * MIB if cell.isdigit() else None  # `[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`
+def _cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def _memory_bytes(cell: str) -> int:
+    return int(cell) * MIB if cell.isdigit() else 0  # `[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`
 
 
 def parse_gpus(text: str) -> list[Gpu]:
     gpus = []
-    for line in filter(str.strip, text.splitlines()):
-        index, uuid, driver, used, total = (cell.strip() for cell in line.split(","))
-        gpus.append(
-            Gpu(
-                index=int(index),
-                uuid=uuid,
-                driver=driver,
-                used_bytes=_memory_bytes(used) or 0,
-                total_bytes=_memory_bytes(total) or 0,
-            )
-        )
+    for index, uuid, driver, used, total in _cells(text):
+        sizes = {"used_bytes": _memory_bytes(used), "total_bytes": _memory_bytes(total)}
+        gpus.append(Gpu(index=int(index), uuid=uuid, driver=driver, **sizes))
     return gpus
 
 
-def parse_processes(text: str) -> list[GpuProcess]:
-    processes = []
-    for line in filter(str.strip, text.splitlines()):
-        uuid, pid, *name, used = (cell.strip() for cell in line.split(","))  # a name may hold commas
-        processes.append(GpuProcess(gpu_uuid=uuid, pid=int(pid), name=", ".join(name), used_bytes=_memory_bytes(used)))
+def parse_processes(text: str) -> Processes:
+    """Memory is not told in containers, under MIG, and of other users."""
+    processes: dict[str, list[str]] = {}
+    for uuid, pid, *name, used in _cells(text):  # a name may hold commas
+        held = f" ({_memory_bytes(used) / GIB:.1f} GiB)" if used.isdigit() else ""
+        processes.setdefault(uuid, []).append(f"pid {pid} {', '.join(name)}{held}")
     return processes
 
 
@@ -119,18 +108,13 @@ def check_gpu_count(
     return Finding.passed("gpus", f"{seen} visible" if seen else "none: this node runs on CPU")
 
 
-def check_gpu_memory(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> list[Finding]:
+def check_gpu_memory(gpus: Sequence[Gpu], processes: Processes) -> list[Finding]:
     """Memory of the visible `gpus` that is taken already, and by whom."""
     findings = []
     for gpu in gpus:
-        on_it = [process for process in processes if process.gpu_uuid == gpu.uuid]
-        if gpu.used_bytes < IDLE_BYTES and not on_it:
+        who = ", ".join(processes.get(gpu.uuid, ()))
+        if gpu.used_bytes < IDLE_BYTES and not who:
             continue
-        who = ", ".join(
-            f"pid {process.pid} {process.name}"
-            + ("" if process.used_bytes is None else f" ({process.used_bytes / GIB:.1f} GiB)")
-            for process in on_it
-        )
         message = f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB taken by "
         message += who or "processes that cannot be seen from here"
         fix = "end them if they are yours, else ask for another node"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.ops.doctor.records import Finding
@@ -62,44 +61,37 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
 # -- InfiniBand ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FabricPort:
-    """One port of an InfiniBand or RoCE device."""
-
-    device: str
-    port: str
-    state: str
-    """`ACTIVE`, `DOWN`, `INIT` …"""
-    rate: str
-    """As the driver tells it: `400 Gb/sec (4X NDR)`."""
-    link_layer: str
-    """`InfiniBand`, or `Ethernet` for RoCE."""
+Ports = Mapping[tuple[str, str], Mapping[str, str]]
+"""Of InfiniBand or RoCE devices, by device and number: `state` (`ACTIVE`, `DOWN`, `INIT` …), `rate` (`400 Gb/sec (4X
+NDR)`) and `link_layer` (`InfiniBand`, or `Ethernet` for RoCE), as the driver tells them."""
 
 
-def read_fabric(root: Path = Path("/sys/class/infiniband")) -> list[FabricPort]:
-    return [
-        FabricPort(
-            device=port.parent.parent.name,
-            port=port.name,
-            state=(port / "state").read_text().strip().rpartition(": ")[2],
-            rate=(port / "rate").read_text().strip(),
-            link_layer=(port / "link_layer").read_text().strip(),
-        )
+def read_fabric(root: Path = Path("/sys/class/infiniband")) -> Ports:
+    def told(port: Path, what: str) -> str:
+        return (port / what).read_text().strip().rpartition(": ")[2]
+
+    return {
+        (port.parent.parent.name, port.name): {what: told(port, what) for what in ("state", "rate", "link_layer")}
         for port in sorted(root.glob("*/ports/*"))
-    ]
+    }
 
 
-def check_fabric(ports: Sequence[FabricPort], variables: Mapping[str, str]) -> Finding:
+def active_devices(ports: Ports) -> tuple[str, ...]:
+    return tuple(sorted({device for (device, _), port in ports.items() if port["state"] == "ACTIVE"}))
+
+
+def check_fabric(ports: Ports, variables: Mapping[str, str]) -> Finding:
     """What NCCL finds of InfiniBand on this node."""
     if not ports:
         return Finding.passed("infiniband", "no device: NCCL goes over TCP")
-    active = [port for port in ports if port.state == "ACTIVE"]
-    shown = ", ".join(f"{port.device}:{port.port} {port.rate} {port.link_layer}" for port in active)
+    active = {":".join(name): port for name, port in ports.items() if port["state"] == "ACTIVE"}
+    shown = ", ".join(f"{name} {port['rate']} {port['link_layer']}" for name, port in active.items())
     if variables.get("NCCL_IB_DISABLE", "0") != "0":
         fix = "unset NCCL_IB_DISABLE, unless the fabric is known to be broken"
         return Finding.warn("infiniband", f"NCCL_IB_DISABLE is set: NCCL goes over TCP, beside {shown or 'ports'}", fix)
-    if inactive := [port for port in ports if port.state != "ACTIVE"]:
-        states = ", ".join(f"{port.device}:{port.port} is {port.state}" for port in inactive)
+    if len(active) < len(ports):
+        named = {":".join(name): port["state"] for name, port in ports.items() if port["state"] != "ACTIVE"}
+        states = ", ".join(f"{name} is {state}" for name, state in named.items())
         fix = "expected for ports without a cable; else look at the cable and the subnet manager (ibstat)"
         return Finding.warn("infiniband", f"{states}; active: {shown or 'none'}", fix)
     return Finding.passed("infiniband", shown)

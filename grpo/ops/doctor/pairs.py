@@ -1,20 +1,14 @@
 """Finding the slow node: rounds of disjoint pairs of nodes, and what their figures say. Pure functions."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 SLOW = 0.7  # of the reference; figures of healthy links vary by a tenth or two
 MAX_ROUNDS = 7  # enough partners to tell a slow node from a slow partner, on any number of nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairSpeed:
-    """What two nodes exchanged while other pairs did the same."""
-
-    nodes: tuple[int, int]
-    gb_per_s: float
-    """In each direction, all ranks of a node together; 1 GB is 1e9 bytes."""
+Speeds = Mapping[tuple[int, int], float]
+"""GB/s by pair of nodes, in each direction, all ranks of a node together, while other pairs did the same; G is 1e9."""
 
 
 def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
@@ -34,20 +28,17 @@ def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def find_slow(speeds: Sequence[PairSpeed]) -> tuple[dict[int, float], list[PairSpeed]]:
+def find_slow(speeds: Speeds) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
     """The slow nodes with their best figure, and the slow pairs that no slow node explains.
 
     A node is as fast as its best pair: a healthy node has at least one healthy partner. The reference is the median of
     the nodes' figures, the upper one of two. With two nodes there is one figure and nothing to compare it with.
     """
-    best: dict[int, float] = {}
-    for speed in speeds:
-        for node in speed.nodes:
-            best[node] = max(best.get(node, 0.0), speed.gb_per_s)
+    nodes = sorted({node for pair in speeds for node in pair})
+    best = {node: max(speed for pair, speed in speeds.items() if node in pair) for node in nodes}
     slow = below_reference(best)
     reference = statistics.median_high(best.values()) if best else 0.0
-    pairs = [s for s in speeds if s.gb_per_s < SLOW * reference and not slow.keys() & set(s.nodes)]
-    return slow, pairs
+    return slow, {p: s for p, s in speeds.items() if s < SLOW * reference and not slow.keys() & set(p)}
 
 
 def below_reference(figures: Mapping[int, float]) -> dict[int, float]:

@@ -1,11 +1,12 @@
 """One node examines itself. Every check has a deadline: a hanging file system or driver becomes a finding."""
 
+import argparse
 import platform
 import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,13 @@ Part = tuple[Sequence[Finding], Mapping[str, Any]]
 """What one check finds, and the fields of the report that it fills."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the person asked to be checked; None: not asked for."""
-
-    gpus_per_node: int | None
-    output_dir: Path | None
-    model: str | None
-    """A folder, or a name on the hub."""
-    dataset: str | None
-    """A path, or a name on the hub."""
-    job: Wishes | None
-    """What its files and flags ask for."""
-
-
-def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[str]) -> NodeReport:
+def examine(
+    node: str, asked: argparse.Namespace, job: Wishes | None, env: Mapping[str, str], *, peers: Sequence[str]
+) -> NodeReport:
     """This node's report, without what needs the store. Takes seconds, and never longer than its checks' deadlines.
 
     Args:
+        asked: the command's options; `job`: what the job's files and flags ask for.
         peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
     """
     home = Path.home()
@@ -53,22 +43,20 @@ def examine(node: str, asked: Asked, env: Mapping[str, str], *, peers: Sequence[
     fields: dict[str, Any] = {"variables": variables}
     checks: dict[str, Callable[[], Part]] = {
         "versions": lambda: _installation(env),
-        "gpus": lambda: _gpus(asked, env),
+        "gpus": lambda: _gpus(asked.gpus_per_node, job, env),
         "network": lambda: _network(variables, peers),
         "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
         "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
         "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
         "open files": lambda: ([storage.check_open_files()], {}),
     }
-    if (output_dir := asked.output_dir) is not None:
-        checks["output path"] = lambda: ([storage.check_room(output_dir)], {})
-    if (model := asked.model) is not None:
-        checks["model"] = lambda: ([storage.check_model(model)], {})
-    if (dataset := asked.dataset) is not None:
-        checks["dataset"] = lambda: (
-            [storage.check_dataset(dataset, None if asked.job is None else asked.job.dataset_config)],
-            {},
-        )
+    if asked.output_dir is not None:
+        checks["output path"] = lambda: ([storage.check_room(asked.output_dir)], {})
+    if asked.model is not None:
+        checks["model"] = lambda: ([storage.check_model(asked.model)], {})
+    if asked.dataset is not None:
+        config = None if job is None else job.dataset_config
+        checks["dataset"] = lambda: ([storage.check_dataset(asked.dataset, config)], {})
     findings: list[Finding] = []
     for name, check in checks.items():
         found, filled = _with_deadline(name, check)
@@ -100,8 +88,8 @@ def _installation(env: Mapping[str, str]) -> Part:
     return findings, asdict(read_software(env))
 
 
-def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
-    if asked.job is not None and asked.job.use_cpu:
+def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> Part:
+    if job is not None and job.use_cpu:
         return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     seen, mistake = 0, None
     try:
@@ -110,13 +98,7 @@ def _gpus(asked: Asked, env: Mapping[str, str]) -> Part:
         mistake = error
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
-    count = gpus.check_gpu_count(
-        seen=seen,
-        asked=asked.gpus_per_node,
-        gpus=visible,
-        torch_version=torch.__version__,
-        mistake=mistake,
-    )
+    count = gpus.check_gpu_count(seen=seen, asked=asked, gpus=visible, torch_version=torch.__version__, mistake=mistake)
     findings = [count, *gpus.check_gpu_memory(visible, processes)]
     return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
 
@@ -135,5 +117,5 @@ def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:
         "own_address": address_of(socket.gethostname()),
         "route_interface": interface,
         "route_source": source,
-        "infiniband": tuple(sorted({port.device for port in ports if port.state == "ACTIVE"})),
+        "infiniband": network.active_devices(ports),
     }

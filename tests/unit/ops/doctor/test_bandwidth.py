@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from grpo.ops.doctor import bandwidth
 from grpo.ops.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
-from grpo.ops.doctor.pairs import PairSpeed, find_slow, pair_rounds
+from grpo.ops.doctor.pairs import find_slow, pair_rounds
 from grpo.ops.doctor.records import Status
 from grpo.place.launch import Launch
 
@@ -52,21 +52,17 @@ def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
     assert len(pair_rounds(64)) == 7
 
 
-def speeds(figures: dict[tuple[int, int], float]) -> list[PairSpeed]:
-    return [PairSpeed(nodes=pair, gb_per_s=figure) for pair, figure in figures.items()]
-
-
 def test_a_slow_node_is_told_from_a_slow_path() -> None:
     healthy = {(0, 1): 40.0, (0, 2): 41.0, (0, 3): 39.0, (1, 2): 40.0, (1, 3): 38.0, (2, 3): 42.0}
-    assert find_slow(speeds(healthy)) == ({}, [])
+    assert find_slow(healthy) == ({}, {})
     slow_node = {**healthy, (0, 2): 9.0, (1, 2): 10.0, (2, 3): 8.0}
-    assert find_slow(speeds(slow_node)) == ({2: 10.0}, [])
+    assert find_slow(slow_node) == ({2: 10.0}, {})
     slow_path = {**healthy, (1, 3): 5.0}
-    assert find_slow(speeds(slow_path)) == ({}, speeds({(1, 3): 5.0}))
+    assert find_slow(slow_path) == ({}, {(1, 3): 5.0})
     two_slow = {**healthy, (0, 1): 9.0, (0, 2): 9.0, (0, 3): 9.0, (1, 2): 9.0, (1, 3): 9.0}
-    assert set(find_slow(speeds(two_slow))[0]) == {0, 1}
-    assert find_slow(speeds({(0, 1): 1.0})) == ({}, [])
-    assert find_slow([]) == ({}, [])
+    assert set(find_slow(two_slow)[0]) == {0, 1}
+    assert find_slow({(0, 1): 1.0}) == ({}, {})
+    assert find_slow({}) == ({}, {})
 
 
 def test_bus_bandwidth() -> None:
@@ -134,9 +130,8 @@ def test_nodes_on_one_host_are_numbered() -> None:
 
 def test_a_failure_says_what_to_set() -> None:
     def fix(stage: str, backend: str = "nccl", late: tuple[str, ...] = (), num_nodes: int = 2) -> str:
-        verdict = explain_failure(
-            stage=stage, what="no end", late=late, backend=backend, route_interface="eth1", num_nodes=num_nodes
-        )
+        one = num_nodes == 1
+        verdict = explain_failure(stage, "no end", late, backend, route_interface="eth1", is_one_node=one)
         assert verdict.exit_code == 1
         return verdict.findings[0].fix
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from grpo.cli import main
 from grpo.ops.doctor import report, shared_file, table
 from grpo.ops.doctor.records import Finding, Status, Verdict
-from grpo.ops.doctor.report import Asked, examine
+from grpo.ops.doctor.report import examine
 from grpo.place.files import read_wishes
 from tests.support.launching import ROOT
 
@@ -109,6 +110,6 @@ def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
 def test_a_model_and_a_dataset_are_looked_for_where_asked(tmp_path: Path) -> None:
     nothing = tmp_path / "model"
     nothing.mkdir()
-    asked = Asked(gpus_per_node=None, output_dir=None, model=str(nothing), dataset=str(tmp_path), job=None)
-    found = {finding.check: finding.status for finding in examine("a", asked, {}, peers=()).findings}
+    asked = Namespace(gpus_per_node=None, output_dir=None, model=str(nothing), dataset=str(tmp_path))
+    found = {finding.check: finding.status for finding in examine("a", asked, None, {}, peers=()).findings}
     assert (found["model"], found["dataset"]) == (FAIL, PASS)

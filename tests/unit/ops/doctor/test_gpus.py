@@ -27,14 +27,13 @@ GPU-22222222-aaaa-bbbb-cccc-000000000000, 41235, server, with a comma, [N/A]
 def test_gpu_memory_and_who_holds_it() -> None:
     found, processes = gpus.parse_gpus(SMI_GPUS), gpus.parse_processes(SMI_PROCESSES)
     assert [gpu.used_bytes >> 20 for gpu in found] == [4, 71236, 2048]
-    assert [process.used_bytes for process in processes] == [71230 << 20, None]
     full, some = gpus.check_gpu_memory(found, processes)
     assert (full.status, some.status) == (FAIL, WARN)
     assert "GPU 1: 69.6 of 79.6 GiB taken by pid 41234 /usr/bin/python3 (69.6 GiB)" in full.message
-    assert "pid 41235 server, with a comma" in full.message
+    assert full.message.endswith("pid 41235 server, with a comma")
     assert "cannot be seen from here" in some.message
     assert [finding.status for finding in gpus.check_gpu_memory(found[:1], processes)] == [PASS]
-    assert gpus.check_gpu_memory([], []) == []
+    assert gpus.check_gpu_memory([], {}) == []
 
 
 @pytest.mark.parametrize(

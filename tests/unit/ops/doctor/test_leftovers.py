@@ -89,7 +89,8 @@ def test_folders_of_engines_that_are_gone(tmp_path: Path) -> None:
         folder.mkdir()
         aged(folder, 3600)
     with subprocess.Popen(["cat"], env={"TMPDIR": str(alive)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
-        assert engine.stdin and engine.stdout
+        assert engine.stdin
+        assert engine.stdout
         engine.stdin.write(b"\n")
         engine.stdin.flush()
         engine.stdout.read(1)  # Popen can return while the kernel still lays out the new program's environment
