@@ -6,7 +6,6 @@ The second stage, `grpo.ops.doctor.bandwidth`, is started by the launcher.
 import argparse
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, 1 on any FAIL on any node, 2 when the command line does not say which node this is."""
-    started = time.monotonic()
     # Before torch is loaded: the store's C++ side logs every wait that ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -44,4 +42,4 @@ def run(args: argparse.Namespace) -> int:
 
     peers = place.nodes[1:] if place.is_head else (place.head_address,)
     part = alone if len(place.nodes) == 1 else as_head if place.is_head else as_another
-    return part(place, partial(examine, place.node, args, job, os.environ, peers=peers), args, started)
+    return part(place, partial(examine, place.node, args, job, os.environ, peers=peers), args)

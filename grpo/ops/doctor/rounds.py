@@ -21,13 +21,13 @@ BANDWIDTH = "next, how fast the nodes exchange: accelerate launch --config_file 
 Examine = Callable[[], NodeReport]
 
 
-def alone(place: Place, examine: Examine, args: argparse.Namespace, _: float) -> int:
+def alone(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     verdict = judge(place.nodes, [examine()])
     show(verdict, as_json=args.json)
     return verdict.exit_code
 
 
-def as_head(place: Place, examine: Examine, args: argparse.Namespace, started: float) -> int:
+def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     """Prints the table, and who came after it."""
     codes = []
 
@@ -43,8 +43,6 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace, started: f
                 lambda: replace(examine(), sees_shared_file=None if shared is None else True),
                 lambda own, attendance: tell(judge_meeting(place, own, attendance)),
                 opening=shared,
-                join_timeout_s=args.join_timeout,
-                started=started,
             )
     except MeetingFailed as error:
         tell(judge(place.nodes, [examine()], [Finding.of("join", error.trouble)]))
@@ -54,7 +52,7 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace, started: f
     return int(bool(late) or max(codes))
 
 
-def as_another(place: Place, examine: Examine, args: argparse.Namespace, started: float) -> int:
+def as_another(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     """Prints one line, or, without the head's verdict, what is wrong here."""
 
     def bring(shared: list[str] | None) -> str:
@@ -63,7 +61,7 @@ def as_another(place: Place, examine: Examine, args: argparse.Namespace, started
         return replace(report, sees_shared_file=sees).dumps()
 
     try:
-        verdict = Verdict.loads(attend(place, bring, join_timeout_s=args.join_timeout, started=started))
+        verdict = Verdict.loads(attend(place, bring))
     except MeetingFailed as error:
         verdict = judge(place.nodes, [examine()], [Finding.of("join", error.trouble)])
         if args.json:

@@ -124,15 +124,7 @@ def decide(
     return Verdict(agreed=agreed, troubles=tuple(troubles), kind=kind)
 
 
-def meet(
-    place: Place,
-    make_report: Callable[[], NodeReport],
-    asked: Asked,
-    *,
-    port: int | None,
-    join_timeout_s: float,
-    started: float,
-) -> Verdict:
+def meet(place: Place, make_report: Callable[[], NodeReport], asked: Asked, *, port: int | None) -> Verdict:
     """Every node of the job calls it; all get the same verdict, in at most the join timeout and the time to report.
 
     Args:
@@ -147,8 +139,7 @@ def meet(
 
     try:
         if not place.is_head:
-            limits = {"join_timeout_s": join_timeout_s, "started": started}
-            return Verdict.loads(attend(place, lambda _: bring().dumps(), **limits))
+            return Verdict.loads(attend(place, lambda _: bring().dumps()))
         verdicts: list[Verdict] = []
 
         def close(own: NodeReport, attendance: Attendance) -> str:
@@ -157,7 +148,7 @@ def meet(
             verdicts.append(decide(place, reports, asked, port=port, absent=attendance.troubles))
             return verdicts[-1].dumps()
 
-        late = preside(place, bring, close, join_timeout_s=join_timeout_s, started=started)
+        late = preside(place, bring, close)
     except MeetingFailed as error:
         return Verdict(agreed=None, troubles=(error.trouble,))
     except ValueError as error:  # another version of this project on the other side

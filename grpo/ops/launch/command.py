@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +122,8 @@ def _meet_and_launch(
             raise KeyboardInterrupt
         return made
 
-    verdict = meet(
-        place,
-        make_report,
-        asked,
-        port=args.main_process_port,
-        join_timeout_s=args.join_timeout,
-        started=time.monotonic(),
-    )
+    here = replace(place, started=time.monotonic())  # not before what the doctor took
+    verdict = meet(here, make_report, asked, port=args.main_process_port)
     for trouble in verdict.troubles:
         if trouble.is_fatal or place.is_head:
             fix = f" → {trouble.fix}" if trouble.fix else ""

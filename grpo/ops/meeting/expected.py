@@ -3,8 +3,9 @@
 import argparse
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo.ops.meeting.addresses import is_local_address
@@ -30,6 +31,10 @@ class Place:
     """The port that the scheduler has named for the job's own process group."""
     command: str
     """What is started on each of them, for messages: `grpo doctor`."""
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    """How long nodes are waited for, from the first one that is up."""
+    started: float = field(default_factory=time.monotonic)
+    """When this one was up, by its `time.monotonic()`."""
 
     @property
     def head(self) -> str:
@@ -106,6 +111,7 @@ def find_place(
         port=args.port,
         told_port=told.port if told else None,
         command=command,
+        join_timeout_s=args.join_timeout,
     )
 
 

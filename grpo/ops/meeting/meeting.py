@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -77,8 +76,6 @@ def preside(
     decide: Callable[[T, Attendance], str],
     *,
     opening: Any = None,
-    join_timeout_s: float,
-    started: float,
 ) -> tuple[Trouble, ...]:
     """The head's part: opens the store, waits for the others, decides and posts the verdict.
 
@@ -88,7 +85,6 @@ def preside(
         bring: makes the head's own report, while the others come.
         decide: the verdict, which all nodes get. What it prints comes before what they print of it.
         opening: JSON, handed to every other node before it makes its report.
-        started: `time.monotonic()` of this node's start.
 
     Returns:
         Processes that came when the verdict stood: they have been told, but the others have not.
@@ -113,7 +109,7 @@ def preside(
             f"the head {place.node} did not report within {REPORT_S:.0f} s",
             f"run {place.command} on it alone: what hangs there?",
         ) from error
-    attendance, counts = _receive(store, place, join_timeout_s=join_timeout_s, started=started)
+    attendance, counts = _receive(store, place)
     store.set("verdict", decide(own, attendance))
     deadline = time.monotonic() + _LEAVE_S
     for arrival in attendance.arrivals:
@@ -123,31 +119,27 @@ def preside(
     return tuple(_too_late(place, node, counts[node]).trouble for node in late)
 
 
-def _receive(
-    store: dist.Store, place: Place, *, join_timeout_s: float, started: float
-) -> tuple[Attendance, Mapping[str, int]]:
+def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, int]]:
     """Waits for the others, and closes: who came with what, and how many processes under each name."""
     others = place.nodes[1:]
     answers: dict[str, Arrival] = {}
-    came, first_up = _listen(store, others, answers, join_timeout_s=join_timeout_s, started=started)
+    came, first_up = _listen(store, place, answers)
     counts = {node: store.add(f"count/{node}", _CLOSED) - _CLOSED for node in others}
     attendance = Attendance(
         arrivals=tuple(answers[node] for node in others if node in answers),
-        troubles=tuple(_troubles(place, counts, came, answers, join_timeout_s)),
+        troubles=tuple(_troubles(place, counts, came, answers)),
         waited_s=max(came.values(), default=first_up) - first_up,
     )
     return attendance, counts
 
 
-def _listen(
-    store: dist.Store, others: Sequence[str], answers: dict[str, Arrival], *, join_timeout_s: float, started: float
-) -> tuple[dict[str, float], float]:
+def _listen(store: dist.Store, place: Place, answers: dict[str, Arrival]) -> tuple[dict[str, float], float]:
     """Fills `answers` until all have reported or no more time is left. Tells everyone who asks the head's time.
 
     Returns:
         When each node came, and when the first was up, by this node's `time.monotonic()`.
     """
-    opened, first_up = time.monotonic(), started
+    others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
     while True:
         for node in others:
@@ -162,7 +154,7 @@ def _listen(
                 report = store.get(f"report/{node}")
                 answers[node] = Arrival(node=node, report=report, clock_offset_s=offset_s, clock_error_s=error_s)
         now = time.monotonic()
-        may_join = len(came) < len(others) and now < max(first_up + join_timeout_s, opened + GRACE_S)
+        may_join = len(came) < len(others) and now < max(first_up + place.join_timeout_s, opened + GRACE_S)
         may_report = any(node not in answers and now < at + REPORT_S for node, at in came.items())
         if not may_join and not may_report:
             return came, first_up
@@ -170,15 +162,11 @@ def _listen(
 
 
 def _troubles(
-    place: Place,
-    counts: Mapping[str, int],
-    came: Mapping[str, float],
-    answers: Mapping[str, Arrival],
-    join_timeout_s: float,
+    place: Place, counts: Mapping[str, int], came: Mapping[str, float], answers: Mapping[str, Arrival]
 ) -> list[Trouble]:
-    troubles = []
+    troubles, patience = [], f"{place.join_timeout_s:.0f} s"
     if missing := tuple(node for node in place.nodes[1:] if node not in came):
-        message = f"{', '.join(missing)} did not come within {join_timeout_s:.0f} s of the first node [GRPO-302]"
+        message = f"{', '.join(missing)} did not come within {patience} of the first node [GRPO-302]"
         fix = f"is {place.command} started there, and does it reach {place.head_address}:{place.port}? Under Slurm: "
         fix += f"srun --ntasks-per-node=1 {place.command}; slow starters: --join-timeout"
         troubles.append(Trouble(nodes=missing, message=message, fix=fix))
@@ -208,22 +196,21 @@ def _too_late(place: Place, node: str, before: int) -> MeetingFailed:
 # -- the others ---------------------------------------------------------------------------------------------------
 
 
-def attend(place: Place, bring: Callable[[Any], str], *, join_timeout_s: float, started: float) -> bytes:
+def attend(place: Place, bring: Callable[[Any], str]) -> bytes:
     """Another node's part. Returns the head's verdict.
 
     Args:
         bring: makes this node's report; is handed what the head opened with.
-        started: `time.monotonic()` of this node's start.
 
     Raises:
         MeetingFailed: the head does not come, does not answer, or has no place for this process.
     """
-    until = started + join_timeout_s
+    until = place.started + place.join_timeout_s
     # A head whose machine goes dark leaves calls without an end of their own.
-    limit_s = join_timeout_s + 3 * REPORT_S
+    limit_s = place.join_timeout_s + 3 * REPORT_S
     try:
         while True:
-            _reach(place, until, join_timeout_s)
+            _reach(place, until)
             store = _join(place)
             command, nodes, opening = json.loads(store.get("opening"))
             if command == place.command:
@@ -236,8 +223,8 @@ def attend(place: Place, bring: Callable[[Any], str], *, join_timeout_s: float, 
                 )
             del store  # another meeting of this head: of what ran before, which ends
             time.sleep(_POLL_S)
-        take_part = partial(_take_part, store, place, nodes, bring, opening, limit_s=limit_s, started=started)
-        return within(limit_s, take_part)
+        _check_expected(place, nodes)
+        return within(limit_s, lambda: _take_part(store, place, lambda: bring(opening), timedelta(seconds=limit_s)))
     except (dist.DistError, TimeoutError) as error:
         raise MeetingFailed(
             place.head,
@@ -246,7 +233,7 @@ def attend(place: Place, bring: Callable[[Any], str], *, join_timeout_s: float, 
         ) from error
 
 
-def _reach(place: Place, until: float, join_timeout_s: float) -> None:
+def _reach(place: Place, until: float) -> None:
     """Wait until something listens where the head should. Plain sockets say why they fail; the store does not."""
     while True:
         try:
@@ -263,7 +250,7 @@ def _reach(place: Place, until: float, join_timeout_s: float) -> None:
             raise MeetingFailed(
                 place.head,
                 f"the head {place.head} ({place.head_address}:{place.port}) did not come within "
-                f"{join_timeout_s:.0f} s [GRPO-303]: {cause}; here {resolved}{route}",
+                f"{place.join_timeout_s:.0f} s [GRPO-303]: {cause}; here {resolved}{route}",
                 f"is it up, is {place.command} started on it and not over already, is port {place.port} open between "
                 "the nodes? If it is reached under another name: --head ADDRESS; slow starters: --join-timeout",
             )
@@ -288,29 +275,23 @@ def _join(place: Place) -> dist.Store:
         ) from error
 
 
-def _take_part(
-    store: dist.Store,
-    place: Place,
-    nodes: Sequence[str],
-    bring: Callable[[Any], str],
-    opening: Any,
-    *,
-    limit_s: float,
-    started: float,
-) -> bytes:
+def _check_expected(place: Place, nodes: Sequence[str]) -> None:
     if place.node not in nodes:
         message = f"the head {place.head} expects {', '.join(nodes)}, and not {place.node}"
         raise MeetingFailed(place.node, message, "give every node the same list of nodes")
+
+
+def _take_part(store: dist.Store, place: Place, bring: Callable[[], str], limit: timedelta) -> bytes:
     count = store.add(f"count/{place.node}", 1)
     if count > _CLOSED:
         raise _too_late(place, place.node, count - _CLOSED - 1)
     if count > 1:
         raise MeetingFailed(place.node, f"another process came as {place.node} before this one", _one_per_node(place))
-    store.set(f"hello/{place.node}", str(time.monotonic() - started))
-    report = bring(opening)
+    store.set(f"hello/{place.node}", str(time.monotonic() - place.started))
+    report = bring()
     store.set(f"clock/{place.node}", json.dumps(_measure_clock(store, place.node)))
     store.set(f"report/{place.node}", report)
-    store.wait(["verdict"], timedelta(seconds=limit_s))
+    store.wait(["verdict"], limit)
     verdict = store.get("verdict")
     store.set(f"left/{place.node}", "1")
     return verdict

@@ -4,7 +4,6 @@ import argparse
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,21 +16,6 @@ from grpo.ops.reshape.zero import partition_file, reshape_zero
 from grpo.ops.room import check_disk, check_free
 from grpo.record.durable import appearing_whole
 from grpo.record.folder import make_run_folder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSettings:
-    """With which N ranks make the generation batches that M ranks made."""
-
-    per_device_train_batch_size: int
-    steps_per_generation: int
-    gradient_accumulation_steps: int
-
-    def __str__(self) -> str:
-        return (
-            f"per_device_train_batch_size: {self.per_device_train_batch_size}, steps_per_generation: "
-            f"{self.steps_per_generation}, gradient_accumulation_steps: {self.gradient_accumulation_steps}"
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"grpo reshape: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: for {args.ranks} training processes. Go on with {settings}")
+    told = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    print(f"{out}: for {args.ranks} training processes. Go on with {told}")
     return 0
 
 
@@ -64,7 +49,7 @@ def default_out(checkpoint: Path, ranks: int) -> Path:
     return run_dir.with_name(f"{run_dir.name}-ranks-{ranks}") / checkpoint.resolve().name
 
 
-def reshape(checkpoint: Path, out: Path, *, ranks: int) -> BatchSettings:
+def reshape(checkpoint: Path, out: Path, *, ranks: int) -> dict[str, int]:
     """Write `checkpoint` as `out`, for `ranks` training processes; `out` appears whole or not at all.
 
     Needs no accelerator. Host memory: what a new rank holds of weights and moments, 12 bytes a parameter over `ranks`.
@@ -119,7 +104,7 @@ def check_wish(checkpoint: Path, record: CompleteRecord, out: Path, ranks: int) 
     check_disk(out, sum(record.files.values()), what="the checkpoint takes", option="an --out")
 
 
-def batch_settings(record: CompleteRecord, ranks: int) -> BatchSettings:
+def batch_settings(record: CompleteRecord, ranks: int) -> dict[str, int]:
     """The largest micro-batch, up to the present one, with which so many ranks make the same batches.
 
     Raises:
@@ -132,11 +117,11 @@ def batch_settings(record: CompleteRecord, ranks: int) -> BatchSettings:
     for micro_batch in range(present, 0, -1):
         new_steps, rest = divmod(size, micro_batch * ranks)
         if rest == 0 and new_steps * accumulation % steps == 0:
-            return BatchSettings(
-                per_device_train_batch_size=micro_batch,
-                steps_per_generation=new_steps,
-                gradient_accumulation_steps=new_steps * accumulation // steps,
-            )
+            return {
+                "per_device_train_batch_size": micro_batch,
+                "steps_per_generation": new_steps,
+                "gradient_accumulation_steps": new_steps * accumulation // steps,
+            }
     fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
     raise ValueError(
         f"{ranks} training processes cannot share generation batches of {size} completions, with {accumulation} of "

@@ -2,13 +2,12 @@
 
 import argparse
 import gzip
-import io
 import json
-import os
 import sys
 from pathlib import Path
 
 from grpo.ops.trace.events import Trace, trace_of
+from grpo.record.durable import write_atomically
 from grpo.record.timeline.records import TIMELINE_FOLDER, Timeline, read_timelines
 
 
@@ -87,26 +86,10 @@ def write_trace(trace: Trace, out: Path) -> int:
         raise IsADirectoryError(f"--out {out} is a folder: name a file in it, as {out / 'trace.json'}")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as raw:
-            if out.suffix == ".gz":
-                with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
-                    _write_events(trace, packed)
-            else:
-                _write_events(trace, raw)
-        os.replace(draft, out)
-    finally:
-        draft.unlink(missing_ok=True)
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": {"began_unix_s": trace.began}}).removesuffix("}")
+    lines = (json.dumps(event, separators=(",", ":"), allow_nan=False) for event in trace.events)
+    # One event a line: a trace of a long run is looked at with other tools, too.
+    separated = ",\n".join(lines)
+    content = f'{head}, "traceEvents": [\n{separated}\n]}}\n'.encode()
+    write_atomically(out, gzip.compress(content, mtime=0) if out.suffix == ".gz" else content)
     return out.stat().st_size
-
-
-def _write_events(trace: Trace, file: io.BufferedIOBase) -> None:
-    """One event a line: a trace of a long run is looked at with other tools, too."""
-    said = {"displayTimeUnit": "ms", "otherData": {"began_unix_s": trace.began}}
-    head = json.dumps(said)[:-1] + ', "traceEvents": [\n'
-    file.write(head.encode())
-    for number, event in enumerate(trace.events):
-        line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-        file.write((line if number == 0 else ",\n" + line).encode())
-    file.write(b"\n]}\n")

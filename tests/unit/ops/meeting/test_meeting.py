@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,14 +23,21 @@ from tests.support.launching import free_port
 WAIT_S = 60.0  # no step here takes a second
 
 
-def place(node: str = "a", *, nodes: str = "ab", port: int | None = None) -> Place:
-    return Place(nodes=tuple(nodes), node=node, head_address="127.0.0.1", port=port or free_port(), command="grpo test")
+def place(node: str = "a", *, nodes: str = "ab", port: int | None = None, wait_s: float = WAIT_S) -> Place:
+    return Place(
+        nodes=tuple(nodes),
+        node=node,
+        head_address="127.0.0.1",
+        port=port or free_port(),
+        command="grpo test",
+        join_timeout_s=wait_s,
+    )
 
 
 def come(here: Place, bring: Callable[[Any], str] = lambda _: "here") -> str:
     """The verdict, or why there is none for this process."""
     try:
-        return attend(here, bring, join_timeout_s=WAIT_S, started=time.monotonic()).decode()
+        return attend(here, bring).decode()
     except MeetingFailed as error:
         return str(error)
 
@@ -42,7 +48,7 @@ def hold(
     """A meeting with a node for each of `others`: what the head is told of late ones, and each one's verdict."""
     with ThreadPoolExecutor() as threads:
         verdicts = {node: threads.submit(come, replace(head, node=node), bring) for node, bring in others.items()}
-        late = preside(head, lambda: "the head's own", decide, join_timeout_s=WAIT_S, started=time.monotonic(), **given)
+        late = preside(head, lambda: "the head's own", decide, **given)
         return late, {node: verdict.result() for node, verdict in verdicts.items()}
 
 
@@ -100,7 +106,7 @@ def test_whoever_comes_when_the_verdict_stands_is_told_and_fails() -> None:
 
 def test_a_node_that_starts_too_late_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE_S", 0.0)
-    head, told = place(), []
+    head, told = place(wait_s=0.0), []
 
     def decide(own: Any, attendance: Attendance) -> str:
         told.append(come(replace(head, node="b")))
@@ -111,8 +117,6 @@ def test_a_node_that_starts_too_late_is_told_what_to_set(monkeypatch: pytest.Mon
         head,
         lambda: None,
         lambda own, attendance: verdict.append(decide(own, attendance)) or verdict[0],
-        join_timeout_s=0.0,
-        started=time.monotonic(),
     )
     assert re.fullmatch(r"b .* within 0 s .*\[GRPO-302\]", *verdict)
     assert told == ["a process came as b when the verdict of the head a stood already"]
@@ -123,7 +127,7 @@ def test_a_node_that_comes_and_does_not_report_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(meeting, "REPORT_S", 0.2)
     store = dist.HashStore()
     store.set("hello/b", "0")
-    attendance, counts = meeting._receive(store, place(), join_timeout_s=0.0, started=0.0)
+    attendance, counts = meeting._receive(store, place(wait_s=0.0))
     assert (attendance.arrivals, counts) == ((), {"b": 0})
     (trouble,) = attendance.troubles
     assert (trouble.nodes, trouble.message) == (("b",), "b came, but did not report within 0 s")
@@ -134,7 +138,7 @@ def test_a_head_whose_own_report_hangs_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(meeting, "REPORT_S", 0.2)
     hangs = threading.Event()
     with pytest.raises(MeetingFailed, match="the head a did not report within 0 s") as caught:
-        preside(place(), lambda: hangs.wait(5.0), messages, join_timeout_s=0.0, started=time.monotonic())
+        preside(place(wait_s=0.0), lambda: hangs.wait(5.0), messages)
     hangs.set()
     assert caught.value.trouble.nodes == ("a",)
     assert "run grpo test on it alone" in caught.value.trouble.fix
@@ -157,9 +161,9 @@ def test_a_head_that_does_not_answer_has_no_clock(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_head_that_is_not_there_is_named_with_what_was_tried() -> None:
-    here = place("b")
+    here = place("b", wait_s=0.0)
     with pytest.raises(MeetingFailed, match=rf"head a \(127.0.0.1:{here.port}\) .*GRPO-303") as caught:
-        attend(here, lambda _: "", join_timeout_s=0.0, started=time.monotonic())
+        attend(here, lambda _: "")
     assert str(caught.value).endswith("Connection refused; here packets leave by lo from 127.0.0.1")
     assert caught.value.trouble.nodes == ("a",)
     assert "is grpo test started on it and not over already" in caught.value.trouble.fix
@@ -176,7 +180,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_out() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MeetingFailed, match=f"the head cannot open its store on port {port}") as caught:
-            preside(place(port=port), lambda: "", messages, join_timeout_s=0.0, started=0.0)
+            preside(place(port=port, wait_s=0.0), lambda: "", messages)
     assert "another --port" in caught.value.trouble.fix
 
 
