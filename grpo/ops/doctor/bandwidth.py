@@ -26,8 +26,7 @@ from grpo.faults.interrupt import on_expiry
 from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
 from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.watch import FailureWatch
-from grpo.ops.doctor.bandwidth_verdict import DTYPES, RankResult, explain_failure, judge_bandwidth
-from grpo.ops.doctor.pairs import pair_rounds
+from grpo.ops.doctor.bandwidth_verdict import DTYPES, RankResult, explain_failure, judge_bandwidth, partners_of
 from grpo.ops.doctor.table import show
 from grpo.ops.meeting.addresses import read_interfaces, route_to
 from grpo.place.files import add_job_arguments, wishes_of
@@ -47,9 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size-mb", type=int, help="of each collective's result; default: 256, and 16 with gloo")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="default: %(default).0f")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model-bytes", type=int, help="bytes of one push, to tell its seconds")
-    model.add_argument("--params-b", type=float, help="the same as 1e9 parameters in bfloat16")
+    parser.add_argument("--params-b", type=float, help="1e9 parameters of the model, to tell the seconds of a push")
     add_job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     args = parser.parse_args(argv)
@@ -61,8 +58,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     wished = None if args.job is None else args.job.backend
     args.backend = args.backend or wished or ("nccl" if args.on_gpus else "gloo")
     args.size_mb = args.size_mb or (256 if args.backend == "nccl" else 16)
-    if args.params_b is not None:
-        args.model_bytes = round(args.params_b * 1e9 * _BYTES_PER_PARAMETER)
     return args
 
 
@@ -108,7 +103,7 @@ def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages
             backend=args.backend,
             num_bytes=result_bytes(args, launch),
             pair_bytes=pair_bytes(args),
-            model_bytes=args.model_bytes,
+            model_bytes=args.params_b and round(args.params_b * 1e9 * _BYTES_PER_PARAMETER),
             device="GPUs" if args.on_gpus else "CPUs",
             job_dtypes=None if args.job is None else args.job.dtypes,
         )
@@ -279,12 +274,11 @@ def _collectives(
 def _pair_exchanges(launch: Launch, sent: torch.Tensor, stages: Stages) -> tuple[tuple[int, float], ...]:
     """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
     received, seconds = torch.empty_like(sent), []
-    for number, pairs in enumerate(pair_rounds(launch.num_nodes) if launch.num_nodes > 1 else []):
+    for number, node in enumerate(partners_of(launch.node, launch.num_nodes) if launch.num_nodes > 1 else []):
         stages.enter(f"pairs of nodes: round {number + 1}")
         dist.all_reduce(torch.zeros(1, device=sent.device))
         _synchronize(sent.device)
-        partners = {a: b for a, b in pairs} | {b: a for a, b in pairs}
-        if (node := partners.get(launch.node)) is not None:
+        if node != launch.node:
             peer = node * launch.local_world_size + launch.local_rank
             seconds.append((node, _median_s(partial(_swap, sent, received, peer), sent.device)))
     return tuple(seconds)

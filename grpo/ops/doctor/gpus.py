@@ -4,6 +4,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from grpo.ops.doctor.records import Finding
 from grpo.place.devices import DeviceMistake
 
@@ -83,7 +85,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
 
 
 def check_gpu_count(
-    *, seen: int, asked: int | None, gpus: Sequence[Gpu], torch_version: str, mistake: DeviceMistake | None = None
+    *, seen: int, asked: int | None, gpus: Sequence[Gpu], mistake: DeviceMistake | None = None
 ) -> Finding:
     """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`).
 
@@ -95,7 +97,7 @@ def check_gpu_count(
         return Finding.fail("gpus", mistake.what + shown, mistake.fix)
     if gpus and not seen:
         fix = "install a CUDA build of torch: make install BACKEND=cuda in a new environment"
-        return Finding.fail("gpus", f"nvidia-smi shows {len(gpus)} GPUs, torch {torch_version} sees none", fix)
+        return Finding.fail("gpus", f"nvidia-smi shows {len(gpus)} GPUs, torch {torch.__version__} sees none", fix)
     if asked is not None and seen < asked:
         fix = "ask the scheduler for them (Slurm: --gpus-per-node, and srun without --gpus-per-task), or look at "
         return Finding.fail("gpus", f"{seen} of {asked} GPUs visible", fix + "CUDA_VISIBLE_DEVICES and the driver")

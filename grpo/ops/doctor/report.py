@@ -11,8 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo.ops.doctor import gpus, installation, leftovers, network, storage
 from grpo.ops.doctor.records import Finding, NodeReport
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
@@ -25,8 +23,8 @@ from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_var
 CHECK_S = 20.0  # for one check
 GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
 
-Part = tuple[Sequence[Finding], Mapping[str, Any]]
-"""What one check finds, and the fields of the report that it fills."""
+Fields = dict[str, Any]
+"""Of the report; filled in by the checks."""
 
 
 def examine(
@@ -38,59 +36,56 @@ def examine(
         asked: the command's options; `job`: what the job's files and flags ask for.
         peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
     """
-    home = Path.home()
-    variables = read_variables(env)
-    fields: dict[str, Any] = {"variables": variables}
-    checks: dict[str, Callable[[], Part]] = {
-        "versions": lambda: _installation(env),
-        "gpus": lambda: _gpus(asked.gpus_per_node, job, env),
-        "network": lambda: _network(variables, peers),
-        "/dev/shm": lambda: (leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))), {}),
-        "engine folders": lambda: ([leftovers.check_engine_folders(Path(tempfile.gettempdir()))], {}),
-        "build locks": lambda: (leftovers.check_extension_locks(env, home), {}),
-        "open files": lambda: ([storage.check_open_files()], {}),
+    fields: Fields = {"variables": read_variables(env)}
+    checks: dict[str, Callable[[], Finding | list[Finding]]] = {
+        "versions": lambda: _installation(env, fields),
+        "gpus": lambda: _gpus(asked.gpus_per_node, job, env, fields),
+        "network": lambda: _network(peers, fields),
+        "/dev/shm": lambda: leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))),
+        "engine folders": lambda: leftovers.check_engine_folders(Path(tempfile.gettempdir())),
+        "build locks": lambda: leftovers.check_extension_locks(env, Path.home()),
+        "open files": storage.check_open_files,
     }
     if asked.output_dir is not None:
-        checks["output path"] = lambda: ([storage.check_room(asked.output_dir)], {})
+        checks["output path"] = lambda: storage.check_room(asked.output_dir)
     if asked.model is not None:
-        checks["model"] = lambda: ([storage.check_model(asked.model)], {})
+        checks["model"] = lambda: storage.check_model(asked.model)
     if asked.dataset is not None:
         config = None if job is None else job.dataset_config
-        checks["dataset"] = lambda: ([storage.check_dataset(asked.dataset, config)], {})
+        checks["dataset"] = lambda: storage.check_dataset(asked.dataset, config)
     findings: list[Finding] = []
     for name, check in checks.items():
-        found, filled = _with_deadline(name, check)
-        findings += found
-        fields.update(filled)
+        found = _with_deadline(name, check)
+        findings += found if isinstance(found, list) else [found]
     return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
 
 
-def _with_deadline(name: str, check: Callable[[], Part]) -> Part:
+def _with_deadline(name: str, check: Callable[[], Finding | list[Finding]]) -> Finding | list[Finding]:
     try:
         return within(GPUS_S if name == "gpus" else CHECK_S, check)
     except TimeoutError as error:
         fix = "look for a mount or a driver that hangs: df, nvidia-smi, dmesg"
-        return [Finding.fail(name, str(error), fix)], {}
+        return Finding.fail(name, str(error), fix)
     except (OSError, ValueError, subprocess.SubprocessError, metadata.PackageNotFoundError) as error:
         message = f"could not be checked: {type(error).__name__}: {error}"
-        return [Finding.warn(name, message, "mend that, and run again")], {}
+        return Finding.warn(name, message, "mend that, and run again")
 
 
-def _installation(env: Mapping[str, str]) -> Part:
+def _installation(env: Mapping[str, str], fields: Fields) -> list[Finding]:
     always, engines = installation.tested_requirements()
-    findings = installation.check_versions(
+    fields |= asdict(read_software(env))
+    return installation.check_versions(
         always,
         engines,
         python=platform.python_version(),
         requires_python=metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
         installed=installed_version,
     )
-    return findings, asdict(read_software(env))
 
 
-def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> Part:
+def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str], fields: Fields) -> list[Finding]:
     if job is not None and job.use_cpu:
-        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")]
     seen, mistake = 0, None
     try:
         seen = devices.count_gpus(env, use_cpu=False)
@@ -98,24 +93,22 @@ def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> Part
         mistake = error
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
-    count = gpus.check_gpu_count(seen=seen, asked=asked, gpus=visible, torch_version=torch.__version__, mistake=mistake)
-    findings = [count, *gpus.check_gpu_memory(visible, processes)]
-    return findings, {"gpus": seen, "driver": found[0].driver if found else ""}
+    count = gpus.check_gpu_count(seen=seen, asked=asked, gpus=visible, mistake=mistake)
+    fields |= {"gpus": seen, "driver": found[0].driver if found else ""}
+    return [count, *gpus.check_gpu_memory(visible, processes)]
 
 
-def _network(variables: Mapping[str, str], peers: Sequence[str]) -> Part:
-    up = read_interfaces()
+def _network(peers: Sequence[str], fields: Fields) -> list[Finding]:
+    up, variables = read_interfaces(), fields["variables"]
     routes = (route_to(peer, up) for peer in peers)
     interface, source = next((route for route in routes if any(route)), ("", ""))
     ports = network.read_fabric()
-    findings = [
-        *network.check_interface_names(variables, list(up), interface),
-        network.check_fabric(ports, variables),
-    ]
-    return findings, {
+    fields |= {
         "network": network.network_identity(),
         "own_address": address_of(socket.gethostname()),
         "route_interface": interface,
         "route_source": source,
         "infiniband": network.active_devices(ports),
     }
+    names = network.check_interface_names(variables, list(up), interface)
+    return [*names, network.check_fabric(ports, variables)]

@@ -44,9 +44,7 @@ def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
     if as_json:
         print(json.dumps({"status": verdict.status, **asdict(verdict)}, indent=2), flush=True)
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_LOG_WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
     several = len(verdict.nodes) > 1
     table = Table(pad_edge=False)
     table.add_column("check", no_wrap=True)

@@ -185,10 +185,14 @@ def read_weights(
     aliases = model.state_dict().keys() - expected.keys()  # DeepSpeed's whole copies make a tied weight two tensors
     weights = {name: tensor for name, tensor in stored.tensors.items() if name not in aliases}
     check_weights(model, expected, weights, as_saved=stored.as_saved)
-    dtypes = {n: dtype if dtype and t.dtype.is_floating_point else t.dtype for n, t in weights.items()}
-    sizes = {name: tensor.shape.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
-    in_memory = [n for n, t in weights.items() if not isinstance(t, torch.Tensor) or t.dtype != dtypes[n]]
-    check_room(out, total_bytes=sum(sizes.values()), memory_bytes=sum(sizes[name] for name in in_memory))
+    dtypes, total_bytes, memory_bytes = {}, 0, 0
+    for name, tensor in weights.items():
+        dtypes[name] = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        num_bytes = tensor.shape.numel() * dtypes[name].itemsize
+        total_bytes += num_bytes
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtypes[name]:
+            memory_bytes += num_bytes
+    check_room(out, total_bytes=total_bytes, memory_bytes=memory_bytes)
     return {name: tensor.contiguous().to(dtypes[name]) for name, tensor in weights.items()}
 
 

@@ -8,7 +8,6 @@ that fails for another reason finds all nodes well. An srun that would wait for 
 of the lost nodes, one a line. Needs nothing but Python and srun.
 """
 
-import argparse
 import contextlib
 import os
 import select
@@ -17,11 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind
-from grpo.ops.launch.next_attempt import State, read_state
+from grpo.ops.launch.next_attempt import State, parser_for, read_told
 
 POLL_S = 2.0
 GRACE_S = 5.0  # for the other nodes' ranks, which end by themselves once the job has failed; then as long as a probe
@@ -107,24 +106,14 @@ def _may_be_a_nodes_fault(ended: State | None) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
-    parser.add_argument("--attempt", required=True, help="GRPO_ATTEMPT of the attempt")
+    parser = parser_for(__doc__)
     parser.add_argument("--srun", required=True, type=int, metavar="PID", help="of the attempt")
     parser.add_argument("--nodes", required=True, help="of the job, with commas between them; this one is the first")
     parser.add_argument("--used", required=True, type=int, metavar="N", help="the attempt runs on the first N of them")
     args = parser.parse_args(argv)
     nodes = args.nodes.split(",")
-    name = (args.job, args.attempt)
-
-    def state() -> State | None:
-        return read_state(args.output_dir, lambda each: (str(each.get("job")), str(each.get("attempt"))) == name)
-
-    def find(ended: State | None) -> list[str]:
-        return lost_nodes(ended, nodes, used=args.used, here=nodes[0])
-
-    for node in watch(args.srun, state, find):
+    find = partial(lost_nodes, nodes=nodes, used=args.used, here=nodes[0])
+    for node in watch(args.srun, partial(read_told, args), find):
         print(node)
     return 0
 

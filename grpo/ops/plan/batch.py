@@ -45,8 +45,6 @@ class Batch:
     """The longest prompt with its completion."""
     tokens_per_step: int
     """Upper bound: every trained sequence at its full length."""
-    generated_tokens: int
-    """Upper bound of what one generation samples."""
 
 
 def prompt_tokens_of(args: GRPOConfig, asked: int | None) -> tuple[int, str | None]:
@@ -96,5 +94,4 @@ def plan_batch(
         prompt_tokens=prompt_tokens,
         sequence_tokens=sequence_tokens,
         tokens_per_step=completions_per_step * sequence_tokens,
-        generated_tokens=args.generation_batch_size * min(args.max_completion_length, sequence_tokens),
     )

@@ -120,8 +120,8 @@ def read_run(folder: Path, name: str = "") -> Run:
     missing: list[str] = []
     state = read_object(folder / STATE_FILE, missing, "how the last attempt stands")  # first: no later than the rest
     attempts = read_attempts(folder / RUN_FILE, missing)
-    said = typed(state, "state", str, attempts[-1].state if attempts else "")
-    is_running = said == "running"
+    told = all_typed(state, {"state": attempts[-1].state if attempts else "", "why": ""})
+    is_running = told["state"] == "running"
     metrics = read_metrics(folder / METRICS_FILE, missing, is_running=is_running)
     nodes = next((each.topology["num_nodes"] for each in reversed(attempts) if "num_nodes" in each.topology), None)
     timeline = read_timelines(folder, nodes if isinstance(nodes, int) else 0, missing, is_running=is_running)
@@ -131,8 +131,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        state=said,
-        why=typed(state, "why", str, ""),
+        **told,
         is_requeued=typed(state, "requeue", bool, False),
         attempts=attempts,
         metrics=metrics,
@@ -147,6 +146,11 @@ def typed(content: Any, name: str, kind: type[T], default: T) -> T:
     if isinstance(default, float) and isinstance(value, int):  # JSON may write whole seconds without a point
         value = float(value)
     return value if isinstance(value, kind) else default
+
+
+def all_typed(content: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values of a JSON object under these names, as `typed` reads them: of the type of the default."""
+    return {name: typed(content, name, type(default), default) for name, default in defaults.items()}
 
 
 def read_object(path: Path, missing: list[str], what: str) -> dict[str, Any]:
@@ -182,25 +186,17 @@ def read_attempts(path: Path, missing: list[str]) -> tuple[AttemptRecord, ...]:
 
 
 def read_attempt(number: int, told: dict[str, Any]) -> AttemptRecord:
-    ended = typed(told, "ended", float, -1.0)
-    started = typed(told, "started", float, -1.0)
+    times = {name: typed(told, name, float, -1.0) for name in ("started", "ended")}
+    texts = {name: str(told.get(name) or "") for name in ("job", "python", "commit")}
+    lists = {name: tuple(map(str, typed(told, name, list, []))) for name in ("respawns", "command")}
     return AttemptRecord(
-        attempt=typed(told, "attempt", int, number),
-        job=str(told.get("job") or ""),
-        started=started if started > 0 else None,
-        ended=ended if ended > 0 else None,
-        state=typed(told, "state", str, ""),
-        why=typed(told, "why", str, ""),
-        from_step=typed(told, "from_step", int, 0),
-        step=typed(told, "step", int, 0),
+        **{name: time for name, time in times.items() if time > 0},
+        **texts,
+        **lists,
+        **all_typed(told, {"attempt": number, "from_step": 0, "step": 0}),
+        **all_typed(told, {"state": "", "why": "", "arguments": {}, "topology": {}}),
         failure=read_failure(told.get("failure")),
-        respawns=tuple(str(each) for each in typed(told, "respawns", list, [])),
-        command=tuple(str(each) for each in typed(told, "command", list, [])),
-        arguments=typed(told, "arguments", dict, {}),
-        versions={str(name): str(version) for name, version in typed(told, "versions", dict, {}).items()},
-        python=str(told.get("python") or ""),
-        commit=str(told.get("commit") or ""),
-        topology=typed(told, "topology", dict, {}),
+        versions={name: str(version) for name, version in typed(told, "versions", dict, {}).items()},
     )
 
 
@@ -208,11 +204,7 @@ def read_failure(told: Any) -> FailureRecord | None:
     if not isinstance(told, dict):
         return None
     return FailureRecord(
-        node=typed(told, "node", int, -1),
-        rank=typed(told, "rank", int, -1),
-        host=typed(told, "host", str, "?"),
-        phase=typed(told, "phase", str, "?"),
-        cause=typed(told, "cause", str, ""),
+        **all_typed(told, {"node": -1, "rank": -1, "host": "?", "phase": "?", "cause": ""}),
         kind=next((kind for kind in FailureKind if kind == told.get("kind")), FailureKind.MACHINE),
         nodes=tuple(each for each in typed(told, "nodes", list, []) if isinstance(each, int)),
     )

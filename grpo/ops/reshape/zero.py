@@ -22,7 +22,7 @@ MASTERS_3 = "fp32_flat_groups"
 MASTERS_2 = "single_partition_of_fp32_groups"
 BASE = "base_optimizer_state"
 SUB_GROUP_SIZE = int(1e9)  # DeepSpeed's default
-_OPTIM_FILE = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
@@ -43,14 +43,15 @@ def reshape_zero(source: Path, target: Path, *, before: int, ranks: int) -> None
     Raises:
         ValueError: it is of a kind that is not known here; nothing wrong is written.
     """
-    found = {int(match["rank"]): match for path in source.iterdir() if (match := _OPTIM_FILE.fullmatch(path.name))}
-    if sorted(found) != list(range(before)) or any(match["mp"] != "00" for match in found.values()):
-        names = ", ".join(sorted(match[0] for match in found.values())) or "none"
+    files = sorted(path.name for path in source.glob("*_optim_states.pt"))
+    found = {int(match[2]): match for name in files if (match := _OPTIM_FILE.fullmatch(name))}
+    if sorted(found) != list(range(before)) or len(files) != before:
+        names = ", ".join(files) or "none"
         raise ValueError(f"{source} has not one optimizer file of each of {before} ranks, but: {names}")
     if (source / "offloaded_tensors").exists():
         raise ValueError(f"{source} has optimizer states offloaded to NVMe, which cannot be dealt out anew")
     states = [load_mapped(source / found[rank][0]) for rank in range(before)]
-    prefix = found[0]["bf16"] or ""
+    prefix = found[0][1] or ""
     target.mkdir(parents=True, exist_ok=True)
     is_zero3 = MASTERS_3 in states[0][OPTIMIZER]
     layout = Zero3(source, states, before) if is_zero3 else Zero2(source, states, before)

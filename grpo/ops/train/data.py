@@ -1,5 +1,6 @@
 """The data set of `train.py`: a mixture, a hub data set, or a local file or folder, made into prompts."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +91,7 @@ def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
         dataset = _adapt_rows(dataset, script.dataset_adapter)
     columns = script.dataset_columns or {}
     assert not isinstance(columns, str), "__post_init__ parses it"
-    for split in dataset:
-        names = dataset[split].column_names
-        missing = [column for column in columns if names is not None and column not in names]
-        if missing:
-            raise ValueError(f"dataset_columns renames {', '.join(missing)}, but the data set has {', '.join(names)}")
+    _check_names(dataset, columns, f"dataset_columns renames {', '.join(columns)}", "rename those that are there")
     if columns:
         dataset = dataset.rename_columns(columns)
     if script.system_prompt is not None:
@@ -106,17 +103,17 @@ def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
 def _adapt_rows(dataset: Any, name: str) -> Any:
     """Every split through the adapter; a split of another form is a mistake, for its rows would be nobody's."""
     adapter = ADAPTERS[name]
-    adapted = {}
-    for split in dataset:
-        names = dataset[split].column_names
-        missing = [column for column in adapter.columns if names is not None and column not in names]
-        if missing:
-            raise ValueError(
-                f"dataset_adapter is {name}, which reads {', '.join(adapter.columns)}, but the data set has "
-                f"{', '.join(names)}: take another adapter ({', '.join(ADAPTERS)}), or dataset_columns"
-            )
-        adapted[split] = dataset[split].map(adapter.to_prompt, remove_columns=names)
+    what, fix = f"dataset_adapter is {name}, which reads", f"take another adapter ({', '.join(ADAPTERS)})"
+    _check_names(dataset, adapter.columns, f"{what} {', '.join(adapter.columns)}", f"{fix}, or dataset_columns")
+    adapted = {split: rows.map(adapter.to_prompt, remove_columns=rows.column_names) for split, rows in dataset.items()}
     return type(dataset)(adapted)
+
+
+def _check_names(dataset: Any, columns: Iterable[str], what: str, fix: str) -> None:
+    for rows in dataset.values():
+        names = rows.column_names
+        if names is not None and not {*columns} <= {*names}:  # None: of a stream that does not say
+            raise ValueError(f"{what}, but the data set has {', '.join(names)}: {fix}")
 
 
 def _to_conversation(row: dict[str, Any], system_prompt: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -140,18 +141,15 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     Raises:
         ValueError: names the value and the type.
     """
-    kinds = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, typing.Literal) else (hint,)
-    kinds = tuple(typing.get_origin(kind) or kind for kind in kinds or (hint,))
-    if isinstance(value, str) or typing.Literal in kinds:
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    outer = [typing.get_origin(kind) or kind for kind in kinds]
+    known = tuple(kind for kind in outer if isinstance(kind, type)) + ((int,) if float in outer else ())
+    if isinstance(value, str) or typing.Literal in outer or name == "reward_funcs":
         return
-    if value is None:
-        if type(None) not in kinds and name != "reward_funcs":
-            raise ValueError(f"{name} is left empty: write a value, or remove the line")
-        return
-    numbers = (int, float) if float in kinds else (int,) if int in kinds else ()
-    is_bool = isinstance(value, bool)
-    is_number = isinstance(value, numbers) and not is_bool
-    others = tuple(kind for kind in kinds if isinstance(kind, type) and kind not in (int, float, str))
-    if not (is_number or isinstance(value, others) or (str in kinds and not numbers and not others)):
-        names = " or ".join(kind.__name__ for kind in kinds if kind not in (type(None), str))
-        raise ValueError(f"{name} is {value!r} ({type(value).__name__}), but has to be {names or 'text'}")
+    is_known = isinstance(value, known) and (bool in known or not isinstance(value, bool))
+    if value is None and not is_known:
+        raise ValueError(f"{name} is left empty: write a value, or remove the line")
+    others = {*known} - {str, type(None)}
+    if others and not is_known:
+        names = " or ".join(sorted(kind.__name__ for kind in others))
+        raise ValueError(f"{name} is {value!r} ({type(value).__name__}), but has to be {names}")

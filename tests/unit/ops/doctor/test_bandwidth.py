@@ -8,8 +8,15 @@ import torch
 import torch.distributed as dist
 
 from grpo.ops.doctor import bandwidth
-from grpo.ops.doctor.bandwidth_verdict import RankResult, bus_gb_per_s, explain_failure, judge_bandwidth, name_nodes
-from grpo.ops.doctor.pairs import find_slow, pair_rounds
+from grpo.ops.doctor.bandwidth_verdict import (
+    RankResult,
+    bus_gb_per_s,
+    explain_failure,
+    find_slow,
+    judge_bandwidth,
+    name_nodes,
+    partners_of,
+)
 from grpo.ops.doctor.records import Status
 from grpo.place.launch import Launch
 
@@ -43,26 +50,25 @@ def test_the_interface_that_joins_two_nodes() -> None:
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
 def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
-    rounds = pair_rounds(num_nodes)
-    pairs = [pair for pairs in rounds for pair in pairs]
+    partners = [partners_of(node, num_nodes) for node in range(num_nodes)]
+    for met in zip(*partners, strict=True):
+        assert all(met[partner] == node for node, partner in enumerate(met)), "a partner has another partner"
+    pairs = [(node, met) for node, row in enumerate(partners) for met in row if node < met]
     assert sorted(pairs) == [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
-    for pairs in rounds:
-        nodes = [node for pair in pairs for node in pair]
-        assert len(nodes) == len(set(nodes))
-    assert len(pair_rounds(64)) == 7
+    assert len(partners_of(5, 64)) == 8
 
 
 def test_a_slow_node_is_told_from_a_slow_path() -> None:
     healthy = {(0, 1): 40.0, (0, 2): 41.0, (0, 3): 39.0, (1, 2): 40.0, (1, 3): 38.0, (2, 3): 42.0}
-    assert find_slow(healthy) == ({}, {})
+    assert find_slow(healthy) == {}
     slow_node = {**healthy, (0, 2): 9.0, (1, 2): 10.0, (2, 3): 8.0}
-    assert find_slow(slow_node) == ({2: 10.0}, {})
+    assert find_slow(slow_node) == {2: 10.0}
     slow_path = {**healthy, (1, 3): 5.0}
-    assert find_slow(slow_path) == ({}, {(1, 3): 5.0})
+    assert find_slow(slow_path) == {}
     two_slow = {**healthy, (0, 1): 9.0, (0, 2): 9.0, (0, 3): 9.0, (1, 2): 9.0, (1, 3): 9.0}
-    assert set(find_slow(two_slow)[0]) == {0, 1}
-    assert find_slow({(0, 1): 1.0}) == ({}, {})
-    assert find_slow({}) == ({}, {})
+    assert set(find_slow(two_slow)) == {0, 1}
+    assert find_slow({(0, 1): 1.0}) == {}
+    assert find_slow({}) == {}
 
 
 def test_bus_bandwidth() -> None:
@@ -109,11 +115,10 @@ def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
         for _ in range(2)
     ]
     verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
-    told = [(f.check, f.nodes, f.message) for f in verdict.findings if f.status is WARN]
-    assert told == [
-        ("inside a node", ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere"),
-        ("pairs of nodes", ("n1", "n3"), "n1 and n3 are slow together: 2.00 GB/s, 20.00 between others"),
-    ]
+    told = {f.check: (f.status, f.nodes, f.message) for f in verdict.findings}
+    assert told["inside a node"] == (WARN, ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere")
+    all_nodes, paths = ("n0", "n1", "n2", "n3"), "2.00 (n1 and n3) to 20.00 GB/s each way between 6 pairs"
+    assert told["pairs of nodes"] == (PASS, all_nodes, paths)
 
 
 def test_one_node_has_nothing_across_and_no_pairs() -> None:

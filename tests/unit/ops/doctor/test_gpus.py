@@ -48,7 +48,7 @@ def test_gpus_seen_against_asked() -> None:
     found = gpus.parse_gpus(SMI_GPUS)
 
     def status(seen: int, asked: int | None, gpus_there: list) -> Status:
-        return gpus.check_gpu_count(seen=seen, asked=asked, gpus=gpus_there, torch_version="2.13.0").status
+        return gpus.check_gpu_count(seen=seen, asked=asked, gpus=gpus_there).status
 
     assert status(3, 3, found) is PASS
     assert status(3, None, found) is PASS
