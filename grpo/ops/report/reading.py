@@ -242,27 +242,22 @@ def read_metrics(path: Path, missing: list[str], *, is_running: bool = False) ->
 
 
 def metrics_of(lines: dict[int, dict[str, Any]]) -> Metrics:
-    steps = sorted(lines)
-    columns: dict[str, np.ndarray] = {}
-    by_node: dict[str, dict[int, list[Any]]] = {}
-    for row, step in enumerate(steps):
-        for name, value in lines[step].items():
-            if type(value) in (int, float):
-                if name not in columns:
-                    columns[name] = np.full(len(steps), np.nan)
-                columns[name][row] = value
-            elif name == "by_node" and isinstance(value, dict):
-                for metric, figures in value.items():
-                    if isinstance(figures, list):
-                        by_node.setdefault(metric, {})[row] = figures
-    times = columns.get("time", np.full(len(steps), np.nan))
-    table = {name: column for name, column in columns.items() if name not in ("step", "time")}
+    rows = [lines[step] for step in sorted(lines)]
+    names = {name: None for row in rows for name, value in row.items() if type(value) in (int, float)}
+    columns = {name: as_numbers([row.get(name) for row in rows]) for name in names}
+    by_node = [typed(row, "by_node", dict, {}) for row in rows]
+    figures = {name: None for row in by_node for name, value in row.items() if isinstance(value, list)}
     return Metrics(
-        steps=np.array(steps, dtype=np.int64),
-        times=times,
-        columns=table,
-        by_node={name: node_table(rows, len(steps)) for name, rows in by_node.items()},
+        steps=np.array(sorted(lines), dtype=np.int64),
+        times=columns.get("time", np.full(len(rows), np.nan)),
+        columns={name: column for name, column in columns.items() if name not in ("step", "time")},
+        by_node={name: node_table([typed(row, name, list, []) for row in by_node]) for name in figures},
     )
+
+
+def as_numbers(values: list[Any]) -> np.ndarray:
+    """nan for what is no number."""
+    return np.array([each if type(each) in (int, float) else np.nan for each in values], dtype=float)
 
 
 def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
@@ -274,12 +269,10 @@ def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
     return replace(metrics, columns={**metrics.columns, "attempt": numbers})
 
 
-def node_table(rows: dict[int, list[Any]], num_steps: int) -> np.ndarray:
+def node_table(rows: list[list[Any]]) -> np.ndarray:
     """[S, N], nan where a step has no figure of a node."""
-    table = np.full((num_steps, max(map(len, rows.values()), default=0)), np.nan)
-    for row, figures in rows.items():
-        table[row, : len(figures)] = [each if type(each) in (int, float) else np.nan for each in figures]
-    return table
+    width = max(map(len, rows), default=0)
+    return as_numbers([each for row in rows for each in [*row, *[None] * (width - len(row))]]).reshape(len(rows), width)
 
 
 def attempt_of_log(path: Path) -> tuple[int, int] | None:

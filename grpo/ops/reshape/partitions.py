@@ -12,9 +12,6 @@ import torch
 FLAT_ALIGNMENT = 2
 """Elements: ZeRO-2 makes a flat group a multiple of this times the ranks (`nccl_start_alignment_factor`)."""
 
-Part = Callable[[int, int, int], torch.Tensor]
-"""`part(rank, start, stop)`: those elements of what a rank holds of one number series."""
-
 
 def part_size(numel: int, ranks: int) -> int:
     """Elements of a parameter that each rank holds under ZeRO-3, padding included."""
@@ -40,30 +37,30 @@ def sub_groups(names: Sequence[str], sizes: dict[str, int], limit: int, ranks: i
     return [group for group in groups if group]
 
 
-def gather(start: int, stop: int, *, size: int, part: Part) -> list[torch.Tensor]:
-    """Elements `start` to `stop` of a series of which every rank holds `size` one after the other."""
+def gather(start: int, stop: int, *, size: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Elements `start` to `stop` of a series of which every rank holds a part of `size`: slices, nothing is read."""
     found = []
     while start < stop:
         rank, inside = divmod(start, size)
         end = min(stop, (rank + 1) * size)
-        found.append(part(rank, inside, inside + end - start))
+        found.append(parts[rank][inside : inside + end - start])
         start = end
     return found
 
 
 def dealt(
-    numel: int, rank: int, ranks: int, *, before: int, size_of: Callable[[int, int], int], part: Part
+    numel: int, rank: int, ranks: int, *, parts: Sequence[torch.Tensor], size_of: Callable[[int, int], int]
 ) -> torch.Tensor:
     """What `rank` of `ranks` gets of a series of `numel` elements, with zeros behind its end.
 
     Args:
-        before: ranks that have held it, of which `part` reads.
+        parts: of the ranks that have held it.
         size_of: `part_size` or `flat_size`, by which it is cut.
     """
     size = size_of(numel, ranks)
     start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
-    found = gather(start, stop, size=size_of(numel, before), part=part)
-    return torch.cat([*found, part(0, 0, 0).new_zeros(size - (stop - start))])
+    found = gather(start, stop, size=size_of(numel, len(parts)), parts=parts)
+    return torch.cat([*found, parts[0].new_zeros(size - (stop - start))])
 
 
 def flat_size(numel: int, ranks: int) -> int:

@@ -66,7 +66,6 @@ class Zero3:
     """ZeRO-3's files of `before` ranks."""
 
     def __init__(self, source: Path, states: list[dict[str, Any]], before: int) -> None:
-        self.before = before
         self.states = states
         self.models = [load_mapped(source / partition_file(rank)) for rank in range(before)]
         shapes: list[Mapping[str, torch.Size]] = self.models[0]["param_shapes"]
@@ -119,20 +118,19 @@ class Zero3:
 
     def _dealt(self, key: str | None, names: list[str], rank: int, ranks: int) -> torch.Tensor:
         """A rank's part of a sub-group: of the optimizer's state `key`, or of the master weights."""
-
-        def flat(owner: int, number: int) -> torch.Tensor:
-            zero = self.states[owner][OPTIMIZER]
-            return zero[MASTERS_3][number] if key is None else zero[OPTIMIZER]["state"][number][key]
-
-        parts = []
+        found = []
         for name in names:
             number, offset = self.place[name]
+            parts = [flat[offset:] for flat in self._flats(key, number)]
+            found.append(dealt(self.sizes[name], rank, ranks, parts=parts, size_of=part_size))
+        return torch.cat(found)
 
-            def part(owner: int, start: int, stop: int, number: int = number, offset: int = offset) -> torch.Tensor:
-                return flat(owner, number)[offset + start : offset + stop]
-
-            parts.append(dealt(self.sizes[name], rank, ranks, before=self.before, size_of=part_size, part=part))
-        return torch.cat(parts)
+    def _flats(self, key: str | None, number: int) -> list[torch.Tensor]:
+        """Of each rank that has held the sub-group."""
+        optimizers = [state[OPTIMIZER] for state in self.states]
+        if key is None:
+            return [zero[MASTERS_3][number] for zero in optimizers]
+        return [zero[OPTIMIZER]["state"][number][key] for zero in optimizers]
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
         """What a rank of `ranks` saves of the model; frozen parameters are here, in parts too."""
@@ -200,11 +198,9 @@ class Zero2:
         return {**self.states[0], OPTIMIZER: {**zero, **changes}}
 
     def _dealt(self, key: str | None, number: int, rank: int, ranks: int) -> torch.Tensor:
-        def part(owner: int, start: int, stop: int) -> torch.Tensor:
-            zero = self.states[owner][OPTIMIZER]
-            return (zero[MASTERS_2][number] if key is None else zero[BASE]["state"][number][key])[start:stop]
-
-        return dealt(self.totals[number], rank, ranks, before=self.before, size_of=flat_size, part=part)
+        optimizers = [state[OPTIMIZER] for state in self.states]
+        parts = [zero[MASTERS_2][number] if key is None else zero[BASE]["state"][number][key] for zero in optimizers]
+        return dealt(self.totals[number], rank, ranks, parts=parts, size_of=flat_size)
 
     def _slices(self, number: int, rank: int, ranks: int) -> OrderedDict[str, Any]:
         """Which part of which parameter the rank holds, and where."""
@@ -227,11 +223,7 @@ class Zero2:
 
 def reparted(parts: list[torch.Tensor], shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of a parameter that ZeRO-3 has cut into `parts`."""
-
-    def part(owner: int, start: int, stop: int) -> torch.Tensor:
-        return parts[owner].view(-1)[start:stop]
-
-    return dealt(shape.numel(), rank, ranks, before=len(parts), size_of=part_size, part=part)
+    return dealt(shape.numel(), rank, ranks, parts=[part.view(-1) for part in parts], size_of=part_size)
 
 
 def _own(value: Any) -> Any:

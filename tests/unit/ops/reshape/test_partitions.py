@@ -29,18 +29,16 @@ def test_flat_groups_are_a_multiple_of_two_a_rank() -> None:
 
 def test_a_series_is_read_over_the_borders_of_its_owners() -> None:
     owned = [torch.arange(0, 5), torch.arange(5, 10), torch.arange(10, 15)]
-    found = gather(3, 12, size=5, part=lambda rank, start, stop: owned[rank][start:stop])
+    found = gather(3, 12, size=5, parts=owned)
     assert [part.tolist() for part in found] == [[3, 4], [5, 6, 7, 8, 9], [10, 11]]
-    assert gather(4, 4, size=5, part=lambda *_: torch.zeros(1)) == []
+    assert gather(4, 4, size=5, parts=owned) == []
 
 
 def test_what_goes_beyond_a_series_is_zeros() -> None:
     owned = [torch.arange(1, 9), torch.arange(9, 14)]  # 13 elements in flat parts of 8; of 6, on three ranks
 
     def of(rank: int) -> list[int]:
-        return dealt(
-            13, rank, 3, before=2, size_of=flat_size, part=lambda owner, start, stop: owned[owner][start:stop]
-        ).tolist()
+        return dealt(13, rank, 3, parts=owned, size_of=flat_size).tolist()
 
     assert [of(rank) for rank in range(3)] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [13, 0, 0, 0, 0, 0]]
 
