@@ -61,37 +61,34 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
 # -- InfiniBand ---------------------------------------------------------------------------------------------------
 
 
-Ports = Mapping[tuple[str, str], Mapping[str, str]]
-"""Of InfiniBand or RoCE devices, by device and number: `state` (`ACTIVE`, `DOWN`, `INIT` …), `rate` (`400 Gb/sec (4X
-NDR)`) and `link_layer` (`InfiniBand`, or `Ethernet` for RoCE), as the driver tells them."""
+Ports = Mapping[str, tuple[str, str]]
+"""Of InfiniBand or RoCE devices, as `mlx5_0:1`: the state (`ACTIVE`, `DOWN`, `INIT` …), and rate and link layer
+(`400 Gb/sec (4X NDR) InfiniBand`) as the driver tells them."""
 
 
 def read_fabric(root: Path = Path("/sys/class/infiniband")) -> Ports:
-    def told(port: Path, what: str) -> str:
-        return (port / what).read_text().strip().rpartition(": ")[2]
-
-    return {
-        (port.parent.parent.name, port.name): {what: told(port, what) for what in ("state", "rate", "link_layer")}
-        for port in sorted(root.glob("*/ports/*"))
-    }
+    ports = {}
+    for port in sorted(root.glob("*/ports/*")):
+        state, rate, layer = ((port / what).read_text().strip() for what in ("state", "rate", "link_layer"))
+        ports[f"{port.parent.parent.name}:{port.name}"] = (state.rpartition(": ")[2], f"{rate} {layer}")
+    return ports
 
 
-def active_devices(ports: Ports) -> tuple[str, ...]:
-    return tuple(sorted({device for (device, _), port in ports.items() if port["state"] == "ACTIVE"}))
+def active_ports(ports: Ports) -> list[str]:
+    return [name for name, (state, _) in ports.items() if state == "ACTIVE"]
 
 
 def check_fabric(ports: Ports, variables: Mapping[str, str]) -> Finding:
     """What NCCL finds of InfiniBand on this node."""
     if not ports:
         return Finding.passed("infiniband", "no device: NCCL goes over TCP")
-    active = {":".join(name): port for name, port in ports.items() if port["state"] == "ACTIVE"}
-    shown = ", ".join(f"{name} {port['rate']} {port['link_layer']}" for name, port in active.items())
+    active = active_ports(ports)
+    shown = ", ".join(f"{name} {ports[name][1]}" for name in active)
     if variables.get("NCCL_IB_DISABLE", "0") != "0":
         fix = "unset NCCL_IB_DISABLE, unless the fabric is known to be broken"
         return Finding.warn("infiniband", f"NCCL_IB_DISABLE is set: NCCL goes over TCP, beside {shown or 'ports'}", fix)
     if len(active) < len(ports):
-        named = {":".join(name): port["state"] for name, port in ports.items() if port["state"] != "ACTIVE"}
-        states = ", ".join(f"{name} is {state}" for name, state in named.items())
+        states = ", ".join(f"{name} is {ports[name][0]}" for name in ports if name not in active)
         fix = "expected for ports without a cable; else look at the cable and the subnet manager (ibstat)"
         return Finding.warn("infiniband", f"{states}; active: {shown or 'none'}", fix)
     return Finding.passed("infiniband", shown)

@@ -23,6 +23,7 @@ from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_var
 CHECK_S = 20.0  # for one check
 GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
 
+Found = Finding | list[Finding]
 Fields = dict[str, Any]
 """Of the report; filled in by the checks."""
 
@@ -37,7 +38,7 @@ def examine(
         peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
     """
     fields: Fields = {"variables": read_variables(env)}
-    checks: dict[str, Callable[[], Finding | list[Finding]]] = {
+    checks: dict[str, Callable[[], Found]] = {
         "versions": lambda: _installation(env, fields),
         "gpus": lambda: _gpus(asked.gpus_per_node, job, env, fields),
         "network": lambda: _network(peers, fields),
@@ -60,7 +61,7 @@ def examine(
     return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
 
 
-def _with_deadline(name: str, check: Callable[[], Finding | list[Finding]]) -> Finding | list[Finding]:
+def _with_deadline(name: str, check: Callable[[], Found]) -> Found:
     try:
         return within(GPUS_S if name == "gpus" else CHECK_S, check)
     except TimeoutError as error:
@@ -108,7 +109,7 @@ def _network(peers: Sequence[str], fields: Fields) -> list[Finding]:
         "own_address": address_of(socket.gethostname()),
         "route_interface": interface,
         "route_source": source,
-        "infiniband": network.active_devices(ports),
+        "infiniband": tuple(sorted({name.partition(":")[0] for name in network.active_ports(ports)})),
     }
     names = network.check_interface_names(variables, list(up), interface)
     return [*names, network.check_fabric(ports, variables)]

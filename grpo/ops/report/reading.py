@@ -272,7 +272,10 @@ def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
 def node_table(rows: list[list[Any]]) -> np.ndarray:
     """[S, N], nan where a step has no figure of a node."""
     width = max(map(len, rows), default=0)
-    return as_numbers([each for row in rows for each in [*row, *[None] * (width - len(row))]]).reshape(len(rows), width)
+    table = np.full((len(rows), width), np.nan)
+    for row, figures in enumerate(rows):
+        table[row, : len(figures)] = as_numbers(figures)
+    return table
 
 
 def attempt_of_log(path: Path) -> tuple[int, int] | None:

@@ -45,8 +45,8 @@ def test_infiniband_ports(tmp_path: Path) -> None:
         for name, value in (("state", state), ("rate", "400 Gb/sec (4X NDR)"), ("link_layer", "InfiniBand")):
             (port / name).write_text(f"{value}\n")
     ports = network.read_fabric(tmp_path)
-    assert {device: port["state"] for (device, _), port in ports.items()} == {"mlx5_0": "ACTIVE", "mlx5_1": "DOWN"}
-    active = {name: port for name, port in ports.items() if port["state"] == "ACTIVE"}
+    assert {name: state for name, (state, _) in ports.items()} == {"mlx5_0:1": "ACTIVE", "mlx5_1:1": "DOWN"}
+    active = {name: ports[name] for name in network.active_ports(ports)}
     assert network.check_fabric(active, {}).message == "mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand"
     assert "mlx5_1:1 is DOWN" in network.check_fabric(ports, {}).message
     assert network.check_fabric(active, {"NCCL_IB_DISABLE": "1"}).status is WARN
