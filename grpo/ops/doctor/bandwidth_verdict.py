@@ -92,29 +92,27 @@ def judge_bandwidth(
         by_node.setdefault(result.node, []).append(result)
     names = name_nodes([by_node[node][0].host for node in sorted(by_node)])
     findings = [
-        Finding.passed("backend", backend, nodes=names),
-        *_formats(results, names, f"{backend} on {device}", job_dtypes),
+        Finding.passed("backend", backend),
+        *_formats(results, f"{backend} on {device}", job_dtypes),
         *_inside(by_node, names, num_bytes, backend),
-        *_across(results, names, num_bytes),
-        *_push(results, names, num_bytes, model_bytes),
+        *_across(results, num_bytes, len(names)),
+        *_push(results, num_bytes, model_bytes),
         *_pairs(by_node, names, pair_bytes),
     ]
-    return Verdict(nodes=names, findings=merge(findings))
+    return Verdict(nodes=names, findings=merge(findings, names))
 
 
-def _formats(
-    results: Sequence[RankResult], names: tuple[str, ...], backend: str, job_dtypes: Sequence[str] | None
-) -> list[Finding]:
+def _formats(results: Sequence[RankResult], backend: str, job_dtypes: Sequence[str] | None) -> list[Finding]:
     """Which of them do not work."""
     broken = {dtype: why for result in reversed(results) for dtype, why in result.broken.items()}
     if not broken:
         carried = f"{backend} carries {', '.join(job_dtypes or DTYPES)}"
-        return [Finding.passed("number formats", carried, nodes=names)]
+        return [Finding.passed("number formats", carried)]
     message = f"{backend} does not carry {', '.join(f'{dtype}: {why}' for dtype, why in broken.items())}"
     fix = "train in another format (bf16, fp16), with the other ddp_backend, or with another build of torch"
     if job_dtypes is None and "float32" not in broken:  # which every job exchanges
-        return [Finding.warn("number formats", message, f"if the job trains in it: {fix}", nodes=names)]
-    return [Finding.fail("number formats", message, fix, nodes=names)]
+        return [Finding.warn("number formats", message, f"if the job trains in it: {fix}")]
+    return [Finding.fail("number formats", message, fix)]
 
 
 def _slowest(results: Sequence[RankResult], field_name: str) -> dict[str, float]:
@@ -146,26 +144,24 @@ def _inside(
             findings.append(Finding.warn("inside a node", message, fix, nodes=(names[node],)))
     if shown and not findings:
         message = f"{', '.join(shown)} among {len(by_node[0])} ranks"
-        findings.append(Finding.passed("inside a node", message, nodes=names))
+        findings.append(Finding.passed("inside a node", message))
     return findings
 
 
-def _across(results: Sequence[RankResult], names: tuple[str, ...], num_bytes: int) -> list[Finding]:
+def _across(results: Sequence[RankResult], num_bytes: int, num_nodes: int) -> list[Finding]:
     rates = _rates(results, "across_s", num_bytes)
     shown = ", ".join(f"{operation} {rate:.2f} GB/s" for operation, rate in rates.items())
-    message = f"{shown} over {len(results)} ranks on {len(names)} nodes"
-    return [Finding.passed("across nodes", message, nodes=names)] if rates else []
+    message = f"{shown} over {len(results)} ranks on {num_nodes} nodes"
+    return [Finding.passed("across nodes", message)] if rates else []
 
 
-def _push(
-    results: Sequence[RankResult], names: tuple[str, ...], num_bytes: int, model_bytes: int | None
-) -> list[Finding]:
+def _push(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None) -> list[Finding]:
     if model_bytes is None:
         return []
     seconds = _slowest(results, "across_s") or _slowest(results, "inside_s")
     gather_s = model_bytes / num_bytes * seconds["all-gather"]
     message = f"about {gather_s:.1f} s to gather {model_bytes / GB:.1f} GB; the copy into the engine comes on top"
-    return [Finding.passed("one push", message, nodes=names)]
+    return [Finding.passed("one push", message)]
 
 
 def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pair_bytes: int) -> list[Finding]:
@@ -188,7 +184,7 @@ def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pa
     message = f"{speeds[slowest]:.2f} ({both}) to {fastest:.2f} GB/s each way between {len(speeds)} pairs"
     if len(speeds) == 1:
         message = f"{fastest:.2f} GB/s each way; with two nodes there is no other pair to compare with"
-    return findings or [Finding.passed("pairs of nodes", message, nodes=names)]
+    return findings or [Finding.passed("pairs of nodes", message)]
 
 
 def explain_failure(

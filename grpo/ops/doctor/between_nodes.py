@@ -47,7 +47,8 @@ def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[
         others: findings that are about no report: who did not come, say.
     """
     own = [replace(finding, nodes=(report.node,)) for report in reports for finding in report.findings]
-    between = compare(reports) if len(reports) > 1 else []
+    came = tuple(report.node for report in reports)
+    between = merge(compare(reports) if len(reports) > 1 else [], came)
     return Verdict(nodes=tuple(nodes), findings=merge([*others, *own, *between]), reports=tuple(reports))
 
 
@@ -62,12 +63,8 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     ]
 
 
-def _names(reports: Sequence[NodeReport]) -> list[str]:
-    return [report.node for report in reports]
-
-
 def _same(reports: Sequence[NodeReport]) -> list[Finding]:
-    first, names = reports[0], _names(reports)
+    first = reports[0]
     found = compare_software({report.node: report for report in reports})
     fix = "works as long as each driver is new enough for torch's CUDA; make them equal before you look for slowness"
     drivers = {report.node: {"NVIDIA driver": report.driver} for report in reports}
@@ -85,7 +82,7 @@ def _same(reports: Sequence[NodeReport]) -> list[Finding]:
     for what, message in agreed.items():
         findings += [Finding.of(f"same {what}", trouble) for trouble in found[what]]
         if not found[what]:
-            findings.append(Finding.passed(f"same {what}", message, nodes=names))
+            findings.append(Finding.passed(f"same {what}", message))
     return findings
 
 
@@ -119,7 +116,7 @@ def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
         fix = f"export GLOO_SOCKET_IFNAME={report.route_interface or 'INTERFACE'}{where}"
         findings.append(Finding.fail("own address", message, fix, nodes=(report.node,)))
     message = "all nodes are on one machine" if shared_loopback else "every host name resolves to a reachable address"
-    return findings or [Finding.passed("own address", message, nodes=_names(reports))]
+    return findings or [Finding.passed("own address", message)]
 
 
 def _routes(reports: Sequence[NodeReport]) -> list[Finding]:
@@ -137,7 +134,7 @@ def _routes(reports: Sequence[NodeReport]) -> list[Finding]:
         f"{report.node} by {report.route_interface or 'an unknown interface'} ({report.route_source or 'no route'})"
         for report in reports[:_ROUTES_SHOWN]
     )
-    return findings or [Finding.passed("route", shown, nodes=_names(reports))]
+    return findings or [Finding.passed("route", shown)]
 
 
 def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
@@ -152,7 +149,7 @@ def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
             message = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {head}"
             findings.append(Finding.warn("clock", message, "start chrony or ntpd there", nodes=(report.node,)))
     if was_measured and not findings:
-        findings.append(Finding.passed("clock", f"within {SKEW_S:.0f} s of {head}", nodes=_names(reports)))
+        findings.append(Finding.passed("clock", f"within {SKEW_S:.0f} s of {head}"))
     return findings
 
 
@@ -163,5 +160,5 @@ def _shared_output(reports: Sequence[NodeReport]) -> list[Finding]:
         fix = "give an --output-dir that all nodes share: else a checkpoint lies in pieces on several nodes"
         return [Finding.fail("shared output", message, fix, nodes=blind)]
     if any(report.sees_shared_file for report in reports):
-        return [Finding.passed("shared output", f"what {head} writes, all see", nodes=_names(reports))]
+        return [Finding.passed("shared output", f"what {head} writes, all see")]
     return []

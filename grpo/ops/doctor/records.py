@@ -29,7 +29,7 @@ class Finding:
     fix: str = ""
     """What to do about it; empty for a PASS."""
     nodes: tuple[str, ...] = ()
-    """The nodes that it is about; filled in by `judge`, empty in a node's own report."""
+    """The nodes that it is about; empty, until it is merged: those of which all findings beside it are."""
 
     @classmethod
     def passed(cls, check: str, message: str, *, nodes: Iterable[str] = ()) -> "Finding":
@@ -100,11 +100,11 @@ class Verdict(Wire):
         return int(self.status is Status.FAIL)
 
 
-def merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding for nodes that found the same, in the order of the first."""
+def merge(findings: Iterable[Finding], nodes: tuple[str, ...] = ()) -> tuple[Finding, ...]:
+    """One finding for nodes that found the same, in the order of the first. `nodes`: of those that name none."""
     merged: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
         key = (finding.check, finding.status, finding.message, finding.fix)
         before = merged.get(key, replace(finding, nodes=()))
-        merged[key] = replace(before, nodes=(*before.nodes, *finding.nodes))
+        merged[key] = replace(before, nodes=before.nodes + (finding.nodes or nodes))
     return tuple(merged.values())

@@ -45,8 +45,9 @@ def place(launcher: Launcher, gpus: Sequence[int], **engines: Any) -> tuple[Node
     """
     ranks, nodes = launcher.ranks_per_node, launcher.num_machines
     check_accelerate_request(launcher.num_processes, nodes, _launch(ranks, nodes, 0, 0))
+    devices = [tuple(map(str, range(count))) for count in gpus]
     topologies = [
-        plan_node(_launch(ranks, nodes, node, local_rank), _devices(gpus[node]), host=f"node{node}", **engines)
+        plan_node(_launch(ranks, nodes, node, local_rank), devices[node], host=f"node{node}", **engines)
         for node in range(nodes)
         for local_rank in range(ranks)
     ]
@@ -64,7 +65,3 @@ def _launch(ranks: int, nodes: int, node: int, local_rank: int) -> Launch:
         node=node,
         num_nodes=nodes,
     )
-
-
-def _devices(count: int) -> tuple[str, ...]:
-    return tuple(str(index) for index in range(count))

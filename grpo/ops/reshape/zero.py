@@ -121,16 +121,9 @@ class Zero3:
         found = []
         for name in names:
             number, offset = self.place[name]
-            parts = [flat[offset:] for flat in self._flats(key, number)]
+            parts = [flat[offset:] for flat in _flats(self.states, key, number, MASTERS_3, OPTIMIZER)]
             found.append(dealt(self.sizes[name], rank, ranks, parts=parts, size_of=part_size))
         return torch.cat(found)
-
-    def _flats(self, key: str | None, number: int) -> list[torch.Tensor]:
-        """Of each rank that has held the sub-group."""
-        optimizers = [state[OPTIMIZER] for state in self.states]
-        if key is None:
-            return [zero[MASTERS_3][number] for zero in optimizers]
-        return [zero[OPTIMIZER]["state"][number][key] for zero in optimizers]
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
         """What a rank of `ranks` saves of the model; frozen parameters are here, in parts too."""
@@ -198,8 +191,7 @@ class Zero2:
         return {**self.states[0], OPTIMIZER: {**zero, **changes}}
 
     def _dealt(self, key: str | None, number: int, rank: int, ranks: int) -> torch.Tensor:
-        optimizers = [state[OPTIMIZER] for state in self.states]
-        parts = [zero[MASTERS_2][number] if key is None else zero[BASE]["state"][number][key] for zero in optimizers]
+        parts = _flats(self.states, key, number, MASTERS_2, BASE)
         return dealt(self.totals[number], rank, ranks, parts=parts, size_of=flat_size)
 
     def _slices(self, number: int, rank: int, ranks: int) -> OrderedDict[str, Any]:
@@ -219,6 +211,18 @@ class Zero2:
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
         """The model's own copy, which is whole."""
         return {**self.whole, "dp_world_size": ranks}
+
+
+def _flats(states: list[dict[str, Any]], key: str | None, number: int, masters: str, inner: str) -> list[torch.Tensor]:
+    """What each rank has held of a group: the optimizer's state `key`, or the master weights.
+
+    Args:
+        masters, inner: under which names its file has the weights, and the optimizer inside DeepSpeed's.
+    """
+    optimizers = [state[OPTIMIZER] for state in states]
+    if key is None:
+        return [zero[masters][number] for zero in optimizers]
+    return [zero[inner]["state"][number][key] for zero in optimizers]
 
 
 def reparted(parts: list[torch.Tensor], shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
