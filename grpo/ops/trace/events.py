@@ -38,28 +38,25 @@ def trace_of(timelines: Sequence[Timeline]) -> Trace:
     usable = [each for each in timelines if each.attempts or each.spans or each.usages]
     if not usable:
         return Trace(unreadable=unreadable)
-    began = min(time for each in usable for time in _times(each))
-    events = [event for timeline in usable for event in _node_events(timeline, began)]
+    events = [event for timeline in usable for event in _node_events(timeline)]
+    events.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
+    began = next((event["ts"] for event in events if event["ph"] != "M"), 0)
+    for event in events:
+        event["ts"] = max(0, event["ts"] - began)  # 0 of metadata
     return Trace(
-        events=sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0))),
-        began=began,
+        events=events,
+        began=began / 1e6,
         unreadable=unreadable,
         num_spans=sum(len(each.spans) for each in usable),
         num_nodes=len(usable),
     )
 
 
-def _times(timeline: Timeline) -> Iterator[float]:
-    yield from (each.time for each in timeline.attempts)
-    yield from (each.begin for each in timeline.spans)
-    yield from (each.time for each in timeline.usages)
+def _microseconds(time: float) -> int:
+    return round(time * 1e6)
 
 
-def _microseconds(time: float, began: float) -> int:
-    return round((time - began) * 1e6)
-
-
-def _node_events(timeline: Timeline, began: float) -> Iterator[Event]:
+def _node_events(timeline: Timeline) -> Iterator[Event]:
     pid = timeline.node + 1  # 0 is the kernel's idle thread to Perfetto
     host = next((each.host for each in reversed(timeline.attempts)), "")
     yield _metadata("process_name", pid, pid, name=f"node {timeline.node}" + (f" ({host})" if host else ""))
@@ -72,12 +69,12 @@ def _node_events(timeline: Timeline, began: float) -> Iterator[Event]:
             "cat": "attempt",
             "pid": pid,
             "tid": pid,
-            "ts": _microseconds(attempt.time, began),
+            "ts": _microseconds(attempt.time),
             "args": {"host": attempt.host, "clock_offset_s": attempt.clock_offset_s, "ranks": attempt.ranks},
         }
-    yield from _lane_events(timeline.spans, pid, began)
-    yield from _work_counters(timeline.spans, pid, began)
-    yield from _usage_counters(timeline.usages, timeline.attempts, pid, began)
+    yield from _lane_events(timeline.spans, pid)
+    yield from _work_counters(timeline.spans, pid)
+    yield from _usage_counters(timeline.usages, timeline.attempts, pid)
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
@@ -87,10 +84,10 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
 # -- spans ----------------------------------------------------------------------------------------------------------
 
 
-def _lane_events(spans: list[Span], pid: int, began: float) -> Iterator[Event]:
+def _lane_events(spans: list[Span], pid: int) -> Iterator[Event]:
     by_lane: dict[str, list[Event]] = {}
     for span in spans:
-        by_lane.setdefault(span.lane, []).append(_complete(span, began))
+        by_lane.setdefault(span.lane, []).append(_complete(span))
     tid = pid * THREADS_PER_NODE
     for lane in sorted(by_lane, key=_lane_order):
         for number, events in enumerate(_threads(by_lane[lane])):
@@ -106,8 +103,8 @@ def _lane_order(lane: str) -> tuple[int, str, int]:
     return LANES.index(kind) if kind in LANES else len(LANES), kind, int(number) if number.isdigit() else 0
 
 
-def _complete(span: Span, began: float) -> Event:
-    begin, end = _microseconds(span.begin, began), _microseconds(span.end, began)
+def _complete(span: Span) -> Event:
+    begin, end = _microseconds(span.begin), _microseconds(span.end)
     known = {name: getattr(span, name) for name in ("tokens", "requests", "policy_version", "bytes")}
     args: dict[str, Any] = {"step": span.step, "attempt": span.attempt}
     args |= {name: value for name, value in known.items() if value is not None}
@@ -153,7 +150,7 @@ def _tokens_per_s(span: Span) -> float | None:
     return span.tokens / (span.end - span.begin) if span.tokens is not None and span.end > span.begin else None
 
 
-def _work_counters(spans: list[Span], pid: int, began: float) -> Iterator[Event]:
+def _work_counters(spans: list[Span], pid: int) -> Iterator[Event]:
     """Of each engine, from its generation batches: requests in flight, and tokens/s as a mean over each batch."""
     batches = [span for span in spans if span.phase == GENERATE]
     for name, values in (
@@ -164,7 +161,7 @@ def _work_counters(spans: list[Span], pid: int, began: float) -> Iterator[Event]
         for span, value in values:
             if value is not None:
                 at = changes.setdefault(span.lane, {})
-                begin, end = _microseconds(span.begin, began), _microseconds(span.end, began)
+                begin, end = _microseconds(span.begin), _microseconds(span.end)
                 at[begin] = at.get(begin, 0) + value
                 at[max(begin, end)] = at.get(max(begin, end), 0) - value
         for lane, at in changes.items():
@@ -174,7 +171,7 @@ def _work_counters(spans: list[Span], pid: int, began: float) -> Iterator[Event]
                 yield _counter(name, pid, ts, lane, round(total, 1))
 
 
-def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int, began: float) -> Iterator[Event]:
+def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int) -> Iterator[Event]:
     gpus = {name for each in attempts for names in (each.rank_devices, *each.engine_devices) for name in names}
     by_device: dict[tuple[str, int], list[Usage]] = {}
     for usage in usages:
@@ -184,7 +181,7 @@ def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int, bega
         samples.sort(key=lambda each: each.time)
         since = samples[0].time
         for usage in samples:
-            ts = _microseconds(usage.time, began)
+            ts = _microseconds(usage.time)
             for name, value, unit in (
                 ("memory GiB", usage.memory_bytes, GIB),
                 ("memory: torch has allocated GiB", usage.allocated_bytes, GIB),
@@ -195,7 +192,7 @@ def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int, bega
                     yield _counter(name, pid, ts, series, round(value / unit, 3))
             if usage.busy is not None:
                 # A share of the time before, while a counter holds from its time on; so the attempt's last one is 0.
-                yield _counter("busy %", pid, _microseconds(since, began), series, round(100 * usage.busy, 1))
+                yield _counter("busy %", pid, _microseconds(since), series, round(100 * usage.busy, 1))
                 since = usage.time
         if since > samples[0].time:
-            yield _counter("busy %", pid, _microseconds(since, began), series, 0)
+            yield _counter("busy %", pid, _microseconds(since), series, 0)
