@@ -77,11 +77,8 @@ def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
     entries = [entry.strip() for entry in (visible_devices or "").split(",")]
     if visible_devices is None or any(entry.startswith("MIG-") for entry in entries):
         return list(gpus)
-    return [
-        gpu
-        for gpu in gpus
-        if str(gpu.index) in entries or any(e.startswith("GPU-") and gpu.uuid.startswith(e) for e in entries)
-    ]
+    uuids = tuple(entry for entry in entries if entry.startswith("GPU-"))
+    return [gpu for gpu in gpus if str(gpu.index) in entries or gpu.uuid.startswith(uuids)]
 
 
 def check_gpu_count(

@@ -6,7 +6,7 @@ DeepSpeed's own converter puts partitions together, and the model class's own `s
 import argparse
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command: 0, or 1 with the reason on stderr."""
-    given = {each.name: getattr(args, each.name) for each in fields(Options)} | {"dtype": DTYPES.get(args.dtype)}
+    options = Options(
+        dtype=DTYPES.get(args.dtype),
+        max_shard_size=args.max_shard_size,
+        allow_incomplete=args.allow_incomplete,
+        trust_remote_code=args.trust_remote_code,
+        merge=args.merge,
+        base=args.base,
+    )
     try:
         with exiting_on_sigterm():
-            exported = export(args.checkpoint, args.out, Options(**given))
+            exported = export(args.checkpoint, args.out, options)
     except (OSError, ValueError) as error:
         print(f"grpo export: {error}", file=sys.stderr)
         return 1

@@ -122,8 +122,7 @@ def preside(
 def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, int]]:
     """Waits for the others, and closes: who came with what, and how many processes under each name."""
     others = place.nodes[1:]
-    answers: dict[str, Arrival] = {}
-    came, first_up = _listen(store, place, answers)
+    answers, came, first_up = _listen(store, place)
     counts = {node: store.add(f"count/{node}", _CLOSED) - _CLOSED for node in others}
     attendance = Attendance(
         arrivals=tuple(answers[node] for node in others if node in answers),
@@ -133,14 +132,15 @@ def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, 
     return attendance, counts
 
 
-def _listen(store: dist.Store, place: Place, answers: dict[str, Arrival]) -> tuple[dict[str, float], float]:
-    """Fills `answers` until all have reported or no more time is left. Tells everyone who asks the head's time.
+def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[str, float], float]:
+    """Until all have reported or no more time is left. Tells everyone who asks the head's time.
 
     Returns:
-        When each node came, and when the first was up, by this node's `time.monotonic()`.
+        Who has reported; when each node came, and when the first was up, by this node's `time.monotonic()`.
     """
     others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
+    answers: dict[str, Arrival] = {}
     while True:
         for node in others:
             if node not in came and store.check([f"hello/{node}"]):
@@ -157,7 +157,7 @@ def _listen(store: dist.Store, place: Place, answers: dict[str, Arrival]) -> tup
         may_join = len(came) < len(others) and now < max(first_up + place.join_timeout_s, opened + GRACE_S)
         may_report = any(node not in answers and now < at + REPORT_S for node, at in came.items())
         if not may_join and not may_report:
-            return came, first_up
+            return answers, came, first_up
         time.sleep(_POLL_S)
 
 

@@ -100,14 +100,14 @@ def _elastic(env: Mapping[str, str]) -> Told | None:
             raise ValueError(
                 f"PET_NNODES is {env['PET_NNODES']}, but a job has the same nodes from start to end: set one number"
             )
-        count = _whole(env, "PET_NNODES", low)
+        count = _whole("PET_NNODES", low)
     elif env.get("WORLD_SIZE"):
         # Newer operators count processes here, which PET_NPROC_PER_NODE then divides.
-        count = _whole(env, "WORLD_SIZE", env["WORLD_SIZE"]) // max(1, int(per_node) if per_node.isdigit() else 1)
+        count = _whole("WORLD_SIZE", env["WORLD_SIZE"]) // max(1, int(per_node) if per_node.isdigit() else 1)
     else:
         raise ValueError(f"{name}={rank} says which node this is, but not how many there are: set PET_NNODES too")
     port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
-    number = _whole(env, name, rank)
+    number = _whole(name, rank)
     if number >= count:
         raise ValueError(f"{name} is {number}, but there are {count} nodes, counted from 0")
     return Told(
@@ -128,7 +128,7 @@ def _indexed_job(env: Mapping[str, str], hostname: str) -> Told | None:
             "JOB_COMPLETION_INDEX says which pod of an indexed Job this is, but nothing how many there are: set the "
             "variable NNODES to the Job's `completions`, or give --nodes"
         )
-    count, number = _whole(env, "NNODES", env["NNODES"]), _whole(env, "JOB_COMPLETION_INDEX", index)
+    count, number = _whole("NNODES", env["NNODES"]), _whole("JOB_COMPLETION_INDEX", index)
     if count == 1:
         return Told(nodes=(hostname,), rank=0)
     if "." not in hostname:
@@ -144,7 +144,7 @@ def _indexed_job(env: Mapping[str, str], hostname: str) -> Told | None:
     return Told(nodes=tuple(f"{job}-{k}{dot}{service}" for k in range(count)), rank=number)
 
 
-def _whole(env: Mapping[str, str], name: str, value: str) -> int:
+def _whole(name: str, value: str) -> int:
     if not re.fullmatch(r"[0-9]+", value):
-        raise ValueError(f"{name} is {env.get(name)!r}: it must be a whole number")
+        raise ValueError(f"{name} is {value!r}: it must be a whole number")
     return int(value)
