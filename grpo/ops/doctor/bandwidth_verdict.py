@@ -97,7 +97,7 @@ def judge_bandwidth(
         *_inside(by_node, names, num_bytes, backend),
         *_across(results, num_bytes, len(names)),
         *_push(results, num_bytes, model_bytes),
-        *_pairs(by_node, names, pair_bytes),
+        *_pairs(results, names, pair_bytes),
     ]
     return Verdict(nodes=names, findings=merge(findings, names))
 
@@ -164,14 +164,14 @@ def _push(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None
     return [Finding.passed("one push", message)]
 
 
-def _pairs(by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], pair_bytes: int) -> list[Finding]:
-    seconds: dict[tuple[int, int], float] = {}
-    for node, ranks in by_node.items():
-        for result in ranks:
-            for partner, rank_seconds in result.pairs_s:
-                pair = (min(node, partner), max(node, partner))
-                seconds[pair] = max(seconds.get(pair, 0.0), rank_seconds)
-    speeds = {pair: pair_bytes * len(by_node[pair[0]]) / pair_s / GB for pair, pair_s in sorted(seconds.items())}
+def _pairs(results: Sequence[RankResult], names: Sequence[str], pair_bytes: int) -> list[Finding]:
+    speeds: dict[tuple[int, int], float] = {}
+    num_bytes = pair_bytes * len(results) // len(names)  # of all ranks of a node
+    for result in results:
+        for partner, seconds in result.pairs_s:
+            first, second = sorted((result.node, partner))
+            speed = num_bytes / seconds / GB
+            speeds[first, second] = min(speed, speeds.get((first, second), speed))
     if not speeds:
         return []
     slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds.values())

@@ -58,8 +58,15 @@ def _memory_bytes(cell: str) -> int:
 def parse_gpus(text: str) -> list[Gpu]:
     gpus = []
     for index, uuid, driver, used, total in _cells(text):
-        sizes = {"used_bytes": _memory_bytes(used), "total_bytes": _memory_bytes(total)}
-        gpus.append(Gpu(index=int(index), uuid=uuid, driver=driver, **sizes))
+        gpus.append(
+            Gpu(
+                index=int(index),
+                uuid=uuid,
+                driver=driver,
+                used_bytes=_memory_bytes(used),
+                total_bytes=_memory_bytes(total),
+            )
+        )
     return gpus
 
 

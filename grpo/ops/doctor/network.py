@@ -20,16 +20,15 @@ def select_interfaces(value: str, names: Sequence[str]) -> tuple[list[str], list
     `eth,ib` are prefixes, `=eth0` is exact, `^docker` excludes, `^=docker0` excludes exactly; a leading sign holds for
     the whole list. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
-    excludes = value.startswith("^")
-    exact = value.removeprefix("^").startswith("=")
-    entries = [entry for entry in value.removeprefix("^").removeprefix("=").split(",") if entry]
-
-    def named(entry: str) -> list[str]:
-        return [name for name in names if (name == entry if exact else name.startswith(entry))]
-
-    hit = {name for entry in entries for name in named(entry)}
-    selected = [name for name in names if (name in hit) is not excludes]
-    return selected, [] if excludes else [entry for entry in entries if not named(entry)]
+    bare = value.lstrip("^=")
+    sign = value.removesuffix(bare)
+    hits: dict[str, list[str]] = {}
+    for entry in filter(None, bare.split(",")):
+        hits[entry] = [name for name in names if (name == entry if "=" in sign else name.startswith(entry))]
+    named = {name for found in hits.values() for name in found}
+    if "^" in sign:
+        return [name for name in names if name not in named], []
+    return [name for name in names if name in named], [entry for entry, found in hits.items() if not found]
 
 
 def check_interface_names(variables: Mapping[str, str], names: Sequence[str], route_interface: str) -> list[Finding]:

@@ -19,19 +19,17 @@ _LOG_WIDTH = 120  # columns where the output is no terminal: srun's, a pod's log
 def rows(findings: Sequence[Finding]) -> list[Finding]:
     """Findings as the table shows them: checks in the order of their first finding, each check's failures first, and
     its PASSes in one row, with the message of the first node where messages differ."""
-    by_check: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_check.setdefault(finding.check, []).append(finding)
     shown = []
-    for of_check in by_check.values():
+    for check in dict.fromkeys(finding.check for finding in findings):
+        of_check = [finding for finding in findings if finding.check == check]
         passed = [finding for finding in of_check if finding.status is Status.PASS]
-        shown += [finding for status in (Status.FAIL, Status.WARN) for finding in of_check if finding.status is status]
+        for status in (Status.FAIL, Status.WARN):
+            shown += [finding for finding in of_check if finding.status is status]
         if passed:
-            first = passed[0]
-            nodes = tuple(dict.fromkeys(node for finding in passed for node in finding.nodes))
-            differ = len({finding.message for finding in passed}) > 1
-            message = f"e.g. {first.message}" if differ else first.message
-            shown.append(Finding.passed(first.check, message, nodes=nodes))
+            messages = [finding.message for finding in passed]
+            nodes = dict.fromkeys(node for finding in passed for node in finding.nodes)
+            message = messages[0] if len(set(messages)) == 1 else f"e.g. {messages[0]}"
+            shown.append(Finding.passed(check, message, nodes=nodes))
     return shown
 
 

@@ -186,13 +186,14 @@ def read_attempts(path: Path, missing: list[str]) -> tuple[AttemptRecord, ...]:
 
 
 def read_attempt(number: int, told: dict[str, Any]) -> AttemptRecord:
-    times = {name: typed(told, name, float, -1.0) for name in ("started", "ended")}
-    texts = {name: str(told.get(name) or "") for name in ("job", "python", "commit")}
-    lists = {name: tuple(map(str, typed(told, name, list, []))) for name in ("respawns", "command")}
+    times = all_typed(told, {"started": -1.0, "ended": -1.0})
     return AttemptRecord(
         **{name: time for name, time in times.items() if time > 0},
-        **texts,
-        **lists,
+        job=str(told.get("job") or ""),
+        python=str(told.get("python") or ""),
+        commit=str(told.get("commit") or ""),
+        respawns=tuple(map(str, typed(told, "respawns", list, []))),
+        command=tuple(map(str, typed(told, "command", list, []))),
         **all_typed(told, {"attempt": number, "from_step": 0, "step": 0}),
         **all_typed(told, {"state": "", "why": "", "arguments": {}, "topology": {}}),
         failure=read_failure(told.get("failure")),

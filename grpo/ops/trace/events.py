@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.record.timeline.records import GENERATE, Attempt, Span, Timeline, Usage
+from grpo.record.timeline.records import GENERATE, Span, Timeline, Usage
 
 Event = dict[str, Any]
 
@@ -38,7 +38,10 @@ def trace_of(timelines: Sequence[Timeline]) -> Trace:
     usable = [each for each in timelines if each.attempts or each.spans or each.usages]
     if not usable:
         return Trace(unreadable=unreadable)
-    events = [event for timeline in usable for event in _node_events(timeline)]
+    events: list[Event] = []
+    for timeline in usable:
+        pid = timeline.node + 1  # 0 is the kernel's idle thread to Perfetto
+        events += [{"pid": pid, "tid": pid, **event} for event in _node_events(timeline)]
     events.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
     began = next((event["ts"] for event in events if event["ph"] != "M"), 0)
     for event in events:
@@ -57,45 +60,41 @@ def _microseconds(time: float) -> int:
 
 
 def _node_events(timeline: Timeline) -> Iterator[Event]:
-    pid = timeline.node + 1  # 0 is the kernel's idle thread to Perfetto
     host = next((each.host for each in reversed(timeline.attempts)), "")
-    yield _metadata("process_name", pid, pid, name=f"node {timeline.node}" + (f" ({host})" if host else ""))
-    yield _metadata("process_sort_index", pid, pid, sort_index=timeline.node)
+    yield _metadata("process_name", name=f"node {timeline.node}" + (f" ({host})" if host else ""))
+    yield _metadata("process_sort_index", sort_index=timeline.node)
     for attempt in timeline.attempts:
         yield {
             "ph": "i",
             "s": "p",
             "name": f"attempt {attempt.attempt}",
             "cat": "attempt",
-            "pid": pid,
-            "tid": pid,
             "ts": _microseconds(attempt.time),
             "args": {"host": attempt.host, "clock_offset_s": attempt.clock_offset_s, "ranks": attempt.ranks},
         }
-    yield from _lane_events(timeline.spans, pid)
-    yield from _work_counters(timeline.spans, pid)
-    yield from _usage_counters(timeline.usages, timeline.attempts, pid)
+    yield from _lane_events(timeline)
+    yield from _work_counters(timeline.spans)
+    yield from _usage_counters(timeline)
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+def _metadata(what: str, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "ts": 0, "args": args}
 
 
 # -- spans ----------------------------------------------------------------------------------------------------------
 
 
-def _lane_events(spans: list[Span], pid: int) -> Iterator[Event]:
+def _lane_events(timeline: Timeline) -> Iterator[Event]:
     by_lane: dict[str, list[Event]] = {}
-    for span in spans:
+    for span in timeline.spans:
         by_lane.setdefault(span.lane, []).append(_complete(span))
-    tid = pid * THREADS_PER_NODE
+    tid = (timeline.node + 1) * THREADS_PER_NODE
     for lane in sorted(by_lane, key=_lane_order):
         for number, events in enumerate(_threads(by_lane[lane])):
             tid += 1
             name = lane if number == 0 else f"{lane} ({number + 1})"
-            yield _metadata("thread_name", pid, tid, name=name)
-            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
-            yield from ({**event, "pid": pid, "tid": tid} for event in events)
+            named = [_metadata("thread_name", name=name), _metadata("thread_sort_index", sort_index=tid)]
+            yield from ({**event, "tid": tid} for event in [*named, *events])
 
 
 def _lane_order(lane: str) -> tuple[int, str, int]:
@@ -142,15 +141,15 @@ def _threads(events: list[Event]) -> list[list[Event]]:
 # -- counters -------------------------------------------------------------------------------------------------------
 
 
-def _counter(name: str, pid: int, ts: int, series: str, value: float) -> Event:
-    return {"ph": "C", "name": name, "cat": "counter", "pid": pid, "tid": pid, "ts": ts, "args": {series: value}}
+def _counter(name: str, ts: int, series: str, value: float) -> Event:
+    return {"ph": "C", "name": name, "cat": "counter", "ts": ts, "args": {series: value}}
 
 
 def _tokens_per_s(span: Span) -> float | None:
     return span.tokens / (span.end - span.begin) if span.tokens is not None and span.end > span.begin else None
 
 
-def _work_counters(spans: list[Span], pid: int) -> Iterator[Event]:
+def _work_counters(spans: list[Span]) -> Iterator[Event]:
     """Of each engine, from its generation batches: requests in flight, and tokens/s as a mean over each batch."""
     batches = [span for span in spans if span.phase == GENERATE]
     for name, values in (
@@ -168,13 +167,13 @@ def _work_counters(spans: list[Span], pid: int) -> Iterator[Event]:
             total = 0.0
             for ts in sorted(at):
                 total += at[ts]
-                yield _counter(name, pid, ts, lane, round(total, 1))
+                yield _counter(name, ts, lane, round(total, 1))
 
 
-def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int) -> Iterator[Event]:
-    gpus = {name for each in attempts for names in (each.rank_devices, *each.engine_devices) for name in names}
+def _usage_counters(timeline: Timeline) -> Iterator[Event]:
+    gpus = {name for each in timeline.attempts for names in (each.rank_devices, *each.engine_devices) for name in names}
     by_device: dict[tuple[str, int], list[Usage]] = {}
-    for usage in usages:
+    for usage in timeline.usages:
         series = f"GPU {usage.device}" if usage.device in gpus else usage.device
         by_device.setdefault((series, usage.attempt), []).append(usage)
     for (series, _), samples in by_device.items():
@@ -189,10 +188,10 @@ def _usage_counters(usages: list[Usage], attempts: list[Attempt], pid: int) -> I
                 ("power W", usage.power_w, 1),
             ):
                 if value is not None:
-                    yield _counter(name, pid, ts, series, round(value / unit, 3))
+                    yield _counter(name, ts, series, round(value / unit, 3))
             if usage.busy is not None:
                 # A share of the time before, while a counter holds from its time on; so the attempt's last one is 0.
-                yield _counter("busy %", pid, _microseconds(since), series, round(100 * usage.busy, 1))
+                yield _counter("busy %", _microseconds(since), series, round(100 * usage.busy, 1))
                 since = usage.time
         if since > samples[0].time:
-            yield _counter("busy %", pid, _microseconds(since), series, 0)
+            yield _counter("busy %", _microseconds(since), series, 0)
