@@ -160,14 +160,17 @@ class Stages:
 
     def _furthest(self) -> tuple[str, list[str]]:
         """The last stage that any rank entered, and the nodes of the ranks that did not get there."""
-        at: list[tuple[int, str, str]] = []  # stage's number, stage, host of each rank
+        last, stage = -1, "start"
+        reached: dict[int, int] = {}  # by the slowest rank of each node
+        hosts: dict[int, str] = {}
         for rank in range(self._launch.world_size):
-            known = self._store.check([f"at/{rank}"])
-            at.append(tuple(json.loads(self._store.get(f"at/{rank}"))) if known else (-1, "start", ""))
-        number, stage, _ = max(at)
-        size = self._launch.local_world_size
-        late = {rank // size: host for rank, (reached, _, host) in enumerate(at) if reached < number}
-        return stage, [f"node {node} ({host})" if host else f"node {node}" for node, host in late.items()]
+            node, number = rank // self._launch.local_world_size, -1
+            if self._store.check([f"at/{rank}"]):
+                number, entered, hosts[node] = json.loads(self._store.get(f"at/{rank}"))
+                last, stage = max((last, stage), (number, entered))
+            reached[node] = min(number, reached.get(node, number))
+        late = [node for node, number in reached.items() if number < last]
+        return stage, [f"node {node} ({hosts[node]})" if node in hosts else f"node {node}" for node in late]
 
     def _show(self, stage: str, what: str, late: Sequence[str]) -> None:
         """On the first rank that asks to: the others' copies would tear the table apart."""
@@ -274,7 +277,7 @@ def _collectives(
 def _pair_exchanges(launch: Launch, sent: torch.Tensor, stages: Stages) -> tuple[tuple[int, float], ...]:
     """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
     received, seconds = torch.empty_like(sent), []
-    for number, node in enumerate(partners_of(launch.node, launch.num_nodes) if launch.num_nodes > 1 else []):
+    for number, node in enumerate(partners_of(launch.node, launch.num_nodes)):
         stages.enter(f"pairs of nodes: round {number + 1}")
         dist.all_reduce(torch.zeros(1, device=sent.device))
         _synchronize(sent.device)
