@@ -6,16 +6,19 @@ the host, whoever builds it; one that nobody takes ends with this process, or wi
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.engine.environment import engine_environment
 from grpo.engine.process import HostProcess
 from grpo.place.launch import read_launch
+from grpo.place.log import FILE_ONLY
+
+_log = logging.getLogger(__name__)
 
 # What vLLM, torch and what they load may read while they are imported. It has to be as it was when the host started;
 # other variables, a tracker's say, reach the engine with all the rest when it is built.
@@ -29,7 +32,6 @@ _READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_F32_DEFA
 
 _waiting: HostProcess | None = None
 _taking = threading.Lock()  # two engines may come back at once
-_inherited: dict[str, str] = {}  # this process's environment when the host was started
 _was_taken = False
 _starter = 0  # pid; a child that is forked off holds no host
 
@@ -56,8 +58,7 @@ def stand_by(environment: Mapping[str, str]) -> None:
     Args:
         environment: of that engine.
     """
-    global _waiting, _starter, _inherited
-    _inherited = dict(os.environ)
+    global _waiting, _starter
     if _holds_one():
         return
     with contextlib.suppress(OSError):  # told where it matters, when an engine is started
@@ -76,13 +77,8 @@ def take_host(environment: Mapping[str, str]) -> HostProcess:
     if host.is_running():
         if not (changed := _changed(host.environment, environment)):
             return host
-        # Not of what follows from the number of engines, say, which nobody could have known.
-        if told := [name for name in changed if _inherited.get(name) != os.environ.get(name)]:
-            warnings.warn(
-                f"{', '.join(told)} changed after vLLM was imported for the engine, which starts anew: set it before "
-                "the script starts to save some seconds",
-                stacklevel=2,
-            )
+        text = "%s changed after vLLM was imported for the engine, which imports it anew"
+        _log.info(text, ", ".join(changed), extra=FILE_ONLY)
     host.close()
     return HostProcess(environment)
 

@@ -6,17 +6,15 @@ All of it is rank 0's, and none of it collective.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import re
-import shutil
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,7 +24,7 @@ COMPLETIONS_FOLDER = "completions"
 MAX_BYTES = 200 * 2**20
 STOP_REASONS = ("stop", "length", "refused")
 FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens", "stop_reason")
-"""What is known of a completion beside what TRL keeps: the columns of an array [completions, 6] of whole numbers, in
+"""What is known of a completion beside what TRL keeps: six whole numbers, in
 which `stop_reason` is the place in `STOP_REASONS`."""
 
 _OURS = re.compile(r"step-(\d{8,})\.parquet")
@@ -52,35 +50,6 @@ Row = dict[str, Any]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
-
-
-class RecentFacts:
-    """The facts of the rows that stand in TRL's `_logs`, kept in step with it: its deques hold as many, in that order.
-
-    Args:
-        maxlen: TRL's, `args.generation_batch_size`.
-    """
-
-    def __init__(self, maxlen: int) -> None:
-        self._rows: deque[list[int] | None] = deque(maxlen=maxlen)
-
-    def extend(self, facts: np.ndarray, mode: str) -> None:
-        """Once behind each of TRL's `_generate_and_score_completions`.
-
-        Args:
-            facts: [C, 6] of all ranks, in their order: `FACTS`.
-            mode: "train" or "eval".
-        """
-        assert facts.ndim == 2, facts.shape
-        assert facts.shape[1] == len(FACTS), facts.shape
-        self._rows.extend(row if mode == "train" else None for row in facts.tolist())
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[list[int] | None]:
-        """By row of `_logs`; None for a row of evaluation."""
-        return iter(self._rows)
 
 
 def text_of(messages: Any) -> str:
@@ -157,7 +126,7 @@ def choose_prompts(prompt_ids: Iterable[str], num_prompts: int) -> set[str]:
 
 def sampled_rows(
     logs: Mapping[str, Any],
-    facts: RecentFacts,
+    facts: Collection[list[int] | None],
     *,
     num_prompts: int,
     reward_weights: Sequence[float],
@@ -167,7 +136,7 @@ def sampled_rows(
     Args:
         logs: TRL's `trainer._logs` (1.16), which hold the newest `generation_batch_size` rows of all ranks, on every
             rank and whatever `log_completions` says; of evaluation, too.
-        facts: as long.
+        facts: `FACTS` of each of these rows; None for a row of evaluation.
         reward_weights: of the reward functions, in their order. Where two functions have one name, TRL keeps the second
             one's rewards alone: `reward` is then not known.
     """
@@ -259,22 +228,18 @@ class CompletionSamples:
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def _thin(self) -> None:
-        asides = [path for path in self._numbered(_ASIDE).values() if path.is_dir()]
         files = list(self._numbered(_OURS).values())
-        size = sum(_size(path) for aside in asides for path in aside.iterdir()) + sum(_size(path) for path in files)
-        self._held_bytes = size
-        while size > MAX_BYTES:
-            if asides:
-                size -= sum(_size(path) for path in asides[0].iterdir())
-                shutil.rmtree(asides.pop(0), ignore_errors=True)
-            elif doomed := files[1 : min(max(len(files) // 2, 2), len(files) - 1) : 2]:
-                size -= sum(_size(path) for path in doomed)
-                for path in doomed:
-                    path.unlink(missing_ok=True)
-                files = [path for path in files if path not in doomed]
-            else:
+        asides = [found for path in self._numbered(_ASIDE).values() if (found := [*path.iterdir()])]
+        sizes = {path: _size(path) for path in itertools.chain(files, *asides)}
+        while sum(sizes.values()) > MAX_BYTES:
+            doomed = asides.pop(0) if asides else files[1 : min(max(len(files) // 2, 2), len(files) - 1) : 2]
+            if not doomed:
                 break
-            self._held_bytes = size
+            for path in doomed:
+                path.unlink(missing_ok=True)
+                del sizes[path]
+            files = [path for path in files if path in sizes]
+        self._held_bytes = sum(sizes.values())
 
 
 def _size(path: Path) -> int:

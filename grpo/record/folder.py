@@ -154,11 +154,7 @@ class RunFolder:
     # -- the state ------------------------------------------------------------------------------------------------
 
     def begin_attempt(
-        self,
-        arguments: Mapping[str, Any] | None = None,
-        topology: Mapping[str, Any] | None = None,
-        *,
-        goes_on: bool = False,
+        self, arguments: Mapping[str, Any] = {}, topology: Mapping[str, Any] = {}, *, goes_on: bool = False
     ) -> None:
         """Add this attempt to `run.json`, which follows the state from now on. Asks git: may take `GIT_S`.
 
@@ -167,14 +163,7 @@ class RunFolder:
         """
         with self._updating:
             weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
-            self._history.begin(
-                attempt=self.attempt,
-                job=self.job,
-                started=self.state.started,
-                arguments=arguments,
-                topology=topology,
-                goes_on=goes_on,
-            )
+            self._history.begin(asdict(self.state), arguments, topology, goes_on=goes_on)
 
     def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
         """Change fields of the state and write it, in `run.json` too. From any thread.

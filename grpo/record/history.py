@@ -52,19 +52,12 @@ class RunHistory:
         return max((each["attempt"] for each in attempts if _key(each) != begun), default=-1) + 1
 
     def begin(
-        self,
-        *,
-        attempt: int,
-        job: str,
-        started: float,
-        arguments: Mapping[str, Any] | None = None,
-        topology: Mapping[str, Any] | None = None,
-        goes_on: bool = False,
+        self, state: Mapping[str, Any], arguments: Mapping[str, Any], topology: Mapping[str, Any], *, goes_on: bool
     ) -> None:
         """Add this process's attempt. What still says that it runs was killed: nobody else is in the folder.
 
         Args:
-            started: Unix seconds.
+            state: the run's, as the attempt begins.
             goes_on: whether this is the attempt that this process has begun already, if it has.
         """
         try:
@@ -82,25 +75,11 @@ class RunHistory:
                 own.update(state="finished", why=WITHOUT_TRAINING, ended=time.time())
             own = None
         if own is None:
-            if any(each["started"] == started for each in self._attempts):
-                started = time.time()  # a second trainer of a process, or a rank that torchrun has started again
-            own = {
-                "attempt": attempt,
-                "job": job,
-                "started": started,
-                "ended": None,
-                "state": "running",
-                "why": "",
-                "kind": None,
-                "nodes": [],
-                "from_step": 0,
-                "step": 0,
-                "respawns": [],
-                "failure": None,
-                **provenance(),
-                "arguments": dict(arguments or {}),
-                "topology": dict(topology or {}),
-            }
+            own = {name: state[name] for name in ("attempt", "job", "started", *FOLLOWED)}
+            own |= {"ended": None, "from_step": 0, "failure": None, **provenance()}
+            own |= {"arguments": dict(arguments), "topology": dict(topology)}
+            if any(each["started"] == own["started"] for each in self._attempts):
+                own["started"] = time.time()  # a second trainer of a process, or a rank that torchrun has started again
             self._attempts.append(own)
         self._own = own
         self._begun[self._folder] = _key(own)

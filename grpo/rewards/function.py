@@ -64,7 +64,7 @@ class RewardFunction:
         self._limit = PHASE, timeout_s, cause
         self._told = f"reward function {self.name} raised "
 
-    def now(self, arguments: dict[str, Any]) -> list[Any]:
+    def call_here(self, arguments: dict[str, Any]) -> list[Any]:
         """In the main thread, which does nothing else meanwhile."""
         with (
             self._timeline.span(SCORE, name=self.name),
@@ -73,7 +73,7 @@ class RewardFunction:
         ):
             return list(self._func(**arguments))
 
-    def in_thread(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
+    def call_in_thread(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
         """In any thread.
 
         Args:
@@ -95,8 +95,8 @@ class RewardFunction:
                 raise NeedsMainThreadError(f"it calls signal.{noticed[0]}")
             return rewards
 
-    async def awaited(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
-        """In an event loop; otherwise as `in_thread`."""
+    async def call_async(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
+        """In an event loop; otherwise as `call_in_thread`."""
         with self._span(), limit:
             limit.enter_context(self._watch.limits.around(*self._limit))
             with exits_as_errors(self._told):

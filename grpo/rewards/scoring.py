@@ -200,7 +200,7 @@ class Scoring:
             arguments = self._arguments(call)
             loop = self._loop()
             loop.call_soon_threadsafe(self._prepare)
-            call.future = asyncio.run_coroutine_threadsafe(function.awaited(arguments, call.limit), loop)
+            call.future = asyncio.run_coroutine_threadsafe(function.call_async(arguments, call.limit), loop)
             self._calls[function].append(call)
         elif (queued := self._queued.get(function)) is not None:
             queued.rows += rows
@@ -218,7 +218,7 @@ class Scoring:
                 del self._queued[function]
             call.rows.sort()
             arguments = self._arguments(call)
-        return function.in_thread(arguments, call.limit)
+        return function.call_in_thread(arguments, call.limit)
 
     def _arguments(self, call: _Call) -> dict[str, Any]:
         assert self._rows is not None, "a batch has begun"
@@ -236,7 +236,7 @@ class Scoring:
                     self._move_to_main_thread(function, error)
         if not function.runs_beside and self._kept:
             call = _Call(rows=[*self._kept])
-            calls = [(call, function.now(self._arguments(call)))]
+            calls = [(call, function.call_here(self._arguments(call)))]
         return self._rewards(function, calls, log_extra, log_metric)
 
     def _awaiting(self, function: RewardFunction) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ class Scoring:
             calls: list[tuple[_Call, list[Any]]] = []
             if self._kept:
                 call = _Call(rows=[*self._kept])
-                calls = [(call, await function.awaited(self._arguments(call), call.limit))]
+                calls = [(call, await function.call_async(self._arguments(call), call.limit))]
             return self._rewards(function, calls, log_extra, log_metric)
 
         return awaiting

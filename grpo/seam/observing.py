@@ -5,6 +5,7 @@ import logging
 import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo.config.recording import profiled_ranks, profiled_steps
 from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
-from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, RecentFacts, sampled_rows
+from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, sampled_rows
 from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
 from grpo.record.timeline.phases import Phases
@@ -88,7 +89,7 @@ class ObservedTrainer(ResumableTrainer):
                 ProfileSteps(profiled_steps(args.profile_steps), args.process_index, self._metrics["train"])
             )
         self._num_prompts = args.log_completions_prompts
-        self._facts = RecentFacts(args.generation_batch_size)
+        self._facts: deque[list[int] | None] = deque(maxlen=args.generation_batch_size)  # as TRL's `_logs`
         self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
 
     def beside_metrics(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -172,8 +173,8 @@ class ObservedTrainer(ResumableTrainer):
         """Of this rank's rows that TRL has just put into its `_logs`: `completions.FACTS`. Collective."""
         if not self._num_prompts:
             return
-        everyone = self.accelerator.gather(torch.from_numpy(facts).to(self.args.device))
-        self._facts.extend(everyone.cpu().numpy(), mode)
+        rows = self.accelerator.gather(torch.from_numpy(facts).to(self.args.device)).tolist()
+        self._facts.extend(rows if mode == "train" else [None] * len(rows))
         self._has_new_completions = mode == "train"
 
     def _write_completions(self) -> None:

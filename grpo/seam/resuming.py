@@ -207,7 +207,7 @@ class ResumableTrainer(SavingTrainer):
         self._stop = self._at_step_end = None
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs = None
-        first_step = self._complete_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
+        first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
             self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
@@ -340,7 +340,7 @@ class ResumableTrainer(SavingTrainer):
 
     def _save_last_step(self) -> None:
         """After a generation that was dropped: the state of the last finished step. Collective."""
-        if self._at_step_end is None or self._complete_step == self.state.global_step:
+        if self._at_step_end is None or self._saved_step == self.state.global_step:
             return  # it stands already: what was resumed from, or saved at this step
         self._step, self._buffered_inputs = self._step_began_at, self._at_step_end["batch"]
         restore_random_states(self._at_step_end["rng"])

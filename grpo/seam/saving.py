@@ -65,7 +65,7 @@ class SavingTrainer(TRLTrainer):
     """On global rank 0."""
     _stop: StopRequest | None = None
     """What every rank has agreed on."""
-    _to_bring_home: Callable[[], BackgroundSave] | None = None
+    _pending_save: Callable[[], BackgroundSave] | None = None
     """Of a save whose callbacks have not been heard yet."""
     _callbacks_follow = False
     _saving: BackgroundSave | None = None
@@ -74,7 +74,7 @@ class SavingTrainer(TRLTrainer):
     """Whether the job is about to end for want of engines."""
     _is_saving = False
     """Whether transformers is writing a checkpoint."""
-    _complete_step: int = 0
+    _saved_step: int = 0
     """The last step whose state is in a checkpoint, or on its way there."""
     _step_began_at: int = 0
     """The number of the first micro-batch of this optimizer step."""
@@ -131,8 +131,8 @@ class SavingTrainer(TRLTrainer):
         _log.debug("%s is written by all ranks, after %.1f s", folder.name, now - begun)
         self._metrics["train"]["run/save_s"] = [now - begun]
         if resumable:
-            self._complete_step = step
-        self._to_bring_home = partial(
+            self._saved_step = step
+        self._pending_save = partial(
             BackgroundSave,
             folder,
             rank=args.process_index,
@@ -141,7 +141,7 @@ class SavingTrainer(TRLTrainer):
             complete=complete,
         )
         if not self._callbacks_follow:
-            self._bring_home()
+            self._start_background_save()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """transformers'. What callbacks add to a checkpoint in `on_save`, behind the save itself, belongs to it."""
@@ -150,13 +150,13 @@ class SavingTrainer(TRLTrainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self._callbacks_follow = False
-        self._bring_home()
+        self._start_background_save()
 
-    def _bring_home(self) -> None:
+    def _start_background_save(self) -> None:
         """Let what the ranks have written of a checkpoint go to the disk, beside the next steps."""
-        to_bring_home, self._to_bring_home = self._to_bring_home, None
-        if to_bring_home is not None:
-            self._saving = to_bring_home()
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            self._saving = pending()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers'; in a checkpoint whose shards hold the weights it adds no other copy of them.

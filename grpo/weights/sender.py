@@ -1,4 +1,4 @@
-"""Sends filled buckets to the engines from threads of its own, while the main thread gathers the next one."""
+"""Sends filled buckets: threads tell the engines of each, and the transport moves its bytes, if they have to move."""
 
 import sys
 import threading
@@ -42,7 +42,9 @@ class Transport(Protocol):
         """What the engines are told of a filled buffer."""
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
-        """What is left to do on this side once the engines were told. May wait for them the first time.
+        """Move the bytes of buffer `index`, of which the engines were told; nothing to do where they share the memory.
+
+        May wait for them the first time.
 
         Raises EngineError when it fails, unless `abort` was the reason."""
 

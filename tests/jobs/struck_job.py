@@ -79,7 +79,7 @@ with watch.guard():
         children = psutil.Process(local_pids[first]).children()
         mark(sentinel=next(each.pid for each in children if "grpo.faults.sentinel" in each.cmdline()))
         if has_reward:
-            RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).now({"values": [1]})
+            RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).call_here({"values": [1]})
         if how == "stuck" and rank == world_size - 1:
             time.sleep(600)
         groups.exchange(watch, None)

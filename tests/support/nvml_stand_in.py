@@ -54,10 +54,6 @@ class StandIn(types.ModuleType):
         if not self.is_initialised:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
-    def nvmlDeviceGetCount(self) -> int:
-        self._check()
-        return len(self.gpus)
-
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         self._check()
         if not 0 <= index < len(self.gpus):
@@ -78,9 +74,6 @@ class StandIn(types.ModuleType):
         if function in gpu.failing:
             raise pynvml.NVMLError(gpu.failing[function])
         return gpu
-
-    def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        return self._asked(handle, "nvmlDeviceGetUUID").uuid
 
     def nvmlDeviceGetName(self, handle: Any) -> str:
         return self._asked(handle, "nvmlDeviceGetName").name

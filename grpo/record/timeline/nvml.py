@@ -3,7 +3,7 @@
 import importlib
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,18 +47,7 @@ class Gpus:
     def _find(self, name: str) -> Any:
         if name.isdecimal():
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(name)
-        except self._nvml.NVMLError:
-            # CUDA takes the beginning of a UUID where no other GPU's begins so; NVML wants all of it.
-            of_name = [handle for handle in self._every() if self._nvml.nvmlDeviceGetUUID(handle).startswith(name)]
-            if len(of_name) != 1:
-                raise
-            return of_name[0]
-
-    def _every(self) -> Iterator[Any]:
-        for index in range(self._nvml.nvmlDeviceGetCount()):
-            yield self._nvml.nvmlDeviceGetHandleByIndex(index)
+        return self._nvml.nvmlDeviceGetHandleByUUID(name)
 
     def _warn_of_order(self) -> None:
         numbered = [handle for name, handle in self._handles.items() if name.isdecimal()]

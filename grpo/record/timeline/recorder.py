@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -138,18 +137,13 @@ class Recorder:
 
 def _append(path: Path, text: str) -> None:
     # In one piece, behind whatever a killed writer has cut off: who reads meanwhile sees whole lines.
-    with path.open("ab") as file:
-        cut_off = file.tell() and _last_byte(path) != b"\n"
-        file.write(b"\n" * bool(cut_off) + text.encode())
+    with path.open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        cut_off = file.read() not in (b"", b"\n")
+        file.write(b"\n" * cut_off + text.encode())
         size = file.tell()
     if size > MAX_BYTES:
         thin_out(path)
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
 
 
 def thin_out(path: Path) -> None:

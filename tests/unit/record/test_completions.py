@@ -16,7 +16,6 @@ import pytest
 from grpo.record import completions
 from grpo.record.completions import (
     CompletionSamples,
-    RecentFacts,
     choose_prompts,
     plain_tool_calls,
     prompt_id,
@@ -31,10 +30,8 @@ def logs(prompts: list[Any], completions: list[Any], **rewards: list[float]) -> 
     return {"prompt": prompts, "completion": completions, "rewards": rewards, "advantages": advantages}
 
 
-def facts(*rows: list[int], mode: str = "train", maxlen: int = 8) -> RecentFacts:
-    kept = RecentFacts(maxlen)
-    kept.extend(np.array(rows), mode)
-    return kept
+def facts(*rows: list[int]) -> list[list[int] | None]:
+    return [*rows]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +102,7 @@ def test_two_functions_of_one_name_leave_the_reward_unknown() -> None:
 
 def test_rows_of_evaluation_are_no_training_rows() -> None:
     """TRL keeps both in the same place."""
-    kept = facts([0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 2, 0], maxlen=3)
-    kept.extend(np.array([[0, 0, 0, 1, 9, 0], [0, 0, 0, 1, 8, 0]]), "eval")
-    assert len(kept) == 3
+    kept = [[0, 0, 0, 1, 2, 0], None, None]
     batch = logs(["a", "b", "c"], ["x", "y", "z"], right=[1.0, 1.0, 1.0])
     (row,) = sampled_rows(batch, kept, num_prompts=8, reward_weights=[1.0])
     assert (row["prompt"], row["completion_tokens"]) == ("a", 2)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo import GRPOTrainer
-from grpo.record.completions import RecentFacts, sampled_rows
+from grpo.record.completions import sampled_rows
 from grpo.record.timeline.records import (
     BACKWARD,
     FORWARD,
@@ -84,13 +85,13 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script
 def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     """Whatever `log_completions` says, and with its own columns; evaluation is kept there, too."""
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1, vllm_max_logprob_gap=LOOSE, eval_on_start=True)
-    facts = RecentFacts(trainer.args.generation_batch_size)
+    facts: deque[list[int] | None] = deque(maxlen=trainer.args.generation_batch_size)
     rows: list[dict[str, Any]] = []
     score, log = trainer._generate_and_score_completions, trainer.log
 
     def scoring(inputs: Any) -> dict[str, Any]:
         scored = score(inputs)
-        facts.extend(np.zeros((len(inputs), 6), np.int64), trainer._mode)
+        facts.extend([[0] * 6 if trainer._mode == "train" else None] * len(inputs))
         return scored
 
     def logging(*args: Any, **kwargs: Any) -> None:

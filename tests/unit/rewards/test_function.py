@@ -37,7 +37,7 @@ def function(func: Callable[..., Any], watch: FailureWatch, timeout_s: float = P
 
 
 def in_thread(func: RewardFunction) -> Any:
-    return Worker("test").run(lambda: func.in_thread({"values": [1]}, ExitStack())).result(PATIENCE_S)
+    return Worker("test").run(lambda: func.call_in_thread({"values": [1]}, ExitStack())).result(PATIENCE_S)
 
 
 def waits_for_a_service(values: list[int]) -> list[float]:
@@ -56,7 +56,7 @@ async def judge(values: list[int]) -> list[float]:
 def test_one_that_hangs_is_the_failure(watch: FailureWatch) -> None:
     what = "phase 'reward': reward function waits_for_a_service .*GRPO-607"
     with pytest.raises(JobFailed, match=what) as failed, watch.guard():
-        function(waits_for_a_service, watch, 0.3).now({"values": [1]})
+        function(waits_for_a_service, watch, 0.3).call_here({"values": [1]})
     assert "within 0.3 s (reward_timeout) [GRPO-607]; it was here, the innermost call first:\n" in str(failed.value)
     assert "in waits_for_a_service\n" in str(failed.value)
 
@@ -71,7 +71,7 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
 
     def trains() -> None:
         call = function(waits, watch, 0.3)
-        future = Worker("test").run(lambda: call.in_thread({"values": [1]}, ExitStack()))
+        future = Worker("test").run(lambda: call.call_in_thread({"values": [1]}, ExitStack()))
         while not future.done():
             watch.check()
             time.sleep(0.01)
@@ -84,7 +84,7 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
 
 def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
     with pytest.raises(JobFailed, match=r"reward function judge .*GRPO-607"), watch.guard():
-        asyncio.run(function(judge, watch, 0.3).awaited({"values": [1]}, ExitStack()))
+        asyncio.run(function(judge, watch, 0.3).call_async({"values": [1]}, ExitStack()))
 
 
 HELD = """
@@ -100,7 +100,7 @@ def holds_the_lock(values):
     ctypes.PyDLL(None).sleep(120)
 
 with watch.guard():
-    RewardFunction(holds_the_lock, watch, 0.5, Recorder(), beside=True).now({"values": [1]})
+    RewardFunction(holds_the_lock, watch, 0.5, Recorder(), beside=True).call_here({"values": [1]})
 """
 
 
@@ -124,7 +124,7 @@ watch = watches.FailureWatch(None, node=0, rank=0, host="a")
 hangs = RewardFunction(lambda values: time.sleep(120), watch, 0.5, Recorder(), beside=True)
 try:
     with watch.guard():
-        Worker("test").run(lambda: hangs.in_thread({"values": [1]}, ExitStack()))
+        Worker("test").run(lambda: hangs.call_in_thread({"values": [1]}, ExitStack()))
         while True:
             watch.check()
             time.sleep(0.01)
@@ -183,7 +183,7 @@ def test_one_that_only_the_main_thread_may_call_is_found_out(func: Any, watch: F
     with pytest.raises(NeedsMainThreadError):
         in_thread(function(func, watch))
     asyncio.set_event_loop(asyncio.new_event_loop())
-    assert function(func, watch).now({"values": [1]}) == [1.0]
+    assert function(func, watch).call_here({"values": [1]}) == [1.0]
 
 
 def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) -> None:
@@ -194,7 +194,7 @@ def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) ->
         assert done.wait(PATIENCE_S)
         return [2.0]
 
-    future = Worker("test").run(lambda: function(waits, watch).in_thread({"values": [1]}, ExitStack()))
+    future = Worker("test").run(lambda: function(waits, watch).call_in_thread({"values": [1]}, ExitStack()))
     assert begun.wait(PATIENCE_S)
     assert sets_an_alarm([]) == [1.0]
     done.set()
@@ -281,7 +281,7 @@ def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> Non
         raise SystemExit(3)
 
     with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit: 3"):
-        asyncio.run(function(leaves, watch).awaited({"values": [1]}, ExitStack()))
+        asyncio.run(function(leaves, watch).call_async({"values": [1]}, ExitStack()))
 
 
 def leaves(values: list[int]) -> list[float]:
@@ -290,7 +290,7 @@ def leaves(values: list[int]) -> list[float]:
 
 def test_one_that_leaves_ends_no_rank_well(watch: FailureWatch) -> None:
     call = function(leaves, watch)
-    for run in (lambda: call.now({"values": [1]}), lambda: in_thread(call)):
+    for run in (lambda: call.call_here({"values": [1]}), lambda: in_thread(call)):
         with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit"):
             run()
 
@@ -301,7 +301,7 @@ def test_an_interrupt_of_the_main_thread_stays_one(watch: FailureWatch) -> None:
         return []
 
     with pytest.raises(KeyboardInterrupt):
-        function(waits, watch).now({"values": [1]})
+        function(waits, watch).call_here({"values": [1]})
 
 
 def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
@@ -313,7 +313,7 @@ def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
         return []
 
     call = function(waits, watch, 0.5)
-    future = Worker("test").run(lambda: call.in_thread({"values": [1]}, limit))
+    future = Worker("test").run(lambda: call.call_in_thread({"values": [1]}, limit))
     assert begun.wait(PATIENCE_S)
     limit.close()
     time.sleep(1.0)

@@ -106,7 +106,7 @@ def test_a_run_that_is_done_takes_no_step_more() -> None:
     assert control.should_training_stop
 
 
-@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_complete_step": 4}])
+@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_saved_step": 4}])
 def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))

@@ -116,6 +116,39 @@ def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory()
         engine.push(weights())
 
 
+class Fused(nn.Module):
+    """Of two halves in the checkpoint, as `qkv_proj` is of three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Module()
+        self.gate_up_proj.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.gate_up_proj.weight.weight_loader = self._load  # type: ignore[assignment]
+
+    @staticmethod
+    def _load(param: nn.Parameter, loaded: torch.Tensor, half: int) -> None:
+        param.data[2 * half : 2 * half + 2].copy_(loaded)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            parameter = self.gate_up_proj.weight
+            parameter.weight_loader(parameter, weight, ["gate_proj", "up_proj"].index(name))
+
+
+@pytest.mark.parametrize("sent", [{"gate_proj": 1.0}, {"gate_proj": 1.0, "up_proj": 2.0}])
+def test_half_of_a_fused_layer_is_missed_by_name(sent: dict[str, float]) -> None:
+    engine = Engine()
+    engine.model = Fused()  # type: ignore[assignment]
+    record_metadata_for_reloading(engine.model)
+    halves = {name: torch.full((2, 3), value) for name, value in sent.items()}
+    if len(sent) == 1:
+        with pytest.raises(IncompletePushError, match="gate_up_proj: 6 of 12 elements arrived"):
+            engine.push(halves)
+    else:
+        engine.push(halves)
+        assert engine.model.gate_up_proj.weight.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+
+
 def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
     engine = Engine()
     engine.push(weights(1.0))

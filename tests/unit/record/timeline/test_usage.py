@@ -66,7 +66,6 @@ def by_device(sampler: UsageSampler) -> dict[str, Usage]:
         (("2", "3"), 2),  # CUDA_VISIBLE_DEVICES=2,3: the number is NVML's, not the place in the list
         (("3", "1"), 3),
         ((GPUS[2],), 2),
-        ((GPUS[1][:8],), 1),  # CUDA takes the beginning of a UUID
     ],
 )
 def test_a_gpus_name_leads_to_that_gpu(devices: tuple[str, ...], index: int) -> None:
@@ -241,7 +240,7 @@ def test_an_engine_does_not_count_with_the_rank_above_it(tree: tuple[subprocess.
 def test_a_process_that_ends_or_is_another_one_now(tree: tuple[subprocess.Popen, int]) -> None:
     parent, child = tree
     trees = Processes()
-    assert trees.read({"engine 0": child, "rank 0": os.getpid()}).keys() == {"engine 0", "rank 0"}
+    assert trees.read({"engine 0": child}).keys() == {"engine 0"}
     came_back = trees.read({"engine 0": parent.pid})["engine 0"]
     assert came_back.busy is None  # another process under that name: nothing to compare with
     parent.communicate()
