@@ -44,6 +44,12 @@ def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
         check_prompt_lengths(Dataset.from_dict({"prompt": chats}), tokenizer, args)
 
 
+def test_the_first_prompt_leaves_room_for_a_token(tokenizer: Any, args: GRPOConfig) -> None:
+    assert len(prompt_ids({"prompt": "1" * 89}, tokenizer, args)) == 89
+    with pytest.raises(ValueError, match=r"has 90 tokens, but vllm_max_model_length, .* is 90: set .* to 100 or more"):
+        prompt_ids({"prompt": "1" * 90}, tokenizer, args)
+
+
 def times(a: int, b: int) -> int:
     """Multiply.
 

@@ -25,6 +25,18 @@ def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> N
     assert requests.fullest() == 1
 
 
+def test_what_is_answered_is_outstanding_no_more() -> None:
+    requests = RequestQueue([4, 4])
+    requests.add(chunks_of((9, [0]), (5, [1])))
+    assert requests.send() == [(0, [0]), (1, [1])]
+    requests.answered(0, 0)
+    requests.add(chunks_of((3, [2])))
+    assert requests.send() == [(0, [2])]  # 0 | 5, and not 9 | 5
+    assert requests.forget([1]) == [(1, [1])]
+    requests.add(chunks_of((2, [3])))
+    assert requests.send() == [(1, [3])]  # 3 | 0, and not 3 | 5
+
+
 def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> None:
     requests = RequestQueue([1, 2])
     requests.add(chunks_of((9, [0]), (2, [1, 2, 3]), (1, [4, 5, 6])))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, m
 from grpo import cli
 from grpo.checkpoints.checkpoints import write_complete
 from grpo.checkpoints.pickles import weights_only
-from grpo.ops.export.command import export
+from grpo.ops.export.command import check_weights, export
 from grpo.ops.export.writing import DEFAULT_SHARD_SIZE, Options
 from tests.support.tiny_models import save_tiny_model
 
@@ -303,3 +303,14 @@ def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Pa
     declare_complete(checkpoint)
     (note,) = export(checkpoint, tmp_path / "out", Options()).notes
     assert note == f"{checkpoint} holds no tokenizer: the export has none either"
+
+
+def test_weights_that_are_not_the_models_are_named() -> None:
+    expected = {"a": torch.empty(2, 3), "b": torch.empty(4)}
+    check_weights(torch.nn.Linear(1, 1), expected, {**expected}, as_saved=False)
+    found = {"b": torch.empty(5), "c": torch.empty(1)}
+    said = "a Linear, but the checkpoint lacks a and has besides c and has in another shape b$"
+    with pytest.raises(ValueError, match=said):
+        check_weights(torch.nn.Linear(1, 1), expected, found, as_saved=False)
+    with pytest.raises(ValueError, match="has 6 elements of weights, not 10"):
+        check_weights(torch.nn.Linear(1, 1), expected, found, as_saved=True)
