@@ -12,6 +12,7 @@ from torch.autograd import DeviceType
 from transformers import TrainerControl, TrainerState
 
 from grpo.record.profiling import ProfileSteps, shares
+from grpo.record.screen import show_log
 
 
 def event(name: str, begin: float, end: float, device: Any = DeviceType.CPU) -> SimpleNamespace:
@@ -42,6 +43,7 @@ def test_on_cpus_an_operator_that_waits_for_a_collective_is_communication() -> N
 
 
 def test_the_steps_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_log()
     told: dict[str, list[float]] = {}
     callback = ProfileSteps(range(2, 4), 3, told)
     args: Any = SimpleNamespace(output_dir=str(tmp_path))
