@@ -1,4 +1,4 @@
-"""A script as a user writes one, with the flags of `train.py` that `bench.startup` gives: it says nothing of a host."""
+"""A script as a user writes one, with the flags of `train.py` that `bench.startup` gives: no early engine host."""
 
 from datasets import load_dataset
 from trl import ModelConfig, TrlParser

@@ -5,7 +5,7 @@ and one optimizer step on two ranks (on GPUs: on all but one).
 
 - side by side: `train.py`. The engine's host imports vLLM while the ranks import the trainer.
 - late host: the same, but the host starts with its engine, when the trainer is made (`bench/late_host.py`).
-- own script: a script of a user's that says nothing of a host (`bench/own_script.py`): it starts when the trainer is
+- own script: a script of a user's (`bench/own_script.py`), in which the host starts when the trainer is
   made, before anything else is done there.
 - one after the other: `late host`, and the ranks go on when the engines are ready (`bench/serial_start.py`).
 - TRL, transformers generation: TRL's own script with `use_vllm: false`, which a user would pick who will not wait for

@@ -32,13 +32,16 @@ from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 _log = logging.getLogger(__name__)
 
 
+def _backend(args: GRPOConfig, topology: NodeTopology) -> str:
+    return choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
+
+
 def engine_spec(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> EngineSpec:
     """How to build each of the node's engines."""
-    backend = choose_backend(args.vllm_sync_backend, has_gpus=bool(topology.devices))
     return EngineSpec(
-        engine_args=engine_args(args, model, topology, adapters) | transfer_args(backend),
+        engine_args=engine_args(args, model, topology, adapters) | transfer_args(_backend(args, topology)),
         sampling=sampling_settings(args),
     )
 
@@ -118,7 +121,7 @@ class ServingStart:
                 Pusher(
                     source,
                     clients,
-                    backend=self._backend(),
+                    backend=_backend(self.args, self.engines.topology),
                     tensor_parallel_size=self.engines.topology.tensor_parallel_size,
                     timeout_s=args.vllm_sync_timeout,
                     tell=self.watch.fail,
@@ -171,7 +174,7 @@ class ServingStart:
 
     def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, TurnBroker | None, _EngineFacts]:
         clients = self.engines.clients
-        load_transport(self._backend())
+        load_transport(_backend(self.args, self.engines.topology))
         ready = self.engines.wait_ready()
         max_model_len = min(each.max_model_len for each in ready)
         pool = EnginePool(
@@ -192,6 +195,3 @@ class ServingStart:
             turns_address=None if broker is None else broker.address,
         )
         return pool, broker, facts
-
-    def _backend(self) -> str:
-        return choose_backend(self.args.vllm_sync_backend, has_gpus=bool(self.engines.topology.devices))

@@ -93,7 +93,7 @@ def check_counts(args: Any) -> None:
 
 
 def check_placement(args: Any, environment: Mapping[str, str], num_gpus: int) -> None:
-    """Whether ranks and engines fit the node's GPUs, as far as one rank can tell alone; without GPUs nothing is said.
+    """Check that ranks and engines fit this node's GPUs, by what one rank knows; does nothing without GPUs.
 
     Before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), where transformers makes
     the process group: a rank without a GPU fails there, and the others wait.

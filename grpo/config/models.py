@@ -165,7 +165,7 @@ class AdapterSlot:
 def engine_args(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs` for this job, but for those that say how weights arrive."""
+    """Arguments of vLLM's `AsyncEngineArgs` for this job, without those of the weight transfer."""
     settings: dict[str, Any] = {
         "model": model.path,
         "tokenizer": model.tokenizer,

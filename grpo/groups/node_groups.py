@@ -1,6 +1,6 @@
 """Gloo groups for control and completions: the ranks of one node, and the local mains of all nodes.
 
-What concerns all ranks goes over both: a group of them all would cost each rank a connection to every other one.
+Collectives over the whole job use both: one group of all ranks would connect every rank with every other one.
 
 Data moves over NCCL or shared memory, control over gloo, so that a long generation never sits in a NCCL collective
 under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
@@ -103,7 +103,7 @@ class NodeGroups:
 
         Raises:
             Exception: on rank 0 what `decide` raised.
-            JobFailed: on the other ranks, then, with a record that says it.
+            JobFailed: on the other ranks, with the record of that failure.
         """
         if self._alone:
             return decide()
@@ -120,12 +120,12 @@ class NodeGroups:
                 error, answer = problem, json.dumps([None, record.as_dict()])
         if self._leaders is not None:
             answer = broadcast_text(answer, 0, self._leaders)
-        told, failed = json.loads(broadcast_text(answer, self._leader, self._node))
+        decision, failed = json.loads(broadcast_text(answer, self._leader, self._node))
         if error is not None:
             raise error
         if failed is not None:
             raise JobFailed(FailureRecord(**failed))
-        return from_json(told, kind)
+        return from_json(decision, kind)
 
     def exchange(
         self, watch: FailureWatch, failure: FailureRecord | None, value: Any = None, kind: Any = None

@@ -24,8 +24,7 @@ COMPLETIONS_FOLDER = "completions"
 MAX_BYTES = 200 * 2**20
 STOP_REASONS = ("stop", "length", "refused")
 FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens", "stop_reason")
-"""What is known of a completion beside what TRL keeps: six whole numbers, in
-which `stop_reason` is the place in `STOP_REASONS`."""
+"""Six whole numbers for each completion, beside what TRL keeps; `stop_reason` is an index into `STOP_REASONS`."""
 
 _OURS = re.compile(r"step-(\d{8,})\.parquet")
 _ASIDE = re.compile(r"attempt-(\d+)")

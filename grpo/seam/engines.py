@@ -25,7 +25,7 @@ class LocalEngines(Protocol):
         """Run a rollout function of the user's. Collective."""
 
     def metrics(self, mode: str) -> dict[str, float]:
-        """Of the last generation batch, and of a push that `mode` has not been told of."""
+        """Of the last generation batch, and of a push that is not yet logged for `mode`."""
 
     def by_node(self) -> dict[str, list[float]]:
         """The newest figures of each node, in their order."""

@@ -1,4 +1,4 @@
-"""Sends filled buckets: threads tell the engines of each, and the transport moves its bytes, if they have to move."""
+"""Sends filled buckets: threads announce each to the engines, and the transport moves its bytes where it has to."""
 
 import sys
 import threading
@@ -42,7 +42,7 @@ class Transport(Protocol):
         """What the engines are told of a filled buffer."""
 
     def start_sending(self, index: int, bucket: Bucket) -> None:
-        """Move the bytes of buffer `index`, of which the engines were told; nothing to do where they share the memory.
+        """Move the bytes of buffer `index`, which is announced to the engines; a no-op in shared memory.
 
         May wait for them the first time.
 

@@ -46,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size-mb", type=int, help="of each collective's result; default: 256, and 16 with gloo")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="default: %(default).0f")
-    parser.add_argument("--params-b", type=float, help="1e9 parameters of the model, to tell the seconds of a push")
+    parser.add_argument("--params-b", type=float, help="1e9 parameters of the model, to estimate the seconds of a push")
     add_job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     args = parser.parse_args(argv)
@@ -218,6 +218,7 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
     size, whole = launch.local_world_size, torch.ones(result_bytes(args, launch) // 4, device=device)
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
+    pairs: tuple[tuple[int, float], ...] = ()
     stages.enter("number formats")
     broken = broken_formats(launch, training_device, DTYPES if args.job is None else args.job.dtypes)
     if size > 1:
@@ -227,12 +228,13 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
         inside = _collectives("inside a node", group, size, whole, stages)
     if launch.num_nodes > 1:
         across = _collectives("across nodes", dist.group.WORLD, launch.world_size, whole, stages)
+        pairs = _pair_exchanges(launch, whole[: pair_bytes(args) // 4], stages)
     return RankResult(
         node=launch.node,
         host=socket.gethostname(),
         inside_s=inside,
         across_s=across,
-        pairs_s=_pair_exchanges(launch, whole[: pair_bytes(args) // 4], stages),
+        pairs_s=pairs,
         broken=broken,
     )
 

@@ -11,7 +11,7 @@ from grpo.place.wire import Wire
 GB = 1e9
 DTYPES = ("float32", "bfloat16", "float16")
 SLOW = 0.7  # of the reference; figures of healthy links vary by a tenth or two
-MAX_ROUNDS = 8  # enough partners to tell a slow node from a slow partner, on any number of nodes
+MAX_ROUNDS = 8  # enough partners to distinguish a slow node from a slow partner, on any number of nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

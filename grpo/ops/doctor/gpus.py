@@ -30,7 +30,7 @@ class Gpu:
 
 
 Processes = Mapping[str, Sequence[str]]
-"""By the uuid of their GPU: pid, name and, where nvidia-smi tells it, memory."""
+"""By the uuid of their GPU: pid, name and, where nvidia-smi reports it, memory."""
 
 
 def query_gpus() -> tuple[list[Gpu], Processes]:
@@ -71,7 +71,7 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def parse_processes(text: str) -> Processes:
-    """Memory is not told in containers, under MIG, and of other users."""
+    """nvidia-smi reports no memory in containers, under MIG, and of other users."""
     processes: dict[str, list[str]] = {}
     for uuid, pid, *name, used in _cells(text):  # a name may hold commas
         held = f" ({_memory_bytes(used) / GIB:.1f} GiB)" if used.isdigit() else ""

@@ -62,7 +62,7 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
 
 Ports = Mapping[str, tuple[str, str]]
 """Of InfiniBand or RoCE devices, as `mlx5_0:1`: the state (`ACTIVE`, `DOWN`, `INIT` …), and rate and link layer
-(`400 Gb/sec (4X NDR) InfiniBand`) as the driver tells them."""
+(`400 Gb/sec (4X NDR) InfiniBand`) as the driver reports them."""
 
 
 def read_fabric(root: Path = Path("/sys/class/infiniband")) -> Ports:

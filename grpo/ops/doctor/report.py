@@ -23,9 +23,9 @@ from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_var
 CHECK_S = 20.0  # for one check
 GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
 
-Found = Finding | list[Finding]
 Fields = dict[str, Any]
-"""Of the report; filled in by the checks."""
+"""Of the report."""
+Found = Finding | list[Finding] | tuple[list[Finding], Fields]
 
 
 def examine(
@@ -39,9 +39,9 @@ def examine(
     """
     fields: Fields = {"variables": read_variables(env)}
     checks: dict[str, Callable[[], Found]] = {
-        "versions": lambda: _installation(env, fields),
-        "gpus": lambda: _gpus(asked.gpus_per_node, job, env, fields),
-        "network": lambda: _network(peers, fields),
+        "versions": lambda: _installation(env),
+        "gpus": lambda: _gpus(asked.gpus_per_node, job, env),
+        "network": lambda: _network(fields["variables"], peers),
         "/dev/shm": lambda: leftovers.check_shared_memory(has_gpus=bool(fields.get("gpus"))),
         "engine folders": lambda: leftovers.check_engine_folders(Path(tempfile.gettempdir())),
         "build locks": lambda: leftovers.check_extension_locks(env, Path.home()),
@@ -57,6 +57,9 @@ def examine(
     findings: list[Finding] = []
     for name, check in checks.items():
         found = _with_deadline(name, check)
+        if isinstance(found, tuple):
+            found, filled = found
+            fields |= filled
         findings += found if isinstance(found, list) else [found]
     return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
 
@@ -72,21 +75,21 @@ def _with_deadline(name: str, check: Callable[[], Found]) -> Found:
         return Finding.warn(name, message, "mend that, and run again")
 
 
-def _installation(env: Mapping[str, str], fields: Fields) -> list[Finding]:
+def _installation(env: Mapping[str, str]) -> tuple[list[Finding], Fields]:
     always, engines = installation.tested_requirements()
-    fields |= asdict(read_software(env))
-    return installation.check_versions(
+    findings = installation.check_versions(
         always,
         engines,
         python=platform.python_version(),
         requires_python=metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
         installed=installed_version,
     )
+    return findings, asdict(read_software(env))
 
 
-def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str], fields: Fields) -> list[Finding]:
+def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> tuple[list[Finding], Fields]:
     if job is not None and job.use_cpu:
-        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")]
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     seen, mistake = 0, None
     try:
         seen = devices.count_gpus(env, use_cpu=False)
@@ -95,16 +98,16 @@ def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str], fields:
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
     count = gpus.check_gpu_count(seen=seen, asked=asked, gpus=visible, mistake=mistake)
-    fields |= {"gpus": seen, "driver": found[0].driver if found else ""}
-    return [count, *gpus.check_gpu_memory(visible, processes)]
+    fields = {"gpus": seen, "driver": found[0].driver if found else ""}
+    return [count, *gpus.check_gpu_memory(visible, processes)], fields
 
 
-def _network(peers: Sequence[str], fields: Fields) -> list[Finding]:
-    up, variables = read_interfaces(), fields["variables"]
+def _network(variables: Mapping[str, str], peers: Sequence[str]) -> tuple[list[Finding], Fields]:
+    up = read_interfaces()
     routes = (route_to(peer, up) for peer in peers)
     interface, source = next((route for route in routes if any(route)), ("", ""))
     ports = network.read_fabric()
-    fields |= {
+    fields = {
         "network": network.network_identity(),
         "own_address": address_of(socket.gethostname()),
         "route_interface": interface,
@@ -112,4 +115,4 @@ def _network(peers: Sequence[str], fields: Fields) -> list[Finding]:
         "infiniband": tuple(sorted({name.partition(":")[0] for name in network.active_ports(ports)})),
     }
     names = network.check_interface_names(variables, list(up), interface)
-    return [*names, network.check_fabric(ports, variables)]
+    return [*names, network.check_fabric(ports, variables)], fields

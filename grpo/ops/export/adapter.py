@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.ops.export.writing import Options, Told, check_room, told_of, writing
+from grpo.ops.export.writing import Options, WeightsSummary, check_room, summary_of, writing
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -20,7 +20,7 @@ def has_adapter(checkpoint: Path) -> bool:
     return (checkpoint / ADAPTER_CONFIG).exists()
 
 
-def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[Told, str]:
+def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[WeightsSummary, str]:
     """What `PeftModel.from_pretrained` and `vllm serve --lora-modules` read; with `merge` a plain folder.
 
     Returns:
@@ -29,7 +29,7 @@ def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[Told,
     Raises:
         ValueError: the weights cannot be read, or as `merge_adapter`; or an option is for a merged model alone.
     """
-    told = _look_at(checkpoint / ADAPTER_WEIGHTS)
+    summary = _look_at(checkpoint / ADAPTER_WEIGHTS)
     if options.merge:
         return merge_adapter(checkpoint, out, options), "an adapter and its base"
     if options.dtype is not None or options.base:
@@ -38,10 +38,10 @@ def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[Told,
     with writing(checkpoint, out, options) as partial:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy(checkpoint / name, partial / name)
-    return told, "an adapter; --merge gives a whole model"
+    return summary, "an adapter; --merge gives a whole model"
 
 
-def merge_adapter(checkpoint: Path, out: Path, options: Options) -> Told:
+def merge_adapter(checkpoint: Path, out: Path, options: Options) -> WeightsSummary:
     """The base with the adapter in its weights, as a plain folder. PEFT merges, on the CPU.
 
     Raises:
@@ -77,18 +77,18 @@ def merge_adapter(checkpoint: Path, out: Path, options: Options) -> Told:
         raise ValueError(f"the adapter in {checkpoint} is not for {base}: {error}") from None
     with writing(checkpoint, out, options) as partial:
         merged.save_pretrained(partial, max_shard_size=options.max_shard_size)
-    return told_of(merged.state_dict().values())
+    return summary_of(merged.state_dict().values())
 
 
 def _no_base(base: str, error: Exception) -> ValueError:
     return ValueError(f"the adapter's base, {base}, cannot be loaded; name another place with --base: {error}")
 
 
-def _look_at(path: Path) -> Told:
+def _look_at(path: Path) -> WeightsSummary:
     try:
         tensors = load_file(path).values()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the adapter's weights in {path} cannot be read: {error}") from None
     if not tensors:
         raise ValueError(f"{path} holds no weights")
-    return told_of(tensors)
+    return summary_of(tensors)

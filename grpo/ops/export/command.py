@@ -19,7 +19,7 @@ from grpo.checkpoints.checkpoints import CompleteRecord, checkpoints, read_compl
 from grpo.faults.signals import exiting_on_sigterm
 from grpo.ops.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, has_adapter
 from grpo.ops.export.stored_weights import StoredWeights, open_weights
-from grpo.ops.export.writing import DEFAULT_SHARD_SIZE, Options, Told, check_room, told_of, writing
+from grpo.ops.export.writing import DEFAULT_SHARD_SIZE, Options, WeightsSummary, check_room, summary_of, writing
 from grpo.ops.room import check_free
 from grpo.weights.names import some
 
@@ -123,7 +123,7 @@ def export(checkpoint: Path, out: Path, options: Options) -> Exported:
     if has_adapter(checkpoint):
         if trusted is not None:
             verify(checkpoint, trusted, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
-        told, origin = export_adapter(checkpoint, out, options)
+        summary, origin = export_adapter(checkpoint, out, options)
     else:
         if options.merge or options.base:
             option = "--merge" if options.merge else "--base"
@@ -131,22 +131,22 @@ def export(checkpoint: Path, out: Path, options: Options) -> Exported:
         stored = open_weights(checkpoint, masters=options.dtype is not None)
         if trusted is not None:
             verify(checkpoint, trusted, [str(file.relative_to(checkpoint)) for file in stored.files])
-        told, origin = export_model(checkpoint, stored, out, options), stored.origin
+        summary, origin = export_model(checkpoint, stored, out, options), stored.origin
     return Exported(
         num_files=len(list(out.glob("*.safetensors"))),
-        num_bytes=told[0],
-        dtypes=told[1],
+        num_bytes=summary.num_bytes,
+        dtypes=summary.dtypes,
         origin=origin,
         notes=tuple(notes),
     )
 
 
-def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Options) -> Told:
+def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Options) -> WeightsSummary:
     """Write the model of `stored`."""
     model = model_without_weights(checkpoint, options.dtype, trust_remote_code=options.trust_remote_code)
     # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
     weights = read_weights(model, stored, None if stored.as_saved and options.dtype is None else model.dtype, out)
-    told = told_of(weights.values())  # before they are written: each is let go then
+    summary = summary_of(weights.values())  # before they are written: each is let go then
     with writing(checkpoint, out, options) as partial:
         model.save_pretrained(
             partial,
@@ -154,7 +154,7 @@ def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Op
             max_shard_size=options.max_shard_size,
             save_original_format=not stored.as_saved,
         )
-    return told
+    return summary
 
 
 def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:

@@ -1,10 +1,11 @@
-"""What is asked of an export, and the folder that it becomes."""
+"""Options of an export, and the folder that it writes."""
 
 import contextlib
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoTokenizer
@@ -13,8 +14,14 @@ from grpo.ops.room import check_disk, check_memory
 from grpo.record.durable import appearing_whole
 
 DEFAULT_SHARD_SIZE = "50GB"  # save_pretrained's own
-Told = tuple[int, tuple[str, ...]]
-"""Bytes of weights, and their dtypes without `torch.`."""
+
+
+class WeightsSummary(NamedTuple):
+    """What an export holds."""
+
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    """Without `torch.`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +37,7 @@ class Options:
     merge: bool = False
     """Of a LoRA run the base with the adapter in it, in place of the adapter."""
     base: str | None = None
-    """Where that base is, a folder or a hub id, if not where the adapter says."""
+    """Where that base is, a folder or a hub id, if not the one that the adapter names."""
 
 
 def check_room(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
@@ -54,7 +61,7 @@ def writing(checkpoint: Path, out: Path, options: Options) -> Iterator[Path]:
             file.chmod(0o666 & stat.S_IMODE(partial.stat().st_mode))
 
 
-def told_of(tensors: Iterable[torch.Tensor]) -> Told:
+def summary_of(tensors: Iterable[torch.Tensor]) -> WeightsSummary:
     known = list(tensors)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in known}
-    return sum(tensor.nbytes for tensor in known), tuple(sorted(dtypes))
+    return WeightsSummary(sum(tensor.nbytes for tensor in known), tuple(sorted(dtypes)))

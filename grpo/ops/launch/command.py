@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     # As process 1 of a container it would not hear a SIGTERM without a handler; torchrun brings its own later.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(next_attempt.START_AGAIN))
-    heard: list[int] = []  # the trainer hears a SIGUSR1, to stop, as soon as there is one
-    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    received: list[int] = []  # a SIGUSR1, a request to stop, waits for the trainer
+    signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
 
     def on_interrupt(number: int, _: object) -> None:
-        heard.append(number)
+        received.append(number)
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
             why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
             return _not_started(args, place, FailureKind.USER if found == 2 else FailureKind.MACHINE, why)
-        return _meet_and_launch(args, place, script, file, asked, heard)
+        return _meet_and_launch(args, place, script, file, asked, received)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
         return next_attempt.INTERRUPTED
@@ -110,13 +110,13 @@ def _meet_and_launch(
     script: Script,
     file: Mapping[str, Any],
     asked: Asked,
-    heard: list[int],
+    received: list[int],
 ) -> int:
     from grpo.ops.launch.agreement import NodeReport, meet, report
 
     def make_report() -> NodeReport:
         made = report(asked.wishes.use_cpu, _inputs(args, script))
-        if signal.SIGINT in heard:  # an import of a library may have caught the exception: a bare `except` does
+        if signal.SIGINT in received:  # an import of a library may have caught the exception: a bare `except` does
             raise KeyboardInterrupt
         return made
 
@@ -143,7 +143,7 @@ def _meet_and_launch(
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
     _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
-    return _launch(args, place, at, words, verdict.agreed.started, heard)
+    return _launch(args, place, at, words, verdict.agreed.started, received)
 
 
 def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> int:
@@ -266,7 +266,7 @@ def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: li
 
 
 def _launch(
-    args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, heard: list[int]
+    args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, received: list[int]
 ) -> int:
     """Becomes the launcher, and says what follows its end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -286,7 +286,7 @@ def _launch(
         )
         _prepare_environment(args, attempt)
         with temporary_files_in(notes):
-            asked = signal.SIGUSR1 in heard
+            asked = signal.SIGUSR1 in received
             ending = run_launcher(words, attempt.ask_to_stop, is_told=attempt.is_told, is_asked_already=asked)
         with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
             outlast_head(at, ending)

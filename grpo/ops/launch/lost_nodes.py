@@ -20,7 +20,7 @@ from functools import partial
 
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind
-from grpo.ops.launch.next_attempt import State, parser_for, read_told
+from grpo.ops.launch.next_attempt import State, parser_for, read_end
 
 POLL_S = 2.0
 GRACE_S = 5.0  # for the other nodes' ranks, which end by themselves once the job has failed; then as long as a probe
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     nodes = args.nodes.split(",")
     find = partial(lost_nodes, nodes=nodes, used=args.used, here=nodes[0])
-    for node in watch(args.srun, partial(read_told, args), find):
+    for node in watch(args.srun, partial(read_end, args), find):
         print(node)
     return 0
 

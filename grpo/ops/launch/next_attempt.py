@@ -173,18 +173,18 @@ def decide(
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
-    """Of a program that is told of an attempt."""
+    """For a program whose arguments name an attempt."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
-    parser.add_argument("--attempt", required=True, help="GRPO_ATTEMPT of the attempt")
+    parser.add_argument("--attempt", required=True, type=int, help="GRPO_ATTEMPT of the attempt")
     return parser
 
 
-def read_told(args: argparse.Namespace) -> State | None:
-    """How that attempt has ended; None while it has not."""
-    told = {"job": args.job, "attempt": args.attempt}
-    return read_state(args.output_dir, lambda state: all(str(state.get(name)) == told[name] for name in told))
+def read_end(args: argparse.Namespace) -> State | None:
+    """How the attempt that the arguments name has ended; None while it has not."""
+    name = (args.job, str(args.attempt))
+    return read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,9 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--failed", action="store_true", help="a node's launcher has ended with an error")
     parser.add_argument("--max_crashes", type=int, default=3, help="crashes in a row without a newer checkpoint")
     args = parser.parse_args(argv)
-    names = {"job": args.job, "attempt": args.attempt}
-    state, limit = read_told(args), args.max_crashes
-    code, why = conclude(args.output_dir, state, **names, max_crashes=limit, has_failed=args.failed)
+    code, why = conclude(
+        args.output_dir,
+        read_end(args),
+        job=args.job,
+        attempt=str(args.attempt),
+        max_crashes=args.max_crashes,
+        has_failed=args.failed,
+    )
     print(f"job {args.job}, attempt {args.attempt}: {why}", flush=True)
     return code
 

@@ -133,7 +133,7 @@ def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, 
 
 
 def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[str, float], float]:
-    """Until all have reported or no more time is left. Tells everyone who asks the head's time.
+    """Wait until all have reported or the time is up; answer requests for the head's clock.
 
     Returns:
         Who has reported; when each node came, and when the first was up, by this node's `time.monotonic()`.

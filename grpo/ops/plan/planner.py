@@ -147,7 +147,7 @@ class _Planner:
         """
         try:
             is_local = local_model(name, setting) is not None
-        except ValueError:  # which `CHECKS` have told
+        except ValueError:  # reported by `CHECKS` already
             return None
         try:
             return model_config(name, self.training)

@@ -120,8 +120,8 @@ def read_run(folder: Path, name: str = "") -> Run:
     missing: list[str] = []
     state = read_object(folder / STATE_FILE, missing, "how the last attempt stands")  # first: no later than the rest
     attempts = read_attempts(folder / RUN_FILE, missing)
-    told = all_typed(state, {"state": attempts[-1].state if attempts else "", "why": ""})
-    is_running = told["state"] == "running"
+    ending = all_typed(state, {"state": attempts[-1].state if attempts else "", "why": ""})
+    is_running = ending["state"] == "running"
     metrics = read_metrics(folder / METRICS_FILE, missing, is_running=is_running)
     nodes = next((each.topology["num_nodes"] for each in reversed(attempts) if "num_nodes" in each.topology), None)
     timeline = read_timelines(folder, nodes if isinstance(nodes, int) else 0, missing, is_running=is_running)
@@ -131,7 +131,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        **told,
+        **ending,
         is_requeued=typed(state, "requeue", bool, False),
         attempts=attempts,
         metrics=metrics,
@@ -185,29 +185,29 @@ def read_attempts(path: Path, missing: list[str]) -> tuple[AttemptRecord, ...]:
     return tuple(attempts)
 
 
-def read_attempt(number: int, told: dict[str, Any]) -> AttemptRecord:
-    times = all_typed(told, {"started": -1.0, "ended": -1.0})
+def read_attempt(number: int, entry: dict[str, Any]) -> AttemptRecord:
+    defaults = {"attempt": number, "from_step": 0, "step": 0, "state": "", "why": "", "arguments": {}, "topology": {}}
+    times = all_typed(entry, {"started": -1.0, "ended": -1.0})
     return AttemptRecord(
         **{name: time for name, time in times.items() if time > 0},
-        job=str(told.get("job") or ""),
-        python=str(told.get("python") or ""),
-        commit=str(told.get("commit") or ""),
-        respawns=tuple(map(str, typed(told, "respawns", list, []))),
-        command=tuple(map(str, typed(told, "command", list, []))),
-        **all_typed(told, {"attempt": number, "from_step": 0, "step": 0}),
-        **all_typed(told, {"state": "", "why": "", "arguments": {}, "topology": {}}),
-        failure=read_failure(told.get("failure")),
-        versions={name: str(version) for name, version in typed(told, "versions", dict, {}).items()},
+        job=str(entry.get("job") or ""),
+        python=str(entry.get("python") or ""),
+        commit=str(entry.get("commit") or ""),
+        respawns=tuple(map(str, typed(entry, "respawns", list, []))),
+        command=tuple(map(str, typed(entry, "command", list, []))),
+        **all_typed(entry, defaults),
+        failure=read_failure(entry.get("failure")),
+        versions={name: str(version) for name, version in typed(entry, "versions", dict, {}).items()},
     )
 
 
-def read_failure(told: Any) -> FailureRecord | None:
-    if not isinstance(told, dict):
+def read_failure(entry: Any) -> FailureRecord | None:
+    if not isinstance(entry, dict):
         return None
     return FailureRecord(
-        **all_typed(told, {"node": -1, "rank": -1, "host": "?", "phase": "?", "cause": ""}),
-        kind=next((kind for kind in FailureKind if kind == told.get("kind")), FailureKind.MACHINE),
-        nodes=tuple(each for each in typed(told, "nodes", list, []) if isinstance(each, int)),
+        **all_typed(entry, {"node": -1, "rank": -1, "host": "?", "phase": "?", "cause": ""}),
+        kind=next((kind for kind in FailureKind if kind == entry.get("kind")), FailureKind.MACHINE),
+        nodes=tuple(each for each in typed(entry, "nodes", list, []) if isinstance(each, int)),
     )
 
 

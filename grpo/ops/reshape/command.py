@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"grpo reshape: {error}", file=sys.stderr)
         return 1
-    told = ", ".join(f"{name}: {value}" for name, value in settings.items())
-    print(f"{out}: for {args.ranks} training processes. Go on with {told}")
+    shown = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    print(f"{out}: for {args.ranks} training processes. Go on with {shown}")
     return 0
 
 

@@ -74,7 +74,7 @@ class GRPOScriptArguments(TrlScriptArguments):
         default=0.0,
         metadata={
             "help": "Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output "
-            "folder in a process of its own; 0: only when somebody asks for it."
+            "folder in a process of its own; 0: only on request."
         },
     )
 

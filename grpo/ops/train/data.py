@@ -91,7 +91,7 @@ def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
         dataset = _adapt_rows(dataset, script.dataset_adapter)
     columns = script.dataset_columns or {}
     assert not isinstance(columns, str), "__post_init__ parses it"
-    _check_names(dataset, columns, f"dataset_columns renames {', '.join(columns)}", "rename those that are there")
+    _check_names(dataset, columns, "dataset_columns renames {missing}", "rename those that are there")
     if columns:
         dataset = dataset.rename_columns(columns)
     if script.system_prompt is not None:
@@ -112,7 +112,9 @@ def _adapt_rows(dataset: Any, name: str) -> Any:
 def _check_names(dataset: Any, columns: Iterable[str], what: str, fix: str) -> None:
     for rows in dataset.values():
         names = rows.column_names
-        if names is not None and not {*columns} <= {*names}:  # None: of a stream that does not say
+        missing = [] if names is None else [column for column in columns if column not in names]  # None: a stream
+        if missing:
+            what = what.format(missing=", ".join(missing))
             raise ValueError(f"{what}, but the data set has {', '.join(names)}: {fix}")
 
 

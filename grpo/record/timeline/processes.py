@@ -27,16 +27,16 @@ class Processes:
         A process that ends in between is left out: from the next reading on, or from this one.
         """
         trees = {name: tree for name, pid in pids.items() if (tree := _tree(pid))}
-        told = {}
+        figures = {}
         seen: dict[psutil.Process, psutil.Process] = {}
         for name, tree in trees.items():
             below = {each for other in trees.values() if other[0] in tree[1:] for each in other}
             own = [self._known.get(each, each) for each in tree if each not in below]
             with contextlib.suppress(psutil.Error):  # its first process has ended
-                told[name] = self._figures(own)
+                figures[name] = self._figures(own)
                 seen |= {each: each for each in own}
         self._known = seen
-        return told
+        return figures
 
     def _figures(self, tree: list[psutil.Process]) -> ProcessFigures:
         is_known = tree[0] in self._known

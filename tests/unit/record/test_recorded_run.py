@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -85,21 +84,15 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script
 def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     """Whatever `log_completions` says, and with its own columns; evaluation is kept there, too."""
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1, vllm_max_logprob_gap=LOOSE, eval_on_start=True)
-    facts: deque[list[int] | None] = deque(maxlen=trainer.args.generation_batch_size)
     rows: list[dict[str, Any]] = []
-    score, log = trainer._generate_and_score_completions, trainer.log
-
-    def scoring(inputs: Any) -> dict[str, Any]:
-        scored = score(inputs)
-        facts.extend([[0] * 6 if trainer._mode == "train" else None] * len(inputs))
-        return scored
+    log = trainer.log
 
     def logging(*args: Any, **kwargs: Any) -> None:
         log(*args, **kwargs)
         weights = trainer.reward_weights.tolist()
-        rows.extend(sampled_rows(trainer._logs, facts, num_prompts=1, reward_weights=weights))
+        rows.extend(sampled_rows(trainer._logs, trainer._facts, num_prompts=1, reward_weights=weights))
 
-    trainer._generate_and_score_completions, trainer.log = scoring, logging  # type: ignore[method-assign]
+    trainer.log = logging  # type: ignore[method-assign]
     trainer.train()
     trainer.close()
     assert trainer.log_completions is False

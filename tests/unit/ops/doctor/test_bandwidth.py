@@ -115,10 +115,10 @@ def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
         for _ in range(2)
     ]
     verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
-    told = {f.check: (f.status, f.nodes, f.message) for f in verdict.findings}
-    assert told["inside a node"] == (WARN, ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere")
+    found = {f.check: (f.status, f.nodes, f.message) for f in verdict.findings}
+    assert found["inside a node"] == (WARN, ("n0",), "all-gather 2.50 GB/s on n0, up to 5.00 elsewhere")
     all_nodes, paths = ("n0", "n1", "n2", "n3"), "2.00 (n1 and n3) to 20.00 GB/s each way between 6 pairs"
-    assert told["pairs of nodes"] == (PASS, all_nodes, paths)
+    assert found["pairs of nodes"] == (PASS, all_nodes, paths)
 
 
 def test_one_node_has_nothing_across_and_no_pairs() -> None:

@@ -309,8 +309,8 @@ def test_weights_that_are_not_the_models_are_named() -> None:
     expected = {"a": torch.empty(2, 3), "b": torch.empty(4)}
     check_weights(torch.nn.Linear(1, 1), expected, {**expected}, as_saved=False)
     found = {"b": torch.empty(5), "c": torch.empty(1)}
-    said = "a Linear, but the checkpoint lacks a and has besides c and has in another shape b$"
-    with pytest.raises(ValueError, match=said):
+    message = "a Linear, but the checkpoint lacks a and has besides c and has in another shape b$"
+    with pytest.raises(ValueError, match=message):
         check_weights(torch.nn.Linear(1, 1), expected, found, as_saved=False)
     with pytest.raises(ValueError, match="has 6 elements of weights, not 10"):
         check_weights(torch.nn.Linear(1, 1), expected, found, as_saved=True)

@@ -13,7 +13,7 @@ from grpo.record.folder import RunFolder
 
 
 class Trainer:
-    """Logs once, `seconds` after its start as the callback sees it, and ends as it is told."""
+    """Logs once, and raises `ends` if there is one."""
 
     def __init__(self, folder: Path, ends: BaseException | None) -> None:
         self.args = SimpleNamespace(output_dir=str(folder))
