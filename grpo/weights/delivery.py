@@ -14,7 +14,7 @@ from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
-from grpo.weights.report import PushReport, slowest
+from grpo.weights.report import PushReport, Verification, slowest
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class WeightDelivery:
         """Of the last push, its slowest rank's on each node."""
         self.num_repeats = 0
         """Pushes that were broken by an engine's death."""
+        self.verification: Verification | None = None
+        """The last one; the same on all ranks."""
         self._engines = engines
         self._pusher = pusher
         self._groups = groups
@@ -107,11 +109,23 @@ class WeightDelivery:
                 seconds = [each.total_s for each in answers]
                 _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
                 self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
-                return slowest(answers)
+                return self._note(step, slowest(answers))
             self.num_repeats += 1
             _log.info("weight sync %d is broken by an engine's death: again", self._num_pushes, extra=FILE_ONLY)
             if self._engines.has_lost():
                 self._engines.renew()
+
+    def require_full_sync(self) -> None:
+        """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
+        self._pusher.source.forget_sent()
+        self._must_prove = True
+
+    def _note(self, step: int, report: PushReport) -> PushReport:
+        if report.gap is not None:
+            self.verification = Verification(
+                number=self._num_pushes, policy_version=step, gap=report.gap, limit=self.prover.limit
+            )
+        return report
 
     def metrics(self) -> dict[str, float]:
         """Of the whole job, counted from its start on."""

@@ -15,6 +15,19 @@ class LogprobGap(Wire):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What the verification of one weight sync found, over the whole job."""
+
+    number: int
+    """Of the weight sync, counted from 1."""
+    policy_version: int
+    gap: LogprobGap
+    """The worst engine's."""
+    limit: float
+    """That the gap was held to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport(Wire):
     """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
 
