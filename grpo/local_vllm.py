@@ -28,7 +28,6 @@ from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.serving import RankConversations
 from grpo.rollout.turns.talk import Talk
 from grpo.serving import Serving, ServingStart
-from grpo.weights.proof import Prover
 from grpo.weights.report import PushReport
 from grpo.weights.trained import TrainedModel
 
@@ -112,10 +111,10 @@ class LocalVLLM:
     # -- push -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights to all engines and prove it where that is due. Collective over the job.
+        """Push the trainer's weights to all engines and verify it where that is due. Collective over the job.
 
         Raises:
-            JobFailed: on every rank, when an engine failed on any node or a proof did not hold.
+            JobFailed: on every rank, when an engine failed on any node or a verification did not hold.
         """
         self._watch.check()
         self._check_open()
@@ -125,9 +124,8 @@ class LocalVLLM:
             self._timeline.add(START, now - process_age_s(), now)
         serving = self._serving
         self.wait_for_batch()
-        report = self._deliver(serving)
+        self.last_push = self._deliver(serving)
         self._pushes += 1
-        self._note(serving.delivery.prover, report)
 
     def _deliver(self, serving: Serving) -> PushReport:
         step, _ = self._progress()
@@ -153,18 +151,6 @@ class LocalVLLM:
         """Amid a generation batch: bring nodes engines that have lost theirs. Collective over the job."""
         assert self._serving is not None, "nothing is sampled before there are engines"
         self._deliver(self._serving)
-
-    def _note(self, prover: Prover, report: PushReport) -> None:
-        self.last_push = report
-        if report.gap is not None and prover.first_gap is None:
-            prover.first_gap = report.gap
-            _log.info(
-                "the first push is proved: log-probabilities differ by %.2g nats in the mean and %.2g at most; from "
-                "now on up to %.2g in the mean",
-                report.gap.mean,
-                report.gap.max,
-                prover.limit,
-            )
 
     # -- generation -----------------------------------------------------------------------------------------------
 

@@ -109,7 +109,14 @@ class ServingStart:
         wire_format = agreed([each.wire_format for each in of_nodes])
         source.adopt(wire_format)
         user_seed = (args.generation_kwargs or {}).get("seed")
-        prover = self.trained.prover(args, clients, min(each.max_model_len for each in of_nodes))
+        prover = self.trained.prover(
+            args,
+            clients,
+            min(each.max_model_len for each in of_nodes),
+            num_shards=self.engines.topology.tensor_parallel_size,
+            on_gpus=bool(self.engines.topology.devices),
+            largest=lambda mine: max(self._of_all(mine)),
+        )
         batches = GenerationBatches(
             self._make_sampler(pool), seed=args.seed, user_seed=user_seed, progress=self.progress
         )
@@ -133,10 +140,14 @@ class ServingStart:
                 wire_format=wire_format,
                 timeout_s=args.vllm_sync_timeout,
                 tell=self.on_respawn,
-                trial=self.trained.trial(prover, lambda mine: min(self.groups.exchange(self.watch, None, mine, float))),
+                trial=self.trained.trial(prover, lambda mine: min(self._of_all(mine))),
             ),
             pool=pool,
         )
+
+    def _of_all(self, mine: float) -> list[float]:
+        """A number of each rank. Collective."""
+        return self.groups.exchange(self.watch, None, mine, float)
 
     def _converse(
         self,

@@ -46,6 +46,7 @@ from grpo.record.timeline.start import open_timeline
 from grpo.seam.conversing import ConversingTrainer
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
+from grpo.weights.probe import TEXT_TOKENS
 from grpo.weights.trained import TrainedModel
 
 ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
@@ -160,7 +161,7 @@ class GRPOTrainer(ConversingTrainer):
             )
             self._open_logs(Path(args.output_dir))
             self._record_what_the_watch_learns()
-            self._node_groups.by_rank_zero(lambda: self._try_first_row(inherited))
+            text = self._node_groups.by_rank_zero(lambda: self._try_first_row(inherited), list[int])
             self._say(*what_runs_where(self.topology, Path(args.output_dir), model=name))
             self.timeline = open_timeline(
                 Path(args.output_dir), self.topology, self._node_groups, self._watch, attempt=self.attempt
@@ -200,6 +201,8 @@ class GRPOTrainer(ConversingTrainer):
                     lora=lora,
                     engine_model=engine_model,
                     special_ids=tuple(self._tokenizer.all_special_ids),
+                    text=tuple(text),
+                    reference=None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model),
                     end_token=self._tokenizer.eos_token_id,
                     autocast=self.accelerator.autocast,
                 ),
@@ -222,8 +225,11 @@ class GRPOTrainer(ConversingTrainer):
         if place.is_local_main:
             self._watch.open_log(folder / log_name("sentinel", node=place.node, attempt=self.attempt))
 
-    def _try_first_row(self, inherited: dict[str, Any]) -> None:
-        self._reward_loop = try_first_row(inherited)
+    def _try_first_row(self, inherited: dict[str, Any]) -> list[int]:
+        """On rank 0; ordinary text, of which a verification takes no more."""
+        first = try_first_row(inherited)
+        self._reward_loop = first.reward_loop
+        return first.prompt_ids[:TEXT_TOKENS]
 
     def _find_place(self, model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, FailureWatch]:
         num_heads, num_kv_heads = attention_heads(base_of(model), args)

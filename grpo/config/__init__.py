@@ -119,8 +119,10 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
     vllm_max_logprob_gap: float | None = field(
         default=None,
         metadata={
-            "help": "Limit of the mean gap between engine and trainer log-probabilities, in nats, when a push is "
-            "proved. None: by the engine's dtype, and tighter once the first push has shown what rounding costs."
+            "help": "Limit of the gap between engine and trainer log-probabilities, in nats, when a weight sync is "
+            "verified; beyond it the job ends. None: by the engine's dtype. The first gap sets a tighter limit for "
+            "later weight syncs: beyond that one the whole model is sent once more, and if it does not help, a "
+            "warning follows."
         },
     )
     check_rewards: bool = field(

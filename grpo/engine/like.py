@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from grpo.engine.client import EngineDied, EngineError
 from grpo.engine.messages import EngineSpec, Ready, Sample, Sampled
+from grpo.faults.failure import FailureKind
 
 
 class EngineLike(Protocol):
@@ -42,7 +43,7 @@ class EngineLike(Protocol):
     def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         """Run a control call and wait for its value; raises EngineError."""
 
-    def error(self, what: str) -> EngineError:
+    def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
         """An error about this engine."""
 
     def close(self) -> None:

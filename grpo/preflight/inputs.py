@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -49,11 +50,18 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
         )
 
 
-def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None:
-    """The first row on its way through tokenizer and rewards. On one rank; seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstRow:
+    """What became of the first row."""
 
-    Returns:
-        As `try_rewards`.
+    prompt_ids: list[int] = field(default_factory=list)
+    """Token ids of its prompt; none where an environment gives the prompts."""
+    reward_loop: asyncio.AbstractEventLoop | None = None
+    """As `try_rewards` returns it."""
+
+
+def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
+    """The first row on its way through tokenizer and rewards. On one rank; seconds.
 
     Raises:
         ValueError: names what does not work, and in the user's own code the line.
@@ -66,15 +74,15 @@ def try_first_row(inputs: Mapping[str, Any]) -> asyncio.AbstractEventLoop | None
     if inputs["tools"] or inputs["environment_factory"]:
         check_tools(inputs["tools"] or [], tokenizer)
     if inputs["environment_factory"]:
-        return None  # which gives prompts, and what rewards read, only where there are engines
+        return FirstRow()  # which gives prompts, and what rewards read, only where there are engines
     row = first_row(inputs["train_dataset"])
     if inputs["tools"]:
         check_conversational(row)
     ids = prompt_ids(row, tokenizer, args, inputs["tools"])
     check_prompt_lengths(inputs["train_dataset"], tokenizer, args, inputs["tools"])
     if inputs["rollout_func"] is not None or not args.check_rewards:
-        return None  # a rollout function gives rewards more than the data set has
-    return try_rewards(inputs["reward_funcs"], row, ids, args)
+        return FirstRow(prompt_ids=ids)  # a rollout function gives rewards more than the data set has
+    return FirstRow(prompt_ids=ids, reward_loop=try_rewards(inputs["reward_funcs"], row, ids, args))
 
 
 def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:

@@ -36,7 +36,7 @@ class AdapterTrial:
     def noise(self) -> Iterator[float]:
         """The trainer computes with the adapter of noise in here.
 
-        Yields the mean gap up to which an engine has applied it.
+        Yields the gap up to which an engine has applied it.
 
         Raises:
             ValueError: no noise moves what the model computes.
@@ -44,7 +44,7 @@ class AdapterTrial:
         if self._deviation is None:
             self._deviation, self._moved = self._choose()
         with self._lora.with_noise(self._deviation):
-            yield min(self._prover.first_limit, self._moved / MOVED_BY)
+            yield min(self._prover.hard_limit, self._moved / MOVED_BY)
 
     def _choose(self) -> tuple[float, float]:
         """The least noise that moves the probe far enough, or nearly as far as any; and how far it does.
@@ -58,7 +58,7 @@ class AdapterTrial:
             with self._lora.with_noise(deviation):
                 moved = self._smallest(float(np.abs(self._prover.trainer_logprobs() - before).mean()))
             tried.append((deviation, moved))
-            if moved >= MOVED_BY * self._prover.first_limit:
+            if moved >= MOVED_BY * self._prover.hard_limit:
                 return deviation, moved
         farthest = max(moved for _, moved in tried)
         if farthest == 0:

@@ -1,20 +1,21 @@
 """Brings the trainer's weights to all engines of the job, whichever of them die on the way."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
+from grpo.weights.limits import Verdict
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
-from grpo.weights.report import PushReport, Verification, slowest
+from grpo.weights.report import LogprobGap, PushReport, Verification, slowest
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEATH_FOLLOWS_S = 3.0  # from what an engine's death makes fail until the engine is known to be dead
+
+WARNED_AGAIN_FACTOR = 2.0  # a gap that large, in that of the last warning, is worth another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +36,23 @@ class _Arrivals(Wire):
     gone: FailureRecord | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome(Wire):
+    """One rank's, at the end of a phase."""
+
+    is_lost: bool = False
+    """Whether an engine of its node was lost."""
+    report: PushReport | None = None
+    doubt: FailureRecord | None = None
+    """What is wrong with the gap of its engines, where it is beyond the limit; nothing has failed yet."""
+
+
 class WeightDelivery:
-    """Pushes, proves, and begins again where an engine has died. Every rank has one; its methods are collective.
+    """Pushes, verifies, and begins again where an engine has died. Every rank has one; its methods are collective.
+
+    A gap that is beyond the limit is answered by sending the whole model once more: a tensor that did not arrive does
+    then. Where that does not help, the job ends behind a checkpoint of the last step, or goes on with a warning; see
+    `grpo.weights.limits`.
 
     The job branches on what its ranks have exchanged alone, so that all go through the same collectives. While one node
     waits for its engine, the others wait on gloo, never in NCCL.
@@ -79,6 +97,7 @@ class WeightDelivery:
         self._num_pushes = 0
         self._is_open = self._must_ask = self._must_prove = False
         self._must_try = trial is not None
+        self._warned_of = 0.0  # nats
 
     def deliver(self, step: int) -> PushReport:
         """Bring all engines of the job to the current weights; those that have died are waited for.
@@ -90,26 +109,27 @@ class WeightDelivery:
             What the push cost the job.
 
         Raises:
-            JobFailed: an engine refused the weights, or a proof did not hold.
-            StepFailed: an engine will not come back.
+            JobFailed: an engine refused the weights, or the first verification did not hold.
+            StepFailed: an engine will not come back, or a later verification did not hold.
             GenerationDropped: instead, where a stop was asked for.
         """
+        sent_again: LogprobGap | None = None  # the gap that it was done for
         while True:
             self._bring_back()
-            answers = self._try_adapter(step) if self._must_try else []
-            if answers is not None:
+            outcomes = self._try_adapter(step) if self._must_try else []
+            if outcomes is not None:
                 self._must_try = False
                 self._num_pushes += 1
                 _log.debug("weight sync %d begins: policy version %d", self._num_pushes, step)
-                report, error = self._push(step, proves=is_due(self._num_pushes) or self._must_prove)
-                answers = self._end_phase(error, report)
-            if answers is not None:
-                self._must_prove = False
-                size = self._groups.topology.local_world_size
-                seconds = [each.total_s for each in answers]
-                _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
-                self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
-                return self._note(step, slowest(answers))
+                is_due_now = is_due(self._num_pushes) or self._must_prove
+                outcomes = self._push(step, verifies=is_due_now, was_sent_again=sent_again is not None)
+            if outcomes is not None:
+                doubted = self._look_at_gap(outcomes, sent_again)
+                if doubted is None:
+                    return self._end_sync(step, outcomes)
+                sent_again = doubted
+                self.require_full_sync()
+                continue
             self.num_repeats += 1
             _log.info("weight sync %d is broken by an engine's death: again", self._num_pushes, extra=FILE_ONLY)
             if self._engines.has_lost():
@@ -120,12 +140,57 @@ class WeightDelivery:
         self._pusher.source.forget_sent()
         self._must_prove = True
 
-    def _note(self, step: int, report: PushReport) -> PushReport:
+    def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> PushReport:
+        self._must_prove = False
+        reports = [each.report for each in outcomes if each.report is not None]
+        report, size = slowest(reports), self._groups.topology.local_world_size
+        seconds = [each.total_s for each in reports]
+        self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
+        _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
         if report.gap is not None:
             self.verification = Verification(
                 number=self._num_pushes, policy_version=step, gap=report.gap, limit=self.prover.limit
             )
+            if self.prover.first_gap is None:
+                self.prover.first_gap = report.gap
+                _log.info(
+                    "the first weight sync is verified: log-probabilities differ by %s; from now on up to %.2g",
+                    report.gap,
+                    self.prover.limit,
+                )
         return report
+
+    def _look_at_gap(self, outcomes: Sequence[_Outcome], sent_again: LogprobGap | None) -> LogprobGap | None:
+        """Decide by the worst gap of the job, on every rank alike.
+
+        Returns:
+            The gap for which the whole model has to be sent once more.
+
+        Raises:
+            StepFailed: it was, and the gap is beyond what the limit lets pass.
+        """
+        found = [(each.report.gap, each.doubt) for each in outcomes if each.report and each.report.gap]
+        if not found:
+            return None
+        gap, doubt = max(found, key=lambda each: each[0].judged)
+        verdict = self.prover.judge(gap, was_sent_again=sent_again is not None)
+        if verdict is Verdict.SEND_AGAIN:
+            _log.info("%s: everything is sent once more", doubt, extra=FILE_ONLY)
+            return gap
+        if verdict is Verdict.END:
+            assert doubt is not None
+            raise StepFailed(doubt)
+        if verdict is Verdict.WARN and gap.judged > WARNED_AGAIN_FACTOR * self._warned_of:
+            self._warned_of = gap.judged
+            _log.warning("WARNING: %s", doubt)
+        if verdict is Verdict.PASS and sent_again is not None:
+            _log.warning(
+                "WARNING: log-probabilities of engine and trainer differed by %s, and by %s after the whole model was "
+                "sent once more: something had not reached the engines",
+                sent_again,
+                gap,
+            )
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Of the whole job, counted from its start on."""
@@ -137,24 +202,37 @@ class WeightDelivery:
     def close(self) -> None:
         self._pusher.close()
 
-    def _try_adapter(self, step: int) -> list[Any] | None:
-        """Push and prove an adapter of noise; None where an engine was lost."""
+    def _try_adapter(self, step: int) -> list[_Outcome] | None:
+        """Push and verify an adapter of noise; None where an engine was lost."""
         assert self._trial is not None
         with self._trial.noise() as limit:
-            _, error = self._push(step, proves=True, limit=limit)
-        return self._end_phase(error)
+            return self._push(step, verifies=True, limit=limit)
 
-    def _push(self, step: int, *, proves: bool, limit: float | None = None) -> tuple[PushReport, EngineError | None]:
+    def _push(
+        self, step: int, *, verifies: bool, limit: float | None = None, was_sent_again: bool = False
+    ) -> list[_Outcome] | None:
+        """What all ranks have found; None where an engine was lost.
+
+        Args:
+            limit: of the gap, instead of the prover's; beyond it the job ends.
+        """
         report, error = self._pusher.push(step)
-        if proves:
+        doubt = None
+        if verifies:
             try:
-                gap = self.prover.prove(self._num_pushes, engines_work=error is None, limit=limit)
-                report = replace(report, gap=gap)
-                if gap is not None:
-                    _log.debug("weight sync %d is proved: a gap of %.2g nats", self._num_pushes, gap.mean)
-            except EngineError as unproved:
-                error = unproved
-        return report, error
+                if (found := self.prover.prove(self._num_pushes, engines_work=error is None)) is not None:
+                    gap, client = found
+                    report = replace(report, gap=gap)
+                    _log.debug("weight sync %d is verified: a gap of %s", self._num_pushes, gap)
+                    verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
+                    what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
+                    if verdict is Verdict.REFUSE:
+                        error = client.error(what, FailureKind.USER)
+                    elif verdict is not Verdict.PASS:
+                        doubt = self._watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
+            except EngineError as unverified:
+                error = unverified
+        return self._end_phase(error, report, doubt)
 
     def _bring_back(self) -> None:
         """Until all engines of the job take work, and every node's push group is open."""
@@ -212,14 +290,15 @@ class WeightDelivery:
                 error = problem
             return self._end_phase(error) is not None
 
-    def _end_phase(self, error: Exception | None, report: PushReport | None = None) -> list[Any] | None:
+    def _end_phase(
+        self, error: Exception | None, report: PushReport | None = None, doubt: FailureRecord | None = None
+    ) -> list[_Outcome] | None:
         """What all ranks say at the end of a phase; None where an engine was lost on one of them."""
         failure, is_lost = None, False
         if error is not None:
             is_lost = self._engines.has_lost(DEATH_FOLLOWS_S)
             if not is_lost or self._watch.stop_was_asked():
                 failure = self._watch.make_record(error)
-        answers = self._groups.exchange(self._watch, failure, (is_lost, report), tuple[bool, PushReport | None])
-        if any(is_lost for is_lost, _ in answers):
-            return None
-        return [report for _, report in answers]
+        mine = _Outcome(is_lost=is_lost, report=report, doubt=doubt)
+        outcomes = self._groups.exchange(self._watch, failure, mine, _Outcome)
+        return None if any(each.is_lost for each in outcomes) else outcomes

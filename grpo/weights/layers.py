@@ -26,6 +26,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether its tokens are routed to experts."""
+    return any("Experts" in type(each).__name__ or name.endswith("experts") for name, each in model.named_modules())
+
+
 def layer_groups(model: nn.Module) -> dict[str, str]:
     """For each name in `model.named_parameters()` the group that it travels with."""
     names = [name for name, _ in model.named_parameters()]

@@ -1,39 +1,33 @@
-"""The proof of a push: engine and trainer score the same tokens.
-
-Sampled tokens' log-probabilities cannot serve: vLLM takes them after top-p, penalties and masks. `prompt_logprobs` are
-raw, so a fixed probe of random tokens is scored by one forward on each side.
-"""
+"""The verification of a weight sync: engine and trainer score the same tokens."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
-from trl.trainer.utils import add_fused_lm_head
 
 from grpo.engine.like import EngineLike
+from grpo.weights.limits import Verdict, gap_between, judge, rounding_limit, tight_limit
+from grpo.weights.positions import NUM_PADS, make_padding_harmless
+from grpo.weights.probe import trainer_logprobs
 from grpo.weights.report import LogprobGap
 
-PROBE_PROMPTS = 4
-PROBE_TOKENS = 32
-
-# Mean absolute gap of natural-log probabilities above which a push is refused. Rounding explains far less: kernels
-# differ in the order of sums, by about 1e-6 in float32 and 2e-2 in bfloat16; a stale or missing tensor shows as 0.1 up.
-MEAN_GAP_LIMITS = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
-
-# These are made for any model: one may stay far below, and a tensor that goes stale later would hide under the limit.
-# What rounding costs with this model and these kernels shows in the first proved push, and later ones are held to a
-# multiple of it, which leaves room for a policy that sharpens. It only tightens: were the first push bad, its own gap
-# would become the measure. And not without end: a proof that ends good runs is as bad as none.
-FIRST_GAP_FACTOR = 5.0
-LEAST_SHARE = 0.1  # of the dtype's limit
+_STATEMENTS = {
+    Verdict.PASS: "computes what the trainer does after weight sync {number}",
+    Verdict.REFUSE: "does not compute what the trainer does after weight sync {number} [GRPO-504]",
+    Verdict.SEND_AGAIN: "is further from the trainer after weight sync {number} than rounding explains",
+    Verdict.WARN: "is further from the trainer than at first, and still is after weight sync {number}, which sent the "
+    "whole model once more [GRPO-509]",
+    Verdict.END: "does not compute what the trainer does, nor after weight sync {number}, which sent the whole model "
+    "once more [GRPO-508]",
+}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prover:
-    """Proves pushes. Every rank has one; `prove` is collective, as the trainer's forward is under ZeRO-3."""
+    """Verifies weight syncs. Every rank has one; `prove` is collective, as the trainer's forward is under ZeRO-3."""
 
     model: nn.Module
     clients: Sequence[EngineLike]
@@ -49,32 +43,45 @@ class Prover:
     cast_lm_head_to_fp32: bool
     timeout_s: float
     """Of an engine's answer."""
+    largest: Callable[[float], float]
+    """Of a number of each rank, that of all; collective."""
+    on_gpus: bool = False
+    has_routers: bool = False
+    """Whether tokens of the model go to experts."""
+    reference: nn.Module | None = None
+    """Another model that TRL scores with, unwrapped."""
     first_gap: LogprobGap | None = None
-    """Of the first push, which is always proved; the worst engine's of the job."""
+    """Of the first weight sync, which is always verified; the worst engine's of the job."""
+    _knows_padding: bool = field(default=False, init=False)
+
+    @property
+    def hard_limit(self) -> float:
+        """Of the gap in any verification: the user's, or what rounding explains for any model."""
+        return rounding_limit(self.dtype, on_gpus=self.on_gpus) if self.asked_limit is None else self.asked_limit
+
+    @property
+    def tight_limit(self) -> float | None:
+        """Of the gap in verifications behind the first one; None before that."""
+        return None if self.first_gap is None else tight_limit(self.hard_limit, self.first_gap)
 
     @property
     def limit(self) -> float:
-        """Of the mean gap in the next proof."""
-        return gap_limit(self.dtype, asked=self.asked_limit, first=self.first_gap)
+        """Of the gap in the next verification."""
+        return self.hard_limit if self.tight_limit is None else self.tight_limit
 
-    @property
-    def first_limit(self) -> float:
-        """Of the first push, before it is known what rounding costs."""
-        return gap_limit(self.dtype, asked=self.asked_limit, first=None)
-
-    def prove(self, push_number: int, *, engines_work: bool, limit: float | None = None) -> LogprobGap | None:
-        """Score the probe on both sides.
+    def prove(self, push_number: int, *, engines_work: bool) -> tuple[LogprobGap, EngineLike] | None:
+        """Score the probe on both sides; the first time, whether the trainer's scores depend on padding.
 
         Args:
             engines_work: whether this node's engines have taken the push; if not, they are not asked.
-            limit: of the mean gap; None: the present one.
 
         Returns:
-            The worst gap of this node's engines; None where none was asked.
+            The worst gap of this node's engines, and that engine; None where none was asked.
 
         Raises:
-            EngineError: an engine did not answer, or does not compute what the trainer does.
+            EngineError: an engine did not answer.
             FloatingPointError: on every rank; there is nothing that an engine could be held to.
+            ValueError: on every rank; see `make_padding_harmless`.
         """
         expected = self.trainer_logprobs()
         if not np.isfinite(expected).all():
@@ -82,96 +89,59 @@ class Prover:
                 f"the trainer's own log-probabilities are not finite in push {push_number}: its weights hold NaN or "
                 "infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
             )
+        if not self._knows_padding:
+            models = [self.model] if self.reference is None else [self.model, self.reference]
+            limit = rounding_limit(self._own_dtype(), on_gpus=self.on_gpus)
+            make_padding_harmless(models, lambda: self._apart_by_padding(expected), limit)
+            self._knows_padding = True
         if not engines_work or not self.clients:
             return None
-        gaps, limit = [], self.limit if limit is None else limit
+        found: list[tuple[LogprobGap, EngineLike]] = []
         for client in self.clients:
             scored = client.call("prompt_logprobs", self.timeout_s, prompts=self.probe)
-            gaps.append(gap := gap_between(scored, expected))
-            if gap.mean > limit:
-                first = f" after a first gap of {self.first_gap.mean:.3g}" if self.first_gap else ""
-                raise client.error(
-                    f"does not compute what the trainer does after push {push_number} [GRPO-504]: log-probabilities "
-                    f"of the same tokens differ by {gap.mean:.3g} in the mean and {gap.max:.3g} at most, the limit of "
-                    f"the mean is {limit:.3g} for {self.dtype}{first}; vllm_max_logprob_gap sets another"
-                )
-        return max(gaps, key=lambda gap: gap.mean)
+            found.append((gap_between(scored, expected, has_routers=self.has_routers), client))
+        return max(found, key=lambda each: each[0].judged)
 
-    def trainer_logprobs(self) -> np.ndarray:
+    def judge(self, gap: LogprobGap, *, limit: float | None = None, was_sent_again: bool) -> Verdict:
+        """See the function.
+
+        Args:
+            limit: instead of the prover's own; beyond it the gap is refused.
+        """
+        if limit is not None:
+            return judge(gap.judged, hard=limit, tight=None, was_sent_again=was_sent_again)
+        return judge(gap.judged, hard=self.hard_limit, tight=self.tight_limit, was_sent_again=was_sent_again)
+
+    def statement(self, verdict: Verdict, gap: LogprobGap, push_number: int, *, limit: float | None = None) -> str:
+        """What there is to say of an engine; its name goes before it."""
+        of = f"the limit is {self.limit if limit is None else limit:.3g} for {self.dtype}"
+        if limit is None and self.first_gap is not None:
+            of += f" after a first gap of {self.first_gap.judged:.3g}, and from {self.hard_limit:.3g} on the job ends"
+        what = _STATEMENTS[verdict].format(number=push_number)
+        return f"{what}: log-probabilities of the same tokens differ by {gap}, {of}; vllm_max_logprob_gap sets another"
+
+    def trainer_logprobs(self, num_pads: int = 0) -> np.ndarray:
         """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
-        return trainer_logprobs(self.model, self.probe, self.autocast(), cast_lm_head_to_fp32=self.cast_lm_head_to_fp32)
+        return trainer_logprobs(
+            self.model,
+            self.probe,
+            self.autocast(),
+            cast_lm_head_to_fp32=self.cast_lm_head_to_fp32,
+            num_pads=num_pads,
+        )
 
+    def _apart_by_padding(self, expected: np.ndarray) -> float:
+        padded = self.trainer_logprobs(NUM_PADS)
+        return self.largest(gap_between(padded.tolist(), expected, has_routers=self.has_routers).judged)
 
-def probe_prompts(vocab_size: int, max_model_len: int, special_ids: Collection[int] = ()) -> list[list[int]]:
-    """The probe: `PROBE_PROMPTS` lists of up to `PROBE_TOKENS` ordinary token ids, the same in every run."""
-    ordinary = np.setdiff1d(np.arange(vocab_size), np.fromiter(special_ids, dtype=np.int64, count=len(special_ids)))
-    length = min(PROBE_TOKENS, max_model_len - 1)
-    return np.random.default_rng(0).choice(ordinary, size=(PROBE_PROMPTS, length)).tolist()
-
-
-@contextlib.contextmanager
-def _scoring_at_temperature_1(model: nn.Module, cast_lm_head_to_fp32: bool) -> Iterator[None]:
-    """TRL's scoring forward, which the trainer has bound with its sampling temperature, bound with 1."""
-    bound = model.__dict__.get("forward")
-    add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=cast_lm_head_to_fp32)
-    try:
-        yield
-    finally:
-        if bound is None:
-            del model.forward
-        else:
-            model.forward = bound
-
-
-@torch.no_grad()
-def trainer_logprobs(
-    model: nn.Module,
-    prompts: list[list[int]],
-    autocast: contextlib.AbstractContextManager,
-    *,
-    cast_lm_head_to_fp32: bool = False,
-) -> np.ndarray:
-    """Log-probability of each probe token but the first, by the trainer. [P, L-1] float32.
-
-    Takes the way that training takes: backbone, then the head's weight gathered by itself. A forward through the head's
-    module would be recorded by ZeRO-3, which then prefetches the head in training, where TRL gathers it: "Cannot
-    partition a param in flight" (DeepSpeed 0.19, TRL 1.16, untied heads).
-
-    Collective under ZeRO-3, whose forward gathers: every rank calls it.
-    """
-    was_training = model.training
-    model.eval()  # no dropout
-    try:
-        token_ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        with _scoring_at_temperature_1(model, cast_lm_head_to_fp32), autocast:
-            scored = model(
-                input_ids=token_ids, attention_mask=torch.ones_like(token_ids), labels=token_ids, fused_lm_head=True
-            )
-        return scored.log_probs.float().cpu().numpy()
-    finally:
-        model.train(was_training)
-
-
-def gap_between(engine: list[list[float]], trainer: np.ndarray) -> LogprobGap:
-    """The gap over all probe tokens; a NaN counts as infinite."""
-    difference = np.nan_to_num(np.abs(np.asarray(engine, dtype=np.float64) - trainer), nan=np.inf)
-    return LogprobGap(mean=float(difference.mean()), max=float(difference.max()))
-
-
-def gap_limit(dtype: torch.dtype, *, asked: float | None, first: LogprobGap | None) -> float:
-    """The mean gap, in nats, above which a push is refused.
-
-    Args:
-        dtype: of the engine.
-        asked: the user's `vllm_max_logprob_gap`, which alone can loosen the limit, and stands as it is.
-        first: of the first proved push; None for that push itself.
-    """
-    if asked is not None:
-        return asked
-    limit = MEAN_GAP_LIMITS[dtype]
-    return limit if first is None else min(limit, max(FIRST_GAP_FACTOR * first.mean, LEAST_SHARE * limit))
+    def _own_dtype(self) -> torch.dtype:
+        """In which the trainer's forwards compute."""
+        parameter = next(self.model.parameters())
+        with self.autocast():
+            is_cast = torch.is_autocast_enabled(parameter.device.type)
+            return torch.get_autocast_dtype(parameter.device.type) if is_cast else parameter.dtype
 
 
 def is_due(push_number: int) -> bool:
-    """Whether the `push_number`-th push, counted from 1, is proved: the first ten, then every tenth."""
+    """Whether the `push_number`-th push, counted from 1, is verified: the first ten, then every tenth."""
     return push_number <= 10 or push_number % 10 == 0

@@ -1,4 +1,4 @@
-"""What pushes cost and what their proofs found: records, and their metrics. Imports nothing heavy."""
+"""What pushes cost and what their verifications found: records, and their metrics. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,12 @@ class LogprobGap(Wire):
 
     mean: float
     max: float
+    judged: float
+    """What is held to the limit: the mean; of a model with routers what `gap_between` makes of it."""
+
+    def __str__(self) -> str:
+        judged = "" if self.judged == self.mean else f", which counts as {self.judged:.3g} in a model with routers"
+        return f"{self.mean:.3g} nats in the mean and {self.max:.3g} at most{judged}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,11 @@ class Verification:
     """The worst engine's."""
     limit: float
     """That the gap was held to."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the gap is within the limit; beyond it the job goes on, with a warning."""
+        return self.gap.judged <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,7 @@ class PushReport(Wire):
         }
         if self.gap is not None:
             metrics |= {"push/logprob_gap_mean": self.gap.mean, "push/logprob_gap_max": self.gap.max}
+            metrics |= {"push/logprob_gap_judged": self.gap.judged}
         return metrics
 
 
@@ -68,5 +80,11 @@ def slowest(reports: Sequence[PushReport]) -> PushReport:
         gather_s=max(report.gather_s for report in reports),
         send_s=max(report.send_s for report in reports),
         num_bytes=max(report.num_bytes for report in reports),
-        gap=LogprobGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps)) if gaps else None,
+        gap=_worst(gaps) if gaps else None,
+    )
+
+
+def _worst(gaps: Sequence[LogprobGap]) -> LogprobGap:
+    return LogprobGap(
+        mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps), judged=max(gap.judged for gap in gaps)
     )

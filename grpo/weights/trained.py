@@ -11,7 +11,9 @@ from grpo.config.models import EngineModel
 from grpo.engine.like import EngineLike
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
-from grpo.weights.proof import Prover, probe_prompts
+from grpo.weights.layers import has_experts
+from grpo.weights.probe import probe_prompts
+from grpo.weights.proof import Prover
 from grpo.weights.source import GatheredSource
 
 
@@ -24,7 +26,11 @@ class TrainedModel:
     engine_model: EngineModel
     """How the engines see it."""
     special_ids: tuple[int, ...] = ()
-    """Tokens that the proof's probe leaves out."""
+    """Tokens that the random half of a verification's probe leaves out."""
+    text: tuple[int, ...] = ()
+    """Token ids of ordinary text, the same on every rank."""
+    reference: nn.Module | None = None
+    """The unwrapped reference model, where TRL has one beside it."""
     end_token: int = 0
     """Stands for a completion where no engine took the prompt."""
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -40,18 +46,37 @@ class TrainedModel:
             lora=self.lora,
         )
 
-    def prover(self, args: GRPOConfig, clients: Sequence[EngineLike], max_model_len: int) -> Prover:
+    def prover(
+        self,
+        args: GRPOConfig,
+        clients: Sequence[EngineLike],
+        max_model_len: int,
+        *,
+        num_shards: int,
+        on_gpus: bool,
+        largest: Callable[[float], float],
+    ) -> Prover:
+        """Verifies weight syncs to `clients`.
+
+        Args:
+            num_shards: that an engine cuts its vocabulary into.
+            largest: as `Prover` takes it.
+        """
         embedding = self.model.get_input_embeddings()
         vocab_size = getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
         return Prover(
             model=self.model,
             clients=clients,
-            probe=probe_prompts(vocab_size, max_model_len, self.special_ids),
+            probe=probe_prompts(vocab_size, max_model_len, self.special_ids, text=self.text, num_shards=num_shards),
             dtype=self.engine_model.dtype,
             asked_limit=args.vllm_max_logprob_gap,
             autocast=self.autocast,
             cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
             timeout_s=args.vllm_sync_timeout,
+            largest=largest,
+            on_gpus=on_gpus,
+            has_routers=has_experts(self.model),
+            reference=self.reference,
         )
 
     def trial(self, prover: Prover, smallest: Callable[[float], float]) -> AdapterTrial | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.engine.client import EngineDied, EngineError
 from grpo.engine.messages import EngineSpec, Ready, Sample, Sampled
+from grpo.faults.failure import FailureKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,8 +147,8 @@ class ScriptedEngine:
             self.script.story.append(("push", int(kwargs["weight_version"])))
         return self.script.control(method, kwargs)
 
-    def error(self, what: str) -> EngineError:
-        return EngineError(f"{self.name} {what}")
+    def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
+        return EngineError(f"{self.name} {what}", kind=kind)
 
     def close(self) -> None:
         self.is_closed = True

@@ -266,7 +266,8 @@ def _metrics(
     line |= {"rollout/policy_lag": 1.0, "rollout/policy_lag_steps": 1.0, "engine/policy_version": step - 1}
     line |= {"rollout/refused": 2.0 if run.fault == "refused" else 0.0}
     line |= {"engine/respawns": float(step // 40) if run.fault == "respawns" else 0.0}
-    line |= {"push/logprob_gap_mean": gap, "push/logprob_gap_max": 10 * gap, "push/logprob_gap_limit": 0.15}
+    line |= {"push/logprob_gap_mean": gap, "push/logprob_gap_max": 10 * gap, "push/logprob_gap_judged": gap}
+    line |= {"push/logprob_gap_limit": 0.15}
     return line | {"epoch": step / run.steps}
 
 

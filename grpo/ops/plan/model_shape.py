@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.weights.layers import has_experts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
@@ -188,7 +190,7 @@ def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) ->
         if "Norm" in type(module).__name__ and weight is not None:
             of_heads = {"q_norm": query_size, "k_norm": key_size}.get(name.rpartition(".")[2], 0)
             norms += max(weight.numel(), of_heads)  # one norm may be applied to every head
-    is_sparse = any("Experts" in type(m).__name__ or n.endswith("experts") for n, m in layer.named_modules())
+    is_sparse = has_experts(layer)
     # transformers' routers with a correction bias, and no others, keep what they read in float32: 2 elements (5.17).
     in_float32 = any(name.endswith("e_score_correction_bias") for name, _ in layer.named_buffers())
     return LayerShape(

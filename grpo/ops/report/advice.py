@@ -286,7 +286,8 @@ def count_deaths(run: Run) -> int:
 
 
 def gap(figures: Figures) -> Advice | None:
-    apart = shares.mean(figures.run, "push/logprob_gap_mean", shares.RECENT_LOGS)
+    names = ("push/logprob_gap_judged", "push/logprob_gap_mean")  # an older run has the second alone
+    apart = next((found for name in names if (found := shares.mean(figures.run, name, shares.RECENT_LOGS))), None)
     limit = shares.mean(figures.run, "push/logprob_gap_limit", shares.RECENT_LOGS)
     if not apart or not limit or apart < 0.6 * limit:
         return None
@@ -295,7 +296,8 @@ def gap(figures: Figures) -> Advice | None:
         finding=f"log-probabilities of engine and trainer are {apart:.2g} nats apart, {percent(apart / limit)} of the "
         "limit",
         do="let both compute alike (vllm_engine_kwargs, model_init_kwargs)",
-        why="At the limit the job ends. Importance sampling corrects less well the further they are apart.",
+        why="Beyond the limit every verified weight sync is done twice, and beyond vllm_max_logprob_gap the job ends. "
+        "Importance sampling corrects less well the further they are apart.",
         weight=0.3,
     )
 

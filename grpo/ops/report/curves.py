@@ -70,7 +70,10 @@ LEARNING = (
     Curve(
         title="Log-probability gap",
         unit="nats",
-        metrics=(("push/logprob_gap_mean", "engine to trainer, mean"),),
+        metrics=(
+            ("push/logprob_gap_mean", "engine to trainer, mean"),
+            ("push/logprob_gap_judged", "what is held to the limit"),
+        ),
         limit="push/logprob_gap_limit",
     ),
     Curve(

@@ -51,7 +51,9 @@ def test_a_request_comes_with_its_tokens() -> None:
 
 
 def test_a_gap_that_is_no_number_comes_too() -> None:
-    told = PushReport(total_s=1, gather_s=1, send_s=1, num_bytes=1, gap=LogprobGap(mean=math.nan, max=math.inf))
+    told = PushReport(
+        total_s=1, gather_s=1, send_s=1, num_bytes=1, gap=LogprobGap(mean=math.nan, max=math.inf, judged=0.5)
+    )
     came = from_json(to_json(told, PushReport), PushReport)
     assert math.isnan(came.gap.mean)
     assert came.gap.max == math.inf

@@ -1,13 +1,24 @@
-"""A push group that does not open ends the job: the real trainer, with an engine that does not come to the group."""
+"""Weight syncs of a whole job: a push group that does not open, and ranks that decide together about a gap."""
 
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from grpo.faults.failure import JobFailed
-from tests.support.engines import agree
+from grpo.engine.like import EngineLike
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.watch import FailureWatch
+from grpo.place.wire import from_json, to_json
+from grpo.weights.delivery import WeightDelivery
+from grpo.weights.proof import Prover
+from grpo.weights.report import LogprobGap, PushReport
+from grpo.weights.wire_format import WireFormat
+from tests.support.engines import ScriptedEngine, agree
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 
@@ -29,3 +40,109 @@ def test_an_engine_that_does_not_come_to_the_push_group(
     finally:
         end.set()
         trainer.close()
+
+
+class Meeting:
+    """The exchange of two ranks, each a node of its own, in threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=20)
+        self.said: list[tuple[FailureRecord | None, str]] = [(None, "")] * 2
+
+    def groups_of(self, rank: int) -> Any:
+        def exchange(watch: Any, failure: FailureRecord | None, value: Any, kind: Any) -> list[Any]:
+            self.said[rank] = failure, to_json(value, kind)
+            self.barrier.wait()
+            said = [*self.said]
+            self.barrier.wait()
+            if (failed := next((failure for failure, _ in said if failure is not None), None)) is not None:
+                raise JobFailed(failed)
+            return [from_json(text, kind) for _, text in said]
+
+        return SimpleNamespace(exchange=exchange, topology=SimpleNamespace(local_world_size=1))
+
+
+class GapsGiven(Prover):
+    """Verifications find these gaps, one after the other."""
+
+    __slots__ = ("gaps",)
+
+    def prove(self, push_number: int, *, engines_work: bool) -> tuple[LogprobGap, EngineLike] | None:
+        gap = self.gaps.pop(0)
+        return LogprobGap(mean=gap, max=gap, judged=gap), ScriptedEngine(f"engine 0 of node {self.timeout_s:.0f}")
+
+
+def delivery_of(rank: int, meeting: Meeting, gaps: list[float], sent: list[str]) -> WeightDelivery:
+    report = PushReport(total_s=1.0, gather_s=1.0, send_s=1.0, num_bytes=1)
+    pusher = SimpleNamespace(
+        source=SimpleNamespace(forget_sent=lambda: sent.append("all")),
+        push=lambda step: sent.append("push") or (report, None),
+        connect=lambda: None,
+    )
+    prover = GapsGiven(
+        model=None,
+        clients=[],
+        probe=[],
+        dtype=torch.bfloat16,
+        asked_limit=None,
+        autocast=contextlib.nullcontext,
+        cast_lm_head_to_fp32=False,
+        timeout_s=rank,
+        largest=lambda mine: mine,
+    )
+    prover.gaps = [*gaps]
+    return WeightDelivery(
+        SimpleNamespace(has_lost=lambda within_s=0.0: False, clients=[]),
+        pusher,
+        prover,
+        meeting.groups_of(rank),
+        FailureWatch(None, node=rank, rank=rank, host=f"host{rank}"),
+        wire_format=WireFormat(),
+        timeout_s=10.0,
+        tell=lambda respawn: None,
+        trial=None,
+    )
+
+
+def delivered(of_node_0: list[float], of_node_1: list[float]) -> tuple[list[list[str]], list[str]]:
+    """Weight syncs as long as there are gaps; what each rank has sent, and how each has ended."""
+    meeting, sent = Meeting(), [[], []]
+    deliveries = [delivery_of(0, meeting, of_node_0, sent[0]), delivery_of(1, meeting, of_node_1, sent[1])]
+
+    def deliver(delivery: WeightDelivery) -> str:
+        try:
+            while delivery.prover.gaps:
+                delivery.deliver(1)
+        except JobFailed as error:
+            return f"{type(error).__name__}: {error.record}"
+        return f"within {delivery.prover.limit:g}" if delivery.verification.is_within else "beyond"
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(deliver, deliveries))
+    return sent, ends
+
+
+def test_a_gap_on_one_node_sends_everything_again_on_all() -> None:
+    sent, ends = delivered([0.01, 0.01, 0.01, 0.02], [0.01, 0.3, 0.01, 0.01])
+    assert sent == [["all", "push", "push", "all", "push", "push"]] * 2
+    assert ends == ["within 0.05"] * 2
+
+
+def test_one_that_stays_ends_the_job_on_all_behind_a_checkpoint_and_names_the_node() -> None:
+    sent, ends = delivered([0.01, 0.01, 0.01], [0.01, 0.3, 0.2])
+    assert sent == [["all", "push", "push", "all", "push"]] * 2
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("StepFailed: node 1 (host1), rank 1")
+    assert "engine 0 of node 1 does not compute what the trainer does" in ends[0]
+
+
+def test_one_within_the_hard_limit_goes_on_on_all() -> None:
+    _, ends = delivered([0.01, 0.01, 0.01], [0.01, 0.1, 0.1])
+    assert ends == ["beyond"] * 2
+
+
+def test_a_first_one_that_fails_on_one_node_ends_the_job_on_all() -> None:
+    sent, ends = delivered([0.01], [0.2])
+    assert sent == [["all", "push"]] * 2
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("JobFailed: node 1 (host1), rank 1")

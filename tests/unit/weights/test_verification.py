@@ -1,6 +1,7 @@
 """Weight syncs that are verified: the real trainer over an engine whose log-probabilities are off by a given amount."""
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 from transformers import TrainerCallback
 
 from grpo import GRPOTrainer
-from grpo.weights.proof import trainer_logprobs
+from grpo.checkpoints.checkpoints import newest_complete
+from grpo.faults.failure import JobFailed, StepFailed
+from grpo.weights.probe import trainer_logprobs
 from tests.support.engines import Script, agree
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
+from tests.support.tiny_models import save_tiny_model, tiny_tokenizer
 
 
 class OffBy:
@@ -57,6 +61,12 @@ def make(tiny_model: Path, folder: Path, script: Script, engine: OffBy, **settin
     return trainer
 
 
+def freeze_a_layer(trainer: GRPOTrainer) -> set[str]:
+    """Names of what stays behind in all but full weight syncs."""
+    layer = trainer.model.model.layers[0].requires_grad_(False)
+    return {f"model.layers.0.{name}" for name, _ in layer.named_parameters()}
+
+
 def names_sent(script: Script, push: int) -> set[str]:
     """Of the `push`-th weight sync, counted from 1, to the first engine."""
     syncs: list[set[str]] = []
@@ -72,8 +82,7 @@ def test_a_full_sync_that_is_required_is_whole_and_verified(
     tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
 ) -> None:
     trainer = make(tiny_model, tmp_path, script, engine, max_steps=12)
-    trainer.model.model.layers[0].requires_grad_(False)
-    frozen = {f"model.layers.0.{name}" for name, _ in trainer.model.model.layers[0].named_parameters()}
+    frozen = freeze_a_layer(trainer)
     delivery = lambda: trainer._local._serving.delivery  # noqa: E731
     trainer.add_callback(AfterStep(11, lambda: delivery().require_full_sync()))
     try:
@@ -86,3 +95,141 @@ def test_a_full_sync_that_is_required_is_whole_and_verified(
     assert frozen <= names_sent(script, 12)
     assert engine.num_verifications == 11, "the first ten, and the one that was required"
     assert (found.number, found.policy_version, found.gap.mean) == (12, 11, 0.0)
+
+
+def off_in_some(tokens: int, nats: float) -> np.ndarray:
+    """[4, 31]: in that many of the 124 scored tokens."""
+    off = np.zeros(4 * 31)
+    off[:: 124 // tokens][:tokens] = nats
+    return off.reshape(4, 31)
+
+
+BF16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "max_steps": 2}
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    """A model with routers."""
+    return save_tiny_model("qwen3-moe", tmp_path / "moe")
+
+
+def run_verified(model: Path, folder: Path, script: Script, engine: OffBy, **settings: Any) -> dict[str, Any]:
+    """Train; what the run's state says at the end."""
+    trainer = make(model, folder, script, engine, **settings)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return state_of(folder)
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run_state.json").read_text())
+
+
+def test_experts_that_flip_end_no_run(moe: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+    engine.off = lambda verification: off_in_some(8, 3.5)
+    assert run_verified(moe, tmp_path / "run", script, engine, **BF16)["state"] == "finished"
+    assert engine.num_verifications == 2
+
+
+@pytest.mark.parametrize("off", [0.2, -0.2])
+def test_what_is_off_in_every_token_ends_it_at_once(
+    moe: Path, tmp_path: Path, script: Script, engine: OffBy, off: float
+) -> None:
+    engine.off = lambda verification: off
+    with pytest.raises(JobFailed, match=r"after weight sync 1 \[GRPO-504\]: .* 0.2 nats in the mean .* limit is 0.15"):
+        run_verified(moe, tmp_path / "run", script, engine, **BF16)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["kind"]) == ("failed", "user"), "another start would meet it again"
+    assert engine.num_verifications == 1
+
+
+def test_a_dense_model_is_held_to_the_mean(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+    engine.off = lambda verification: off_in_some(8, 3.5)
+    with pytest.raises(JobFailed, match=r"GRPO-504.* 0.226 nats in the mean and 3.5 at most, the limit is 0.15"):
+        run_verified(tiny_model, tmp_path, script, engine, **BF16)
+
+
+def test_a_later_one_that_fails_for_good_leaves_a_checkpoint_of_the_last_step(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
+) -> None:
+    trainer = make(tiny_model, tmp_path, script, engine, max_steps=14)
+    frozen = freeze_a_layer(trainer)
+    engine.off = lambda verification: 0.0 if verification <= 10 else 0.01
+    trainer.add_callback(AfterStep(11, lambda: trainer._local._serving.delivery.require_full_sync()))
+    try:
+        with pytest.raises(StepFailed, match=r"engine 0.* weight sync 13, which .*\[GRPO-508\]: .* 0.01 nats"):
+            trainer.train()
+    finally:
+        trainer.close()
+    state = state_of(tmp_path)
+    assert (state["state"], state["step"], state["kind"]) == ("failed", 11, "engine")
+    assert "node 0" in state["why"]
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-11"
+    assert frozen <= names_sent(script, 13), "the whole model was sent once more"
+    engine.off = lambda verification: 0.0
+    trainer = make(tiny_model, tmp_path, script, engine, max_steps=12, resume_from_checkpoint="auto")
+    freeze_a_layer(trainer)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    state = state_of(tmp_path)
+    assert (state["state"], trainer.first_step, state["step"]) == ("finished", 11, 12)
+
+
+def test_a_tensor_that_did_not_arrive_is_mended_by_sending_everything(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.off = lambda verification: 3.0 if verification == 3 else 0.0
+    assert run_verified(tiny_model, tmp_path, script, engine, max_steps=4)["state"] == "finished"
+    assert engine.num_verifications == 5
+    (warning,) = warnings_of(caplog)
+    assert "differed by 3 nats" in warning
+    assert "something had not reached the engines" in warning
+
+
+def test_beyond_the_tightened_limit_alone_a_run_goes_on_with_one_warning(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the user's limit of 1 nat a first gap of 0.001 holds later ones to 0.1."""
+    gaps = [0.001, 0.05, *[0.2] * 4, *[0.5] * 2]
+    engine.off = lambda verification: gaps[verification - 1]
+    trainer = make(tiny_model, tmp_path, script, engine, max_steps=5, vllm_max_logprob_gap=1.0)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    assert engine.num_verifications == len(gaps), "two for each of the last three weight syncs"
+    first, second = warnings_of(caplog)
+    assert "weight sync 4, which sent the whole model once more [GRPO-509]" in first
+    assert "by 0.2 nats in the mean and 0.2 at most, the limit is 0.1 " in first
+    assert "by 0.5 nats" in second, "more than twice what the last one said"
+    lines = [line for line in trainer.state.log_history if "push/logprob_gap_mean" in line]
+    assert [line["push/logprob_gap_judged"] for line in lines] == pytest.approx([0.001, 0.05, 0.2, 0.2, 0.5], rel=1e-3)
+    assert {line["push/logprob_gap_limit"] for line in lines} == {0.1}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "grpo.weights.delivery" and record.levelname == "WARNING"
+    ]
+
+
+def test_the_limit_of_the_user_ends_a_run(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+    engine.off = lambda verification: 0.001 if verification == 1 else 1.1
+    with pytest.raises(StepFailed, match=r"GRPO-508.* 1.1 nats .* limit is 0.1 .* from 1 on the job ends"):
+        run_verified(tiny_model, tmp_path, script, engine, vllm_max_logprob_gap=1.0)
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-1"
+    assert engine.num_verifications == 3
+
+
+def test_half_of_the_probe_is_the_first_prompt(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+    run_verified(tiny_model, tmp_path, script, engine, max_steps=1)
+    probe = next(kwargs["prompts"] for method, kwargs in script.started[0].calls if method == "prompt_logprobs")
+    prompt = tiny_tokenizer()("10+10=")["input_ids"]
+    text = [*prompt * 11][:64]
+    assert probe[:2] == [text[:32], text[32:]]
