@@ -121,11 +121,10 @@ class WeightDelivery:
                 self._must_try = False
                 self._num_pushes += 1
                 _log.debug("weight sync %d begins: policy version %d", self._num_pushes, step)
-                is_due_now = is_due(self._num_pushes) or self._must_prove
-                outcomes = self._push(step, verifies=is_due_now, was_sent_again=sent_again is not None)
+                is_verified = is_due(self._num_pushes) or self._must_prove
+                outcomes = self._end_phase(*self._push(step, is_verified, was_sent_again=sent_again is not None))
             if outcomes is not None:
-                doubted = self._look_at_gap(outcomes, sent_again)
-                if doubted is None:
+                if (doubted := self._look_at_gap(outcomes, sent_again)) is None:
                     return self._end_sync(step, outcomes)
                 sent_again = doubted
                 self.require_full_sync()
@@ -206,33 +205,36 @@ class WeightDelivery:
         """Push and verify an adapter of noise; None where an engine was lost."""
         assert self._trial is not None
         with self._trial.noise() as limit:
-            return self._push(step, verifies=True, limit=limit)
+            found = self._push(step, True, limit=limit)
+        return self._end_phase(*found)
 
     def _push(
-        self, step: int, *, verifies: bool, limit: float | None = None, was_sent_again: bool = False
-    ) -> list[_Outcome] | None:
-        """What all ranks have found; None where an engine was lost.
+        self, step: int, is_verified: bool, *, limit: float | None = None, was_sent_again: bool = False
+    ) -> tuple[EngineError | None, PushReport, FailureRecord | None]:
+        """What failed on this rank, what its part cost, and what is wrong with the gap, as `_end_phase` takes them.
 
         Args:
             limit: of the gap, instead of the prover's; beyond it the job ends.
         """
         report, error = self._pusher.push(step)
-        doubt = None
-        if verifies:
+        found = None
+        if is_verified:
             try:
-                if (found := self.prover.prove(self._num_pushes, engines_work=error is None)) is not None:
-                    gap, client = found
-                    report = replace(report, gap=gap)
-                    _log.debug("weight sync %d is verified: a gap of %s", self._num_pushes, gap)
-                    verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
-                    what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
-                    if verdict is Verdict.REFUSE:
-                        error = client.error(what, FailureKind.USER)
-                    elif verdict is not Verdict.PASS:
-                        doubt = self._watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
+                found = self.prover.prove(self._num_pushes, engines_work=error is None)
             except EngineError as unverified:
                 error = unverified
-        return self._end_phase(error, report, doubt)
+        if found is None:
+            return error, report, None
+        gap, client = found
+        report = replace(report, gap=gap)
+        verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
+        _log.debug("weight sync %d: a gap of %s (%s)", self._num_pushes, gap, verdict)
+        if verdict is Verdict.PASS:
+            return None, report, None
+        what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
+        if verdict is Verdict.REFUSE:
+            return client.error(what, FailureKind.USER), report, None
+        return None, report, self._watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
 
     def _bring_back(self) -> None:
         """Until all engines of the job take work, and every node's push group is open."""

@@ -15,7 +15,6 @@ from grpo.weights.probe import trainer_logprobs
 from grpo.weights.report import LogprobGap
 
 _STATEMENTS = {
-    Verdict.PASS: "computes what the trainer does after weight sync {number}",
     Verdict.REFUSE: "does not compute what the trainer does after weight sync {number} [GRPO-504]",
     Verdict.SEND_AGAIN: "is further from the trainer after weight sync {number} than rounding explains",
     Verdict.WARN: "is further from the trainer than at first, and still is after weight sync {number}, which sent the "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo.faults.failure import JobFailed
+from grpo.faults.failure import JobFailed, StepFailed
 from grpo.faults.sessions import session_members
 from grpo.local_vllm import LocalVLLM
 from grpo.weights.buckets import Bucket
@@ -110,7 +110,7 @@ def test_wrong_values_are_refused_and_the_engine_ended(
     monkeypatch.setattr(GatheredSource, "fill", wrong)
     progress.step = 20
     pid = local.engines.clients[0].pid
-    with pytest.raises(JobFailed, match=r"GRPO-504.* by [\d.]+ in the mean .* the mean is 0.0001 .* a first gap"):
+    with pytest.raises(StepFailed, match=r"GRPO-508.* by [\d.]+ nats in the mean .* limit is 0.0001 .* a first gap"):
         local.sync_weights()
     assert not session_members(pid)
 
