@@ -8,7 +8,7 @@ from typing import Any
 import trl
 
 from grpo.config import GRPOConfig
-from grpo.config.checks import OWN_ENGINE_KEYS
+from grpo.config.checks import OTHER_POLICY_KEYS, OWN_ENGINE_KEYS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -70,6 +70,8 @@ def page() -> str:
         table(["field", "for example", "what it says"], refused),
         "## Keys that `vllm_engine_kwargs` refuses",
         table(["key", "set instead"], keys),
+        "And those that would make the engine another policy than the trained one:",
+        table(["key", "why not, and what to do"], [[f"`{key}`", why] for key, why in OTHER_POLICY_KEYS.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 

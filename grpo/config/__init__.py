@@ -113,7 +113,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=None,
         metadata={
             "help": "Passed to vLLM's engine as they are (a JSON object on the command line). A key that another "
-            "setting decides is refused by name."
+            "setting decides, or that would make the engine another policy, is refused by name."
         },
     )
     vllm_max_logprob_gap: float | None = field(

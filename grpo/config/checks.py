@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import trl
+from accelerate import ParallelismConfig
 
 from grpo.place.launch import either, multiples_around, read_launch
 from grpo.place.spelling import did_you_mean
@@ -26,13 +27,16 @@ OWN_ENGINE_KEYS = {
     "tokenizer": "processing_class",
     "tokenizer_revision": "model_init_kwargs",
     "skip_tokenizer_init": "nothing: structured output needs the tokenizer",
+    "tokens_only": "nothing: structured output needs the tokenizer",
     "revision": "model_init_kwargs",
+    "code_revision": "nothing: give a local folder, whose code both sides load",
     "trust_remote_code": "trust_remote_code",
     "dtype": "bf16 / fp16 / model_init_kwargs['dtype']: the engine computes in the trainer's dtype",
     "max_model_len": "vllm_max_model_length",
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size",
     "pipeline_parallel_size": "vllm_tensor_parallel_size",
+    "prefill_context_parallel_size": "vllm_tensor_parallel_size",
     "data_parallel_size": "vllm_reserved_gpus: several engines on a node are several processes",
     "model_impl": "vllm_model_impl",
     "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
@@ -47,12 +51,44 @@ OWN_ENGINE_KEYS = {
     "seed": "seed",
 }
 
+_OTHER_ENDS = (
+    "completions would end at other tokens than those that the trainer counts as ends: set eos_token_id in the model's "
+    "generation_config.json"
+)
+_OTHER_MODEL = (
+    "the engines would build another model than the one that is trained: change config.json in a local folder, or give "
+    "the trainer a model object, whose configuration the engines take"
+)
+_OTHER_DISTRIBUTION = (
+    "tokens would be sampled from a distribution that the trainer does not score: remove it; what generation_kwargs "
+    "has (logit_bias, bad_words, structured_outputs) is in the log-probabilities that importance sampling reads"
+)
+
+# Engine arguments that make the engines another policy than the trained one, without an error. By vLLM 0.31.
+OTHER_POLICY_KEYS = {
+    "generation_config": _OTHER_ENDS,
+    "override_generation_config": _OTHER_ENDS,
+    "hf_overrides": _OTHER_MODEL,
+    "hf_config_path": _OTHER_MODEL,
+    "config_format": _OTHER_MODEL,
+    "model_class_overrides": _OTHER_MODEL,
+    "logits_processors": _OTHER_DISTRIBUTION,
+    "watermark_config": _OTHER_DISTRIBUTION,
+    "enable_eplb": "vLLM moves experts between GPUs, and a push would write them to their first places: remove it",
+}
+
+SHARED_MODEL = (
+    "ranks that share a model are not supported, each rank trains on prompts of its own (DeepSpeed, DDP or one "
+    "process): remove it"
+)
+
 # What these may be. TRL looks at its own ones where it uses them, after the first generation (1.16).
 _WORDS = {
     "vllm_sync_backend": ("auto", "nccl", "shm"),
     "vllm_lora": ("auto", "adapter", "merge"),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
@@ -192,12 +228,9 @@ def check_local(args: Any) -> None:
         raise ValueError(
             f"vllm_gpu_memory_utilization is {args.vllm_gpu_memory_utilization}; it is a share, above 0, at most 1"
         )
-    for key in args.engine_kwargs:
-        if key in OWN_ENGINE_KEYS:
-            raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
-    for key in ("n", "logprobs", "prompt_logprobs", "output_kind", "flat_logprobs"):
-        if key in (args.generation_kwargs or {}):
-            raise ValueError(f"generation_kwargs holds {key!r}, which the trainer sets itself: remove it")
+    check_data_parallel(args.parallelism_config, "parallelism_config")
+    _check_engine_kwargs(args.engine_kwargs)
+    _check_generation_kwargs(args, args.generation_kwargs or {})
     if (
         args.loss_type == "vespo"
         and args.vllm_importance_sampling_correction
@@ -206,6 +239,50 @@ def check_local(args: Any) -> None:
         raise ValueError(
             "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
             f"{args.vllm_importance_sampling_mode!r}"
+        )
+
+
+def check_data_parallel(config: ParallelismConfig | None, where: str) -> None:
+    """Refuse ranks that share a model: TRL gives each rank prompts of its own (1.16), and we completions of its own.
+
+    Raises:
+        ValueError: names the size that is more than one.
+    """
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if config is not None and getattr(config, name) > 1:
+            raise ValueError(f"{where} has {name} {getattr(config, name)}: {SHARED_MODEL}")
+
+
+def _check_engine_kwargs(engine_kwargs: Mapping[str, Any]) -> None:
+    for key in engine_kwargs:
+        if key in OWN_ENGINE_KEYS:
+            raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
+        if key in OTHER_POLICY_KEYS:
+            raise ValueError(f"vllm_engine_kwargs holds {key!r} [GRPO-212]: {OTHER_POLICY_KEYS[key]}")
+    speculative = engine_kwargs.get("speculative_config") or {}
+    if speculative.get("rejection_sample_method") == "synthetic":
+        raise ValueError(
+            "speculative_config has rejection_sample_method 'synthetic', which accepts drafts whatever the policy "
+            "thinks of them: take 'standard' or 'block'"
+        )
+
+
+def _check_generation_kwargs(args: Any, generation_kwargs: Mapping[str, Any]) -> None:
+    for key in ("n", "logprobs", "prompt_logprobs", "output_kind", "flat_logprobs"):
+        if key in generation_kwargs:
+            raise ValueError(f"generation_kwargs holds {key!r}, which the trainer sets itself: remove it")
+    asked = generation_kwargs.get("temperature", args.temperature)
+    if asked != args.temperature:
+        raise ValueError(
+            f"generation_kwargs holds temperature {asked}, but temperature is {args.temperature}: engines would sample "
+            f"at the one and the trainer score at the other; set temperature to {asked}, and remove it there"
+        )
+    regex, structured = args.vllm_structured_outputs_regex, generation_kwargs.get("structured_outputs")
+    if regex is not None and structured is not None:  # as in TRL
+        warnings.warn(
+            f"vllm_structured_outputs_regex {regex!r} and generation_kwargs['structured_outputs'] {structured!r} are "
+            "both set: the regex counts; remove one of the two",
+            stacklevel=2,
         )
 
 

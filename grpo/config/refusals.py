@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from accelerate.utils import parse_flag_from_env
 from datasets import IterableDataset
 from transformers import ProcessorMixin
 
 from grpo.config import GRPOConfig
+from grpo.config.checks import SHARED_MODEL, check_data_parallel
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
@@ -47,6 +49,10 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             "the launcher asks for FSDP; local mode trains with DeepSpeed, DDP or one process: "
             "accelerate launch --config_file configs/1node.yaml"
         )
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        check_data_parallel(ParallelismConfig(), "the launcher's parallelism_config")  # which reads the environment
+    if (size := getattr(arguments["model"], "tp_size", None) or 1) > 1:
+        raise ValueError(f"the model is split over {size} ranks (tp_size): {SHARED_MODEL}")
     if args.generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
         raise ValueError(
             "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
@@ -68,6 +74,10 @@ def check_init_kwargs(args: GRPOConfig) -> None:
                 f"model_init_kwargs holds {key!r}, which would not reach the engines: they load configuration and "
                 "tokenizer themselves; give a local folder, or set HF_HOME and HF_TOKEN"
             )
+
+    for key in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+        if (args.model_init_kwargs or {}).get(key) is not None:
+            raise ValueError(f"model_init_kwargs holds {key!r}, which splits the model over ranks: {SHARED_MODEL}")
 
 
 def check_text_only(processing_class: Any, *datasets: Any) -> None:

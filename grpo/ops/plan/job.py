@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.config.checks import check_data_parallel
 from grpo.ops.train.arguments import Arguments, parse_arguments
 from grpo.place.files import read_settings
 from grpo.place.launch import accelerate_request
@@ -41,6 +42,7 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
         if num_processes is None:
             raise ValueError("there is nothing to plan: give --config_file FILE (accelerate's), or --num_processes N")
         return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
+    from accelerate import ParallelismConfig
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
     read_settings(config_file, "--config_file")  # in one line what is wrong with it
@@ -52,6 +54,11 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
             f"--config_file {config_file} has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one "
             "process: take configs/1node.yaml or configs/4node.yaml as a start"
         )
+    sizes = {name.removeprefix("parallelism_config_"): size for name, size in config.parallelism_config.items()}
+    check_data_parallel(
+        ParallelismConfig(**{name: int(size) for name, size in sizes.items() if name.endswith("_size")}),
+        f"--config_file {config_file}: parallelism_config",
+    )
     flags = {"--num_processes": num_processes, "--num_machines": num_machines}
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     processes, machines = accelerate_request(["accelerate", "launch", "--config_file", config_file, *words, "train.py"])

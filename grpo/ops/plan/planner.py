@@ -89,7 +89,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     plan = Plan()
     with plan.refusing():
         plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
-        arguments = read_training(args.config, args.train_flags, plan.launcher)
+        with plan.noting_warnings():
+            arguments = read_training(args.config, args.train_flags, plan.launcher)
         _Planner(plan, args, plan.launcher, arguments).fill_in()
     return plan
 

@@ -1,5 +1,6 @@
 """`GRPOConfig`: what local mode takes, refuses and resolves."""
 
+import dataclasses
 import importlib.util
 from typing import Any
 
@@ -7,10 +8,12 @@ import deepspeed
 import pytest
 import torch
 import trl
+from accelerate import ParallelismConfig
 from transformers import TrainingArguments
 
 from grpo import GRPOConfig, config
-from grpo.config.checks import OWN_ENGINE_KEYS
+from grpo.config.checks import OTHER_POLICY_KEYS, OWN_ENGINE_KEYS
+from grpo.config.models import sampling_settings
 
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -66,6 +69,26 @@ REFUSED = {
         {"reward_timeout": 1800.0},
         r"reward_timeout is 1800 s, but .* another's rewards .* after ddp_timeout, 1800 s.*: set ddp_timeout higher",
     ),
+    "another temperature": (
+        {"temperature": 0.7, "generation_kwargs": {"temperature": 1}},
+        r"generation_kwargs holds temperature 1, but temperature is 0.7: .*set temperature to 1",
+    ),
+    "a draft that is accepted by chance": (
+        {"vllm_engine_kwargs": {"speculative_config": {"rejection_sample_method": "synthetic"}}},
+        r"rejection_sample_method 'synthetic', .*'standard' or 'block'",
+    ),
+    "aggregation": (
+        {"multi_objective_aggregation": "normalise_then_sum"},
+        r"multi_objective_aggregation is 'normalise_then_sum'; it is one of 'sum_then_normalize', 'normalize_then_sum'",
+    ),
+    "tensor parallel ranks": (
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+        r"parallelism_config has tp_size 2: .*each rank .*remove it",
+    ),
+    "sequence parallel ranks": (  # by TRL
+        {"parallelism_config": ParallelismConfig(sp_size=2)},
+        r"does not support .*parallelism_config.*sp_size",
+    ),
     "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
     "push outlasts collectives": (
         {"vllm_sync_timeout": 1800.0},
@@ -101,6 +124,35 @@ def test_refusals_name_the_value_and_the_way_out(case: str) -> None:
 def test_engine_kwargs_that_another_setting_decides_are_refused_by_name(key: str) -> None:
     with pytest.raises(ValueError, match=f"vllm_engine_kwargs holds '{key}'"):
         GRPOConfig(**CPU, vllm_engine_kwargs={key: 1})
+
+
+@pytest.mark.parametrize("key", sorted(OTHER_POLICY_KEYS))
+def test_engine_kwargs_that_make_the_engine_another_policy_are_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"vllm_engine_kwargs holds '{key}' \[GRPO-212\]: "):
+        GRPOConfig(**CPU, vllm_engine_kwargs={key: 1})
+
+
+def test_engine_kwargs_that_are_refused_are_vllms() -> None:
+    """And of those that vLLM has, the harmless ones are taken."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert known >= OWN_ENGINE_KEYS.keys() | OTHER_POLICY_KEYS.keys()
+    harmless = {"max_num_seqs": 32, "reasoning_parser": "qwen3", "kv_cache_dtype": "fp8", "speculative_config": {}}
+    assert GRPOConfig(**CPU, vllm_engine_kwargs=harmless).engine_kwargs == harmless
+
+
+def test_a_temperature_that_is_set_twice_may_be_the_same() -> None:
+    same = GRPOConfig(**CPU, temperature=0.7, generation_kwargs={"temperature": 0.7})
+    assert same.generation_kwargs == {"temperature": 0.7}
+
+
+def test_a_regex_beside_structured_outputs_counts_and_a_warning_names_both() -> None:
+    with pytest.warns(UserWarning, match=r"vllm_structured_outputs_regex 'a\+' and generation_kwargs\['structured_out"):
+        both = GRPOConfig(
+            **CPU, vllm_structured_outputs_regex="a+", generation_kwargs={"structured_outputs": {"regex": "b+"}}
+        )
+    assert sampling_settings(both)["structured_outputs"] == {"regex": "a+"}
 
 
 def test_engine_kwargs_come_as_json_on_the_command_line() -> None:

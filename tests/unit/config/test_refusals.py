@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
-from transformers import ProcessorMixin
+from transformers import AutoModelForCausalLM, ProcessorMixin
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config.refusals import check_init_kwargs, ddp_memory_message
@@ -86,6 +86,32 @@ def test_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"FSDP.*DeepSpeed, DDP or one process"):
         GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+@pytest.mark.parametrize("kind", ["TP", "CP", "SP"])
+def test_ranks_that_share_a_model_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch` passes on what its file has under `parallelism_config`."""
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
+    with pytest.raises(ValueError, match=rf"the launcher's parallelism_config has {kind.lower()}_size 2: .*remove it"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_data_parallel_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    with pytest.raises(ValueError, match=r"is './no-such-model', but .* does not exist"):
+        GRPOTrainer("./no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_a_model_that_is_split_over_ranks_is_refused(tiny_model: Path) -> None:
+    for key, value in {"tp_plan": "auto", "tp_size": 2, "distributed_config": {"tp_size": 2}}.items():
+        with pytest.raises(ValueError, match=rf"model_init_kwargs holds '{key}', which splits the model over ranks"):
+            check_init_kwargs(config(model_init_kwargs={key: value}))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model._tp_size = 2  # as `from_pretrained(..., tp_plan="auto")` leaves it
+    with pytest.raises(ValueError, match=r"the model is split over 2 ranks \(tp_size\)"):
+        GRPOTrainer(model, reward_funcs=print, args=config(), train_dataset=DATA)
 
 
 def test_trls_own_config_is_named() -> None:

@@ -80,6 +80,10 @@ def test_planning_leaves_the_process_as_it_was(cluster: Cluster) -> None:
     ("settings", "message"),
     [
         ({"distributed_type": "FSDP"}, "has distributed_type: FSDP, but local mode trains with DeepSpeed, DDP or one"),
+        (
+            {"parallelism_config": {"parallelism_config_tp_size": 2}},
+            "parallelism_config has tp_size 2: ranks that share",
+        ),
         ({"num_machines": 0}, "leaves num_processes or num_machines open"),
         ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, "DeepSpeed configuration no.json cannot be read"),
     ],

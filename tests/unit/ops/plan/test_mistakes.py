@@ -35,6 +35,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a rank without LoRA": ({"lora_r": 8}, [], ["lora_r without use_peft", "--use_peft"]),
     "a quantised model": ({}, ["--load_in_4bit"], ["load_in_4bit"]),
     "FSDP": ({"fsdp": "full_shard"}, [], ["fsdp", "not supported"]),
+    "another model in the engines": ({"vllm_engine_kwargs": {"hf_overrides": {"rope_theta": 1e6}}}, [],
+                                     ["vllm_engine_kwargs holds 'hf_overrides'", "change config.json"]),
+    "two temperatures": ({"generation_kwargs": {"temperature": 0.5}}, [], ["temperature 0.5, but temperature is 1"]),
     "groups that do not divide": ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}, [],
                                   ["must be divisible", "set per_device_train_batch_size to 8"]),
     "no generations": ({"num_generations": 0}, [], ["num_generations is 0", "2 or more"]),
@@ -53,6 +56,15 @@ def test_a_mistake_is_one_line(case: str, cluster: Cluster) -> None:
         assert part in error
     assert "\n" not in error
     assert "Traceback" not in error
+
+
+def test_two_grammars_are_a_warning(cluster: Cluster) -> None:
+    file = cluster.training(
+        vllm_structured_outputs_regex="a+", generation_kwargs={"structured_outputs": {"regex": "b"}}
+    )
+    plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file)
+    assert plan["errors"] == []
+    assert [line for line in plan["warnings"] if "the regex counts" in line]
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_file"])
