@@ -114,7 +114,7 @@ def local_vllm(
     local = LocalVLLM(
         args,
         engines,
-        TrainedModel(model=trained, engine_model=engine_model(model), lora=lora),
+        TrainedModel(model=trained, engine_model=engine_model(model), end_tokens=(), lora=lora),
         NodeGroups(topology, max_wait_s=START_S),
         watch,
         lambda: (STEP, "train"),

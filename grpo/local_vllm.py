@@ -259,7 +259,7 @@ class LocalVLLM:
     def _nothing(self) -> tuple[list[int], list[float]]:
         """Token and log-probability of what no engine has sampled. TRL takes no empty completion; this one is left out
         of rewards and loss, and a NaN of its metrics."""
-        return [self._trained.end_token], [float("nan")]
+        return [self._trained.end_tokens[0]], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
         """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""

@@ -193,6 +193,7 @@ class ServingStart:
             max_num_seqs=[each.max_num_seqs for each in ready],
             max_tokens=self.args.max_completion_length,
             max_model_len=max_model_len,
+            end_tokens=self.trained.sampled_ends,
             node=self.engines.topology.node,
             timeline=self.timeline,
         )

@@ -203,7 +203,7 @@ class GRPOTrainer(ConversingTrainer):
                     special_ids=tuple(self._tokenizer.all_special_ids),
                     text=tuple(text),
                     reference=None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model),
-                    end_token=self._tokenizer.eos_token_id,
+                    end_tokens=tuple(self.eos_token_ids),
                     autocast=self.accelerator.autocast,
                 ),
                 self._node_groups,

@@ -121,6 +121,8 @@ class Host:
         if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
             # A turn may have less room than a completion, and vLLM takes no more at least than at most.
             settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
+        if not settings.get("ignore_eos"):
+            settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
         final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))

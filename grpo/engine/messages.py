@@ -73,6 +73,8 @@ class Sample:
     """Whether all are answered when the last one has ended, which costs less; else each when it ends."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Sampling arguments that replace those of the spec, for these completions alone."""
+    end_tokens: tuple[int, ...] = ()
+    """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

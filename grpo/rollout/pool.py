@@ -52,6 +52,7 @@ class EnginePool:
         max_tokens: of a completion.
         max_model_len: tokens of prompt and completion that an engine holds; a prompt without room for one sampled
             token is not sent.
+        end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
         node: of the engines.
         timeline: where each engine's work is recorded.
     """
@@ -63,6 +64,7 @@ class EnginePool:
         max_num_seqs: Sequence[int],
         max_tokens: int,
         max_model_len: int = sys.maxsize,
+        end_tokens: tuple[int, ...] = (),
         node: int = 0,
         timeline: Recorder | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class EnginePool:
         self._node = node
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
+        self._end_tokens = end_tokens
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
         self._queue = RequestQueue(max_num_seqs)
@@ -134,6 +137,7 @@ class EnginePool:
                         token_ids=request.token_ids,
                         seed=request.seed + begin,
                         overrides=dict(request.overrides),
+                        end_tokens=self._end_tokens,
                     )
                     tokens = len(request.token_ids) + self._max_tokens
                     chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home))

@@ -25,18 +25,28 @@ class TrainedModel:
     """The unwrapped transformers model; the base of one that PEFT has wrapped."""
     engine_model: EngineModel
     """How the engines see it."""
+    end_tokens: tuple[int, ...]
+    """That end a completion, as the trainer counts ends. The first stands for one where no engine took the prompt."""
     special_ids: tuple[int, ...] = ()
     """Tokens that the random half of a verification's probe leaves out."""
     text: tuple[int, ...] = ()
     """Token ids of ordinary text, the same on every rank."""
     reference: nn.Module | None = None
     """The unwrapped reference model, where TRL has one beside it."""
-    end_token: int = 0
-    """Stands for a completion where no engine took the prompt."""
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     """Makes the context in which the trainer runs its forwards."""
     lora: Lora | None = None
     """Its adapters."""
+
+    @property
+    def vocab_size(self) -> int:
+        embedding = self.model.get_input_embeddings()
+        return getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
+
+    @property
+    def sampled_ends(self) -> tuple[int, ...]:
+        """Those that the model can sample: vLLM refuses a request with others (0.31)."""
+        return tuple(token for token in self.end_tokens if 0 <= token < self.vocab_size)
 
     def source(self, args: GRPOConfig) -> GatheredSource:
         return GatheredSource(
@@ -62,12 +72,12 @@ class TrainedModel:
             num_shards: that an engine cuts its vocabulary into.
             largest: as `Prover` takes it.
         """
-        embedding = self.model.get_input_embeddings()
-        vocab_size = getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
         return Prover(
             model=self.model,
             clients=clients,
-            probe=probe_prompts(vocab_size, max_model_len, self.special_ids, text=self.text, num_shards=num_shards),
+            probe=probe_prompts(
+                self.vocab_size, max_model_len, self.special_ids, text=self.text, num_shards=num_shards
+            ),
             dtype=self.engine_model.dtype,
             asked_limit=args.vllm_max_logprob_gap,
             autocast=self.autocast,

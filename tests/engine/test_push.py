@@ -14,7 +14,7 @@ from grpo.local_vllm import LocalVLLM
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat
-from tests.support.beside_model import PROMPTS, Progress, sampled_gap, started
+from tests.support.beside_model import END_TOKENS, PROMPTS, Progress, sampled_gap, started
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -83,11 +83,21 @@ def test_prompts_that_do_not_fit_one_step(local: LocalVLLM, model: torch.nn.Modu
     assert sampled_gap(model, prompts, completions, logprobs) < 1e-3
 
 
+def test_a_completion_ends_where_the_trainer_counts_an_end(local: LocalVLLM) -> None:
+    """Also at a token that the engine's generation_config.json does not have; the token is there, and the last one."""
+    _, completions, logprobs, _ = local.generate([[5, 6, row % 8 + 2] for row in range(64)], None, 1)
+    ended = [completion for completion in completions if completion[-1] in END_TOKENS]
+    assert END_TOKENS[1] in {completion[-1] for completion in ended}
+    assert not any(token in END_TOKENS for completion in completions for token in completion[:-1])
+    assert {len(completion) for completion in completions if completion not in ended} <= {12}  # the limit
+    assert [len(row) for row in completions] == [len(row) for row in logprobs]
+
+
 def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
     assert local.generate([], None, 1)[1] == []
     _, completions, logprobs, _ = local.generate([[5, 6], [5] * 48], None, 1)
     assert local.refused_rows == [False, True]
-    assert (len(completions[0]) > 1, completions[1]) == (True, [0])
+    assert (len(completions[0]) > 1, completions[1]) == (True, [END_TOKENS[0]])
     ((logprob,),) = logprobs[1]
     assert np.isnan(logprob)
     _, completions, _, _ = local.generate([[5] * 46], None, 1)

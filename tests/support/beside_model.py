@@ -18,6 +18,9 @@ from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
 
+END_TOKENS = (1, 7)
+"""The tiny models' own, and another one, which the engine knows from the trainer alone."""
+
 
 class Progress:
     """The optimizer step, as a test wants it."""
@@ -62,7 +65,7 @@ def started(
         attempt=0,
         timeout_s=args.vllm_start_timeout,
     )
-    trained = TrainedModel(model=model, engine_model=engine_model, lora=lora)
+    trained = TrainedModel(model=model, engine_model=engine_model, end_tokens=END_TOKENS, lora=lora)
     local = LocalVLLM(args, engines, trained, NodeGroups(topology, max_wait_s=60), watch, progress)
     yield local
     local.close()

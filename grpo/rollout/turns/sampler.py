@@ -69,7 +69,8 @@ class Sampler:
             row: which of this rank's prompts the conversation belongs to, from 0.
             turn: from 0; the seed follows from both, so no two calls for a row take the same.
             max_tokens: to sample at most; None: `max_completion_length`.
-            sampling: of `SAMPLING`, in place of the trainer's.
+            sampling: of `SAMPLING`, in place of the trainer's; tokens that end a completion do so beside
+                `stop_token_ids`, unless `ignore_eos` is set.
 
         Raises:
             ConnectionError: the job is ending.

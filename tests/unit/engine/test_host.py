@@ -182,6 +182,28 @@ def test_a_turn_may_have_less_room_than_a_completion_has_at_least() -> None:
     assert asyncio.run(sample(max_tokens=20, min_tokens=5)) == (5, 20)
 
 
+def test_a_completion_ends_at_the_trainers_tokens_and_at_the_users() -> None:
+    engine = FinishingEngine()
+    host, _ = host_of(engine)
+
+    def stops(sampling: dict[str, Any], **overrides: Any) -> list[int]:
+        host._sampling = sampling
+        sample = Sample(ids=range(1), token_ids=np.array([1], np.int32), seed=1, overrides=overrides, end_tokens=(7, 2))
+
+        async def run() -> None:
+            host._dispatch(sample)
+            await asyncio.gather(*host._tasks.values())
+
+        asyncio.run(run())
+        return engine.params[-1].stop_token_ids
+
+    assert stops({}) == [2, 7]
+    assert stops({"stop_token_ids": [9, 7]}) == [2, 7, 9]
+    assert stops({"stop_token_ids": [9]}, stop_token_ids=[5]) == [2, 5, 7]  # a turn's replace the job's
+    assert stops({"stop_token_ids": [9], "ignore_eos": True}) == [9]
+    assert stops({}, ignore_eos=True) == []
+
+
 def test_tokens_are_numbers_again_behind_the_wire() -> None:
     overrides = json.loads(json.dumps({"logit_bias": {5: -100.0}}))
     assert sampling_params(overrides, seed=0).logit_bias == {5: -100.0}
