@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import own_environment  # noqa: F401  first: libraries read what is set when they are imported
+
+# isort: split
 from grpo.faults import mistakes
 from tests.support.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
 from tests.support.launching import ENGINES_CACHES
