@@ -64,6 +64,23 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
+def test_three_and_three_steps_are_six_with_engines(tiny_model: Path, tmp_path: Path) -> None:
+    config = {"max_steps": 6, "save_strategy": "no", "use_vllm": True, "check_rewards": False}
+    config |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expect(run(tiny_model, whole, num_prompts=40, config=config), success=True)
+    expect(run(tiny_model, parts, num_prompts=40, config=config, signal_at=2), success=True)
+    assert state(parts)["step"] == 3
+    resume = {**config, "resume_from_checkpoint": "auto"}
+    assert "goes on after step 3" in expect(
+        run(tiny_model, parts, num_prompts=40, attempt=1, config=resume), success=True
+    )
+    for rank in (0, 1):
+        assert seen(parts, rank) == seen(whole, rank)
+    assert (parts / "weights").read_text() == (whole / "weights").read_text()
+
+
+@pytest.mark.long
 def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path, tmp_path: Path) -> None:
     """10 prompts are 5 generation batches, each for two steps: 10 steps an epoch. A kill inside the last save.
 
