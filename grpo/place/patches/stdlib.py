@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from grpo.place.patches.patch import Patch
 
@@ -37,6 +41,13 @@ SEMAPHORES = Patch(
     symbol="multiprocessing.process._current_process._config.semprefix", looks="str", tested=PYTHON, symptom=_DIES
 )
 
+_SHARED = (
+    "a call that redirects sys.stdout, beside others in other threads, collects what those print, loses what it prints "
+    "itself, and may leave another stream in place for good"
+)
+SYS = Patch(symbol="sys.__class__", looks="type", tested=PYTHON, symptom=_SHARED)
+START = Patch(symbol="threading.Thread.start", looks="(self, ...)", tested=PYTHON, symptom=_SHARED)
+
 
 def reading_packages_once() -> contextlib.AbstractContextManager[None]:
     return DISTRIBUTIONS.applied(functools.cache)
@@ -55,3 +66,20 @@ def name_shared_memory(folder_name: str) -> None:
     SEGMENTS.apply(lambda _: f"/{folder_name}-")
     SEGMENTS_LENGTH.apply(lambda _: len(f"/{folder_name}-") + 8)
     SEMAPHORES.apply(lambda _: f"/{folder_name}")
+
+
+def class_of_sys(given: type[ModuleType]) -> contextlib.AbstractContextManager[None]:
+    """`sys` is of this class in here: its properties stand before what the module holds."""
+    return SYS.applied(lambda _: given)
+
+
+def threads_of_calls(
+    following: Callable[[Callable[..., None]], Callable[..., None]],
+) -> contextlib.AbstractContextManager[None]:
+    """`following(start)` starts the threads that are started in here."""
+    return START.applied(following)
+
+
+def put_stream(name: str, stream: Any) -> None:
+    """`print`, and what else is written in C, finds `sys.stdout` or `sys.stderr` here, past the class of `sys`."""
+    vars(sys)[name] = stream

@@ -31,6 +31,7 @@ PATCHES = [
 NOT_IN_A_FILE = {  # made when it is first asked for, of a process, or of an object in C++
     "deepspeed.ops.__compatible_ops__.deepspeed_shm_comm",
     "multiprocessing.process._current_process._config.semprefix",
+    "sys.__class__",
     "torch.distributed.group.WORLD.bound_device_id",
 }
 TRAINERS = (

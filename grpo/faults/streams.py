@@ -1,0 +1,181 @@
+"""`sys.stdout` and `sys.stderr` under users' code: a call redirects what it prints itself, whatever runs beside it."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from grpo.place.patches import stdlib
+
+_log = logging.getLogger(__name__)
+_NAMES = ("stdout", "stderr")
+
+
+class _Call:
+    """What one call, with the threads that it has started, has put in the place of the streams."""
+
+    __slots__ = ("depth", "targets")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.targets: dict[str, Any] = {}
+
+
+class _Stream:
+    """Stands in the namespace of `sys`, where `print` looks: writes to the stream of the thread that prints."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self._name = name
+        self.target = target
+        """Of all threads that are in no call."""
+
+    def write(self, text: str) -> Any:
+        return len(text) if (target := _stream(self._name)) is None else target.write(text)
+
+    def flush(self) -> None:
+        if (target := _stream(self._name)) is not None:
+            target.flush()
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(_stream(self._name), attribute)
+
+
+class _Sys(ModuleType):
+    """The class of `sys` meanwhile: Python code reads and assigns the streams of its own thread."""
+
+    stdout = property(lambda _: _stream("stdout"), lambda _, stream: _assign("stdout", stream))
+    stderr = property(lambda _: _stream("stderr"), lambda _, stream: _assign("stderr", stream))
+
+
+_calls: dict[int, _Call] = {}
+"""By thread."""
+_num_open = 0
+_patches = contextlib.ExitStack()
+_warned: set[str] = set()
+_lock = threading.RLock()  # a signal's handler may assign a stream while its thread does
+
+
+@contextlib.contextmanager
+def own_streams(name: str) -> Iterator[None]:
+    """Around a call of users' code, in any thread: what it makes of `sys.stdout` and `sys.stderr` concerns itself.
+
+    By `contextlib.redirect_stdout` or by assignment: it holds for this thread, and for those that are started in the
+    call, until the call ends. Where the call leaves another stream in place, that is dropped, with one warning for each
+    `name`. All others, the main thread included, read, redirect and assign the streams as ever. Calls of one thread,
+    nested or in the tasks of its event loop, share theirs.
+
+    Args:
+        name: of the call, in words: `tool python`.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        call = _enter(thread)
+    try:
+        yield
+    finally:
+        with _lock:
+            left = _leave(thread, call)
+        if left and name not in _warned:
+            _warned.add(name)
+            _log.warning(
+                "%s has left another %s in place, which is put back: redirect within the call, by "
+                "contextlib.redirect_stdout, say",
+                name,
+                " and ".join(f"sys.{stream}" for stream in left),
+            )
+
+
+def _enter(thread: int) -> _Call:
+    global _num_open
+    if (call := _calls.get(thread)) is None or not call.depth:
+        call = _calls[thread] = _Call()
+        if not _num_open:
+            _patches.enter_context(stdlib.class_of_sys(_Sys))
+            _patches.enter_context(stdlib.threads_of_calls(_following))
+            for name in _NAMES:
+                stdlib.put_stream(name, _Stream(name, vars(sys)[name]))
+        _num_open += 1
+    call.depth += 1
+    return call
+
+
+def _leave(thread: int, call: _Call) -> list[str]:
+    """The streams that the call leaves in place of others."""
+    global _num_open
+    call.depth -= 1
+    if call.depth or _calls.get(thread) is not call:  # the second: a forked child
+        return []
+    del _calls[thread]
+    left = [name for name, target in call.targets.items() if target is not _stream(name)]
+    call.targets.clear()  # for threads of its own that go on
+    _num_open -= 1
+    if not _num_open:
+        _put_back()
+    return left
+
+
+def _put_back() -> None:
+    for name in _NAMES:
+        if isinstance(held := vars(sys)[name], _Stream):
+            stdlib.put_stream(name, held.target)
+    _patches.close()
+
+
+def _stream(name: str) -> Any:
+    call = _calls.get(threading.get_ident())
+    if call is not None and name in call.targets:
+        return call.targets[name]
+    held = vars(sys)[name]
+    return held.target if isinstance(held, _Stream) else held
+
+
+def _assign(name: str, stream: Any) -> None:
+    call = _calls.get(threading.get_ident())
+    if call is not None and call.depth:
+        call.targets[name] = stream
+        return
+    with _lock:
+        if isinstance(held := vars(sys)[name], _Stream):
+            held.target = stream
+        else:
+            stdlib.put_stream(name, stream)
+
+
+def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """A thread that is started in a call prints where the call does."""
+
+    def start_in_call(thread: threading.Thread) -> None:
+        if (call := _calls.get(threading.get_ident())) is not None and call.depth:
+            run = thread.run
+
+            def run_in_call() -> None:
+                _calls[threading.get_ident()] = call
+                try:
+                    run()
+                finally:
+                    _calls.pop(threading.get_ident(), None)
+
+            thread.run = run_in_call  # type: ignore[method-assign]
+        start(thread)
+
+    return start_in_call
+
+
+def _forget_in_child() -> None:
+    """A forked child has one thread, whose streams become the process's."""
+    global _lock, _num_open
+    _lock = threading.RLock()
+    if _num_open:
+        _num_open = 0
+        streams = {name: _stream(name) for name in _NAMES}
+        _calls.clear()
+        _put_back()
+        for name, stream in streams.items():
+            stdlib.put_stream(name, stream)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,276 @@
+"""What users' code prints in one call is that call's, and the streams are what they were when no call is under way."""
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import ModuleType
+
+import pytest
+
+from grpo.faults import streams
+from grpo.faults.streams import own_streams
+from grpo.faults.worker import Worker
+from tests.support.launching import ROOT
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def own() -> Iterator[None]:
+    """Each test leaves `sys` as it was."""
+    before = sys.stdout, sys.stderr, vars(sys)["stdout"], vars(sys)["stderr"], threading.Thread.start
+    streams._warned.clear()
+    yield
+    assert before == (sys.stdout, sys.stderr, vars(sys)["stdout"], vars(sys)["stderr"], threading.Thread.start)
+    assert type(sys) is ModuleType
+    assert not streams._calls
+
+
+def in_thread(call: Callable[[], object], name: str = "tool") -> "Future[object]":
+    def run() -> object:
+        with own_streams(name):
+            return call()
+
+    return Worker("test").run(run)
+
+
+def run_program(source: str, **names: object) -> str:
+    """As most code interpreters for models do."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(source, names)
+    return out.getvalue()
+
+
+class Turns:
+    """Threads that go on one after the other, in a given order of their names."""
+
+    def __init__(self, *order: str) -> None:
+        self._order, self._changed = list(order), threading.Condition()
+
+    def __call__(self, name: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._order or self._order[0] == name, PATIENCE_S)
+            self._order[:1] = []
+            self._changed.notify_all()
+
+
+PROGRAM = "turn(name)\nprint('begin', name)\nturn(name)\nprint('end', name)\nturn(name)"
+
+
+def test_calls_side_by_side_collect_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    turn = Turns("a", "b", "main", "a", "b", "a", "main", "b")
+    a, b = (in_thread(lambda name=name: run_program(PROGRAM, turn=turn, name=name)) for name in "ab")
+    for number in range(2):
+        turn("main")
+        print("a line of the log", number)
+    assert [each.result(PATIENCE_S) for each in (a, b)] == ["begin a\nend a\n", "begin b\nend b\n"]
+    assert capsys.readouterr().out == "a line of the log 0\na line of the log 1\n"
+
+
+def test_the_main_thread_redirects_as_ever() -> None:
+    turn = Turns("tool", "main", "main", "tool", "tool", "main")
+    program = "print(1)\nturn('tool')\nturn('tool')\nprint(2)\nturn('tool')"
+    collected = in_thread(lambda: run_program(program, turn=turn))
+    turn("main")
+    with contextlib.redirect_stdout(io.StringIO()) as mine:
+        assert sys.stdout is mine
+        print("mine")
+        turn("main")
+        turn("main")
+        of_no_call = threading.Thread(target=print, args=["another thread"])
+        of_no_call.start()
+        of_no_call.join()
+    assert collected.result(PATIENCE_S) == "1\n2\n"
+    assert mine.getvalue() == "mine\nanother thread\n"
+
+
+def test_redirects_are_nested() -> None:
+    def call() -> list[str]:
+        outer, inner = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(outer), contextlib.redirect_stderr(outer):
+            with contextlib.redirect_stdout(inner):
+                print("inner")
+                print("error", file=sys.stderr)
+            print("outer")
+            with contextlib.redirect_stdout(None):
+                print("nowhere", flush=True)
+        return [outer.getvalue(), inner.getvalue()]
+
+    assert in_thread(call).result(PATIENCE_S) == ["error\nouter\n", "inner\n"]
+
+
+def test_an_assignment_is_the_calls_too() -> None:
+    def call() -> str:
+        before, sys.stdout = sys.stdout, io.StringIO()
+        print("mine")
+        out, sys.stdout = sys.stdout, before
+        return out.getvalue()
+
+    assert in_thread(call).result(PATIENCE_S) == "mine\n"
+
+
+@pytest.mark.parametrize("where", ["worker", "main"])
+def test_a_stream_that_is_left_is_put_back_and_said_once(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = sys.stdout
+
+    def leaves() -> None:
+        sys.stdout = io.StringIO()
+
+    def in_main() -> None:
+        with own_streams("tool python"):
+            leaves()
+
+    with caplog.at_level(logging.WARNING, "grpo"):
+        for _ in range(2):
+            if where == "main":
+                in_main()
+            else:
+                in_thread(leaves, "tool python").result(PATIENCE_S)
+            assert sys.stdout is before
+    assert [record.getMessage() for record in caplog.records] == [
+        "tool python has left another sys.stdout in place, which is put back: redirect within the call, by "
+        "contextlib.redirect_stdout, say"
+    ]
+
+
+def test_one_that_restores_the_process_own_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    def call() -> None:
+        before, sys.stdout = sys.stdout, io.StringIO()
+        sys.stdout = before
+
+    in_thread(call).result(PATIENCE_S)
+    assert not caplog.records
+
+
+def test_threads_of_a_call_print_where_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a judge that bounds a program's time by joining a thread does; one that goes on is the process's again."""
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def program() -> None:
+        print("in time")
+        goes_on.wait(PATIENCE_S)
+        print("too late")
+        ended.set()
+
+    def call() -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            threading.Thread(target=program, daemon=True).start()
+            inner = threading.Thread(target=print, args=["another"])
+            inner.start()
+            inner.join()
+        return out.getvalue()
+
+    collected = str(in_thread(call).result(PATIENCE_S))
+    goes_on.set()
+    assert ended.wait(PATIENCE_S)
+    assert sorted(collected.split("\n")) == ["", "another", "in time"]
+    assert capsys.readouterr().out == "too late\n"
+
+
+def test_tasks_of_an_event_loop_share_theirs_and_no_one_elses(capsys: pytest.CaptureFixture[str]) -> None:
+    turn = Turns("task", "main", "task")
+
+    async def task() -> str:
+        with own_streams("task"), contextlib.redirect_stdout(io.StringIO()) as out:
+            print("first")
+            await asyncio.to_thread(turn, "task")
+            await asyncio.to_thread(turn, "task")
+        return out.getvalue()
+
+    collected = Worker("test").run(lambda: asyncio.run(task()))
+    turn("main")
+    print("main")
+    assert collected.result(PATIENCE_S) == "first\n"
+    assert capsys.readouterr().out == "main\n"
+
+
+def test_code_that_has_read_sys_often_sees_its_own() -> None:
+    """The interpreter specialises what runs often to modules as they usually are."""
+
+    def stream() -> object:
+        return sys.stdout
+
+    before = {id(stream()) for _ in range(10_000)}
+    out = io.StringIO()
+
+    def call() -> bool:
+        with contextlib.redirect_stdout(out):
+            return all(stream() is out for _ in range(10_000))
+
+    assert in_thread(call).result(PATIENCE_S)
+    assert before == {id(stream())}
+
+
+FORKS = """
+import contextlib, io, os, sys, threading
+from types import ModuleType
+from grpo.faults.streams import own_streams
+
+def child(check):
+    if (pid := os.fork()) == 0:
+        try:
+            check()
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+held, ends = threading.Event(), threading.Event()
+
+def holds():
+    with own_streams("held"), contextlib.redirect_stdout(io.StringIO()):
+        held.set()
+        ends.wait(60)
+
+def in_the_call(out):
+    def check():
+        print("in the child")
+        assert sys.stdout is out and type(sys) is ModuleType, sys.stdout
+        assert out.getvalue() == "in the child\\n"
+        with own_streams("again"), contextlib.redirect_stdout(io.StringIO()) as inner:
+            print("inner")
+        assert inner.getvalue() == "inner\\n" and sys.stdout is out
+    return check
+
+def calls(statuses):
+    with own_streams("forks"), contextlib.redirect_stdout(io.StringIO()) as out:
+        statuses.append(child(in_the_call(out)))
+
+def calls_well():
+    inner = []
+    calls(inner)
+    assert inner == [0]
+
+def beside():
+    assert type(sys) is ModuleType and sys.stdout is vars(sys)["stdout"] is sys.__stdout__
+
+other = threading.Thread(target=holds)
+other.start()
+held.wait(60)
+statuses = [child(beside)]
+from grpo.faults import streams
+with streams._lock:
+    statuses.append(child(calls_well))
+forks = threading.Thread(target=calls, args=[statuses])
+forks.start()
+forks.join()
+ends.set()
+other.join()
+assert type(sys) is ModuleType and sys.stdout is vars(sys)["stdout"] is sys.__stdout__
+print(statuses)
+"""
+
+
+def test_a_forked_child_has_the_streams_of_the_thread_that_forked_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ}
+    )
+    assert ended.stdout == "[0, 0, 0]\n", ended.stderr
