@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from grpo.faults.main_thread import NeedsMainThreadError
 from grpo.faults.watch import FailureWatch
 from grpo.faults.worker import Worker
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Notes, Rows, log_all
-from grpo.rewards.function import PHASE, NeedsMainThreadError, RewardFunction
+from grpo.rewards.function import PHASE, RewardFunction
 
 Log = Callable[..., None]
 POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere

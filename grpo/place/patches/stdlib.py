@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,10 @@ _SHARED = (
 SYS = Patch(symbol="sys.__class__", looks="type", tested=PYTHON, symptom=_SHARED)
 START = Patch(symbol="threading.Thread.start", looks="(self, ...)", tested=PYTHON, symptom=_SHARED)
 
+SIGNALS: dict[str, Any] = {name: getattr(vars(signal)["_signal"], name) for name in ("signal", "alarm", "setitimer")}
+"""By name, the functions in C: `signal.signal` calls the first, `from signal import alarm` holds the second itself.
+Another thread than the main one cannot call them, and code often hides that it tried."""
+
 
 def reading_packages_once() -> contextlib.AbstractContextManager[None]:
     return DISTRIBUTIONS.applied(functools.cache)
@@ -83,3 +88,30 @@ def threads_of_calls(
 def put_stream(name: str, stream: Any) -> None:
     """`print`, and what else is written in C, finds `sys.stdout` or `sys.stderr` here, past the class of `sys`."""
     vars(sys)[name] = stream
+
+
+@contextlib.contextmanager
+def signals_given(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Modules that hold one of `SIGNALS`, under whatever name, hold the one of `stand_ins` in here."""
+    held = [place for place in _places_of_signals(len(sys.modules)) if place[0].get(place[1]) is SIGNALS[place[2]]]
+    for namespace, name, signal_name in held:
+        namespace[name] = stand_ins[signal_name]
+    try:
+        yield
+    finally:
+        for namespace, name, signal_name in held:
+            if namespace.get(name) is stand_ins[signal_name]:
+                namespace[name] = SIGNALS[signal_name]
+
+
+@functools.lru_cache(maxsize=1)
+def _places_of_signals(num_modules: int) -> list[tuple[dict[str, Any], str, str]]:
+    """Namespaces of modules, the name there, and the one in `SIGNALS`. 30 ms, so only where modules have come."""
+    names = {id(function): name for name, function in SIGNALS.items()}
+    namespaces = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    return [
+        (namespace, name, names[id(value)])
+        for namespace in namespaces
+        for name, value in [*namespace.items()]
+        if id(value) in names
+    ]

@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from signal import alarm as set_alarm
+from signal import signal as set_handler
 from typing import Any
 
 import pytest
 
+from grpo.faults import main_thread
 from grpo.faults.failure import JobFailed
+from grpo.faults.main_thread import NeedsMainThreadError
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.faults.worker import Worker
+from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
-from grpo.rewards import function as function_module
-from grpo.rewards.function import NeedsMainThreadError, RewardFunction
+from grpo.rewards.function import RewardFunction
 from tests.support.launching import ROOT
 
 PATIENCE_S = 60.0
@@ -91,6 +95,7 @@ HELD = """
 import ctypes
 from grpo.faults import limits, watch as watches
 from grpo.rewards.function import RewardFunction
+from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
 limits.ALONE_GRACE_S = 0.5
@@ -113,10 +118,13 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
 CAUGHT = """
 import time
 from grpo.faults import limits, watch as watches
+from grpo.faults import main_thread
 from grpo.faults.failure import JobFailed
+from grpo.faults.main_thread import NeedsMainThreadError
 from grpo.faults.worker import Worker
 from contextlib import ExitStack
 from grpo.rewards.function import RewardFunction
+from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
 limits.ALONE_GRACE_S = 0.5
@@ -162,6 +170,29 @@ def hides_it(values: list[int]) -> list[float]:
         raise RuntimeError("cannot verify") from error
 
 
+def sets_an_alarm_under_another_name(values: list[int]) -> list[float]:
+    try:
+        before = set_handler(signal.SIGALRM, signal.SIG_DFL)
+        set_alarm(0)
+        set_handler(signal.SIGALRM, before)
+    except ValueError:
+        return [0.0]
+    return [1.0]
+
+
+def has_its_handler_from_elsewhere(values: list[int]) -> list[float]:
+    set_alarm(0)
+    return [1.0]
+
+
+def keeps_it_in_a_default(values: list[int], handler: Any = set_handler) -> list[float]:
+    try:
+        handler(signal.SIGALRM, handler(signal.SIGALRM, signal.SIG_DFL))
+    except ValueError:
+        return [0.0]
+    return [1.0]
+
+
 _connection = sqlite3.connect(":memory:")
 
 
@@ -176,7 +207,10 @@ def runs_a_loop(values: list[int]) -> list[float]:
 
 @pytest.mark.parametrize(
     "func",
-    [sets_an_alarm, takes_it_for_a_wrong_answer, hides_it, asks_a_connection_of_the_main_thread, runs_a_loop],
+    [
+        *(sets_an_alarm, takes_it_for_a_wrong_answer, hides_it, sets_an_alarm_under_another_name),
+        *(has_its_handler_from_elsewhere, keeps_it_in_a_default, asks_a_connection_of_the_main_thread, runs_a_loop),
+    ],
     ids=lambda func: func.__name__,
 )
 def test_one_that_only_the_main_thread_may_call_is_found_out(func: Any, watch: FailureWatch) -> None:
@@ -199,7 +233,7 @@ def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) ->
     assert sets_an_alarm([]) == [1.0]
     done.set()
     assert future.result(PATIENCE_S) == [2.0]
-    assert signal.signal.__module__ == "signal"
+    assert set_alarm is signal.alarm is stdlib.SIGNALS["alarm"]
 
 
 def in_a_fork(what: Callable[[], Any]) -> int:
@@ -225,7 +259,7 @@ def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
 
 
 def test_what_is_forked_meanwhile_scores_too(watch: FailureWatch) -> None:
-    with function_module._patching:  # as another thread that begins or ends a call just then
+    with main_thread._patching:  # as another thread that begins or ends a call just then
         status = in_a_fork(lambda: in_thread(function(lambda values: [1.0], watch)))
     assert status == 0
 
