@@ -129,8 +129,9 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=True,
         metadata={
             "help": "Whether every reward function is called once before anything is loaded, on rank 0, with made-up "
-            "completions of the data set's first row, so that a mistake in it shows at once. Set it to False for "
-            "functions whose calls have effects, or need what is there only in training."
+            "completions of the data set's first row, so that a mistake in it shows at once; and whether those that "
+            "run beside the main thread are called on one group of the first batch in both, which have to answer "
+            "alike. Set it to False for functions whose calls have effects, or need what is there only in training."
         },
     )
     vllm_max_respawns: int = field(

@@ -11,7 +11,7 @@ from grpo.faults.foreign import with_causes
 from grpo.place.patches import stdlib
 
 _WORDS = ("main thread", "same thread", "different thread", "event loop in thread", "threaded environment")
-"""In errors of signals, SQLite, greenlets, asyncio and verifiers of mathematics: another thread may not run this code."""
+"""In errors of signals, SQLite, greenlets, asyncio, verifiers of mathematics: another thread may not run the code."""
 _noticed: dict[int, list[str]] = {}
 """By thread: what it has tried to do with signals."""
 _patching = threading.Lock()

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import TrainerState
 from trl.data_utils import is_conversational
-from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
+from trl.trainer.utils import get_callable_name, is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
 from grpo.faults.mistakes import shown_frame, users_frame
+from grpo.faults.streams import own_streams
 from grpo.faults.worker import exits_as_errors, surviving
 from grpo.preflight.model import reason_of
 
@@ -123,7 +124,11 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
     """What `func` returns. Its own errors become ValueErrors that name its line."""
     try:
         if not is_async_callable(func):
-            with _interrupted_after(DEADLINE_S), exits_as_errors(in_main_thread=True):
+            with (
+                own_streams(f"reward function {get_callable_name(func)}"),
+                _interrupted_after(DEADLINE_S),
+                exits_as_errors(in_main_thread=True),
+            ):
                 return func(**call)
         assert loop is not None
         answer = asyncio.run_coroutine_threadsafe(surviving(func(**call)), loop)

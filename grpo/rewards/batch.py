@@ -43,6 +43,17 @@ class Rows:
         """Whether these are the completions."""
         return self.completions == [*completions] and self.completion_ids == [[*ids] for ids in completion_ids]
 
+    def has_columns_of(self, other: "Rows") -> bool:
+        """Whether functions are given the same of both, but for the completions."""
+        said = ("completions", "completion_ids")
+        mine, others = (
+            {name: values for name, values in rows._columns.items() if name not in said} for rows in (self, other)
+        )
+        try:
+            return mine == others
+        except Exception:  # noqa: BLE001  arrays that are no longer the same: one or many truths
+            return False
+
     def of(self, rows: Sequence[int], notes: "Notes") -> dict[str, Any]:
         """For a call that scores `rows`. Its own copies of what was said: TRL may still make tensors of it."""
         columns = {name: [values[row] for row in rows] for name, values in self._columns.items()}

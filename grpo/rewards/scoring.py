@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from grpo.faults.main_thread import NeedsMainThreadError
@@ -22,6 +24,8 @@ from grpo.rewards.function import PHASE, RewardFunction
 
 Log = Callable[..., None]
 POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
+COMPARE_S = 60.0  # that a function's calls may take which are made to compare its answers, before another is made
+_NEEDS = "cannot run beside the main thread: "
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -80,9 +84,17 @@ class Scoring:
         self._queued: dict[RewardFunction, _Call] = {}
         """Calls that have not begun; more rows may join them."""
 
-    def is_of(self, funcs: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any]) -> bool:
-        """Whether these functions score these completions."""
-        return self.scores(funcs) and self._rows is not None and self._rows.hold(completions, completion_ids)
+    def is_of(
+        self, funcs: Sequence[Any], rows: Rows, completions: Sequence[Any], completion_ids: Sequence[Any]
+    ) -> bool:
+        """Whether these functions score these completions, of rows with these columns."""
+        own = self._rows
+        return (
+            self.scores(funcs)
+            and own is not None
+            and own.hold(completions, completion_ids)
+            and own.has_columns_of(rows)
+        )
 
     def scores(self, funcs: Sequence[Any]) -> bool:
         return len(funcs) == len(self._funcs) and all(a is b for a, b in zip(funcs, self._funcs, strict=True))
@@ -157,6 +169,62 @@ class Scoring:
             else partial(self._collect, function)
             for function in self._functions
         ]
+
+    def compare(self) -> list[bool]:
+        """Which functions have to be called in the main thread: they find so, or answer otherwise beside it.
+
+        The second is tried on one group of the batch, which has started: once in the thread, twice in the main thread.
+        Where both answers of the main thread agree, and the first does not, it is wrong. Asynchronous functions and
+        models are passed over, as are those that raise, and those that take longer than `COMPARE_S`. Not collective.
+        """
+        rows = next((kept for group in self._groups if (kept := [row for row in group if row in self._kept])), [])
+        answering = [function for function in self._own() if function.runs_beside and self._has_answered(function)]
+        return [
+            _may_move(each) and (not each.runs_beside or (each in answering and self._answers_otherwise(each, rows)))
+            for each in self._functions
+        ]
+
+    def move(self, functions: Sequence[int], why: str | None) -> None:
+        """Have these called in the main thread, with those behind them, in this batch and from then on.
+
+        Args:
+            functions: their numbers.
+            why: said of the first that was not called there before; None: nothing is said.
+        """
+        for function in (self._functions[number] for number in functions):
+            if function.runs_beside:
+                self._move_to_main_thread(function, why)
+
+    def _has_answered(self, function: RewardFunction) -> bool:
+        """Wait for its calls, as no other one may run while it is called in the main thread."""
+        if function.is_async:
+            return False
+        try:
+            with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
+                for call in self._calls[function]:
+                    self._await(call)
+        except NeedsMainThreadError as error:
+            self._move_to_main_thread(function, _NEEDS + str(error))
+        except Exception:  # noqa: BLE001  raised where TRL calls it
+            self._watch.check()
+            return False
+        return function.runs_beside and bool(self._kept)
+
+    def _answers_otherwise(self, function: RewardFunction, rows: Sequence[int]) -> bool:
+        assert self._worker is not None, "it was called there before"
+        call, begun, here = _Call(rows=[*rows]), time.monotonic(), list[torch.Tensor]()
+        try:
+            call.future = self._worker.run(partial(function.call_in_thread, self._arguments(call), call.limit))
+            beside = _numbers(self._await(call))
+            while len(here) < 2:
+                if time.monotonic() - begun > COMPARE_S:
+                    self._say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
+                    return False
+                here.append(_numbers(function.call_here(self._arguments(_Call(rows=[*rows])))))
+            return _same(*here) and not _same(beside, here[0])
+        except Exception:  # noqa: BLE001  of the function: then nothing is known
+            self._watch.check()
+            return False
 
     def drop(self) -> None:
         """Forget the batch; calls that have begun come to their end, and count for nothing."""
@@ -234,7 +302,7 @@ class Scoring:
                 try:
                     calls = [(call, self._await(call)) for call in self._calls[function]]
                 except NeedsMainThreadError as error:
-                    self._move_to_main_thread(function, error)
+                    self._move_to_main_thread(function, _NEEDS + str(error))
         if not function.runs_beside and self._kept:
             call = _Call(rows=[*self._kept])
             calls = [(call, function.call_here(self._arguments(call)))]
@@ -259,7 +327,7 @@ class Scoring:
         while not wait([call.future], POLL_S).done:
             self._watch.check()
 
-    def _move_to_main_thread(self, function: RewardFunction, error: NeedsMainThreadError) -> None:
+    def _move_to_main_thread(self, function: RewardFunction, why: str | None) -> None:
         """It, and all synchronous ones that TRL calls after it, which may rely on what it leaves."""
         with self._lock:
             moved = [each for each in self._functions[self._functions.index(function) :] if _may_move(each)]
@@ -269,11 +337,12 @@ class Scoring:
         for call in calls:
             if not call.future.cancel():
                 self._wait(call)
-        names = " and ".join(each.name for each in moved)
-        self._say(
-            f"WARNING: {function.name} cannot run beside the main thread: {error}; from now on rewards of {names} are "
-            "computed in it, and nothing beside them"
-        )
+        if why is not None:
+            names = " and ".join(each.name for each in moved)
+            self._say(
+                f"WARNING: {function.name} {why}; from now on rewards of {names} are computed in it, and nothing "
+                "beside them"
+            )
 
     def _rewards(
         self, function: RewardFunction, calls: Sequence[tuple[_Call, list[Any]]], log_extra: Log, log_metric: Log
@@ -291,6 +360,16 @@ class Scoring:
                 rewards[row] = value
         log_all([(call.rows, call.notes) for call, _ in calls], len(self._rows), log_extra, log_metric)
         return rewards
+
+
+def _numbers(rewards: Sequence[Any]) -> torch.Tensor:
+    """As TRL has them (1.16)."""
+    return torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Up to rounding, which may depend on the thread; a NaN, no reward, is the same as another."""
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _may_move(function: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from trl.data_utils import is_conversational
 
+from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.faults.watch import FailureWatch
 from grpo.place.log import EVERY_RANK
 from grpo.rewards.batch import Rows
@@ -38,6 +39,8 @@ class ScoringTrainer(ObservedTrainer):
     """Of the batch that is being made."""
     _is_chat = False
     """Whether its prompts are messages."""
+    _compares = True
+    """Until functions were called beside the main thread and in it."""
 
     def _score_beside(self) -> None:
         """In local mode, after TRL's own `__init__`."""
@@ -80,12 +83,18 @@ class ScoringTrainer(ObservedTrainer):
         """TRL's; rows whose prompts no engine took are shown to no function, and have no reward."""
         if self._scoring is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if not self._scoring.is_of(self.reward_funcs, completions, completion_ids_list):  # of a subclass, or changed
-            self._score_beside()
+        rows = self._rows(inputs, prompts)
+        if not self._scoring.is_of(
+            self.reward_funcs, rows, completions, completion_ids_list
+        ):  # of a subclass, or changed
+            if not self._scoring.scores(self.reward_funcs):  # they were changed, or a subclass has changed the rows
+                self._score_beside()
             groups = self._groups(len(prompts))
-            self._scoring.start(
-                self._rows(inputs, prompts), completions, completion_ids_list, groups, refused=self._refused
-            )
+            self._scoring.begin(rows, groups)
+            self._scoring.start(rows, completions, completion_ids_list, groups, refused=self._refused)
+        if self._compares and self.args.overlap_rewards and self.args.check_rewards:
+            self._compares = False
+            self._compare_threads(self._scoring)
         functions, self.reward_funcs = self.reward_funcs, self._scoring.stand_ins()
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -94,6 +103,17 @@ class ScoringTrainer(ObservedTrainer):
         if (refused := self._refused) is not None:
             rewards[self.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
         return rewards
+
+    def _compare_threads(self, scoring: Scoring) -> None:
+        """A function that one rank has to call in the main thread is called there by all. Collective over the job."""
+        states = random_states()
+        mine = torch.tensor(scoring.compare(), device=self.accelerator.device)
+        restore_random_states(states)
+        of_ranks = self.accelerator.gather(mine).reshape(-1, len(mine)).tolist()
+        ranks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if any(found))
+        why = f"needs the main thread, or gives other rewards beside it, as rank {ranks} has found [GRPO-210]"
+        wanted = [number for number in range(len(mine)) if any(found[number] for found in of_ranks)]
+        scoring.move(wanted, why if self.accelerator.is_main_process else None)
 
     @property
     def _refused(self) -> list[bool] | None:

@@ -4,10 +4,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo.faults.failure import StepFailed
+from grpo.faults.main_thread import NeedsMainThreadError
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import MARGIN_S, NodeGroups
 from grpo.place.wire import Wire
@@ -60,15 +62,24 @@ class Conversations:
         self._channel = channel
         self._groups, self._watch, self._limits = groups, watch, limits
         self._revive, self._pending = revive, pending
+        self._until = 0.0
+        """time.monotonic(): when the batch has to have ended."""
+        self._limited = ExitStack()
+        """The limit on code that runs in the main thread."""
 
     def run(
-        self, start: "Callable[[], Future[Result]]", report: Callable[[Result], ConversationReport]
+        self,
+        start: "Callable[[], Future[Result]]",
+        report: Callable[[Result], ConversationReport],
+        move: Callable[[NeedsMainThreadError], None] | None = None,
     ) -> tuple[Result, list[ConversationReport]]:
         """Have this rank's conversations, and meet the others at their end.
 
         Args:
             start: begins; the conversations end with the future.
             report: of this rank, made of what the future brings.
+            move: sees to it that the next `start` ends in the main thread, where the future of the first has found
+                that it has to (`call_here`).
 
         Returns:
             What the future brings, and the reports of all ranks, in rank order.
@@ -79,18 +90,20 @@ class Conversations:
             Exception: what the future brings instead.
         """
         self._channel.begin()
-        future = start()
-        until = time.monotonic() + self._limits.batch_s
+        self._until = time.monotonic() + self._limits.batch_s
+        future: Future[Result] = Future()
         try:
+            future = start()
             mine: ConversationReport | None = None
             while True:
-                if mine is None and self._wait(future, until):
+                if mine is None and self._wait(future):
+                    if isinstance(error := future.exception(), NeedsMainThreadError) and move is not None:
+                        move(error)
+                        self._channel.begin()
+                        future = start()
                     mine = report(future.result())
-                begun = time.monotonic()
-                if reports := self._meet(mine):
+                if reports := self._go_on(mine):
                     return future.result(), reports
-                self._revive()
-                until += time.monotonic() - begun
         except BaseException:
             future.cancel()
             if self._channel.is_gone:  # the consequence of a death that has a record
@@ -100,14 +113,42 @@ class Conversations:
         finally:
             self._channel.begin()  # what a rollout has asked for and not waited for
 
-    def _wait(self, future: "Future[Any]", until: float) -> bool:
+    def call_here(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Inside of `start`: a call in this thread, which has `look` called while it waits. Its future has ended."""
+        done: Future[Result] = Future()
+        with self._limited:
+            self._limited.enter_context(self._limit())
+            done.set_result(call())
+        return done
+
+    def look(self) -> None:
+        """From `call_here`: what the main thread sees to while it waits. Collective over the job if the node has lost
+        its last engine."""
+        self._watch.check()
+        if self._channel.is_stalled:
+            self._limited.close()
+            self._go_on(None)
+            self._limited.enter_context(self._limit())
+        self._check_limits()
+
+    def _go_on(self, mine: ConversationReport | None) -> list[ConversationReport]:
+        """As `_meet`; if there is nothing, the nodes have engines again, and the batch as much time as before."""
+        begun = time.monotonic()
+        if not (reports := self._meet(mine)):
+            self._revive()
+            self._until += time.monotonic() - begun
+        return reports
+
+    def _limit(self) -> AbstractContextManager[None]:
+        """Above what the main thread looks at by itself: for code that holds the interpreter's lock."""
+        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
+        return self._watch.limits.around(PHASE, max(0.0, self._until - time.monotonic()) + MARGIN_S, cause)
+
+    def _wait(self, future: "Future[Any]") -> bool:
         """Until the conversations have ended, or the node has no engine left."""
         changed = self._channel.changed
         future.add_done_callback(lambda done: _notify(changed))
-        # Above what this thread looks at by itself: for code that holds the interpreter's lock.
-        limit_s = max(0.0, until - time.monotonic()) + MARGIN_S
-        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
-        with self._watch.limits.around(PHASE, limit_s, cause):
+        with self._limit():
             while True:
                 self._watch.check()
                 with changed:
@@ -117,16 +158,16 @@ class Conversations:
                         return True
                     if self._channel.is_stalled:
                         return False
-                self._check_limits(until)
+                self._check_limits()
 
-    def _check_limits(self, until: float) -> None:
+    def _check_limits(self) -> None:
         slowest = self._channel.slowest()
         if slowest is not None and slowest[0] > self._limits.turn_s:
             raise TimeoutError(
                 f"the engines of node {self._watch.node} have not answered {slowest[1]} after "
                 f"{self._limits.turn_s:g} s (vllm_generate_timeout)"
             )
-        if time.monotonic() > until:
+        if time.monotonic() > self._until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
             raise TimeoutError(
                 f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout) "

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ SAMPLING = frozenset(
     }
 )
 """Arguments of vLLM's `SamplingParams` that a turn may have of its own."""
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,10 +46,21 @@ class Sampler:
     Args:
         base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
         num_rows: of the rank in this batch.
+        look: called every `POLL_S` where the main thread waits for answers.
     """
 
-    def __init__(self, channel: TurnChannel, *, base_seed: int, rank: int, num_rows: int) -> None:
-        self._channel, self._base_seed, self._rank = channel, base_seed, rank
+    def __init__(
+        self,
+        channel: TurnChannel,
+        *,
+        base_seed: int,
+        rank: int,
+        num_rows: int,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._channel, self._base_seed, self._rank, self._look = channel, base_seed, rank, look
+        self._taken: dict[tuple[int, int], object] = {}
+        """Rows and turns that `sample` has brought tokens for, or is to bring."""
         self._num_rows, self._is_over = num_rows, False
         self._calls = itertools.count(1)  # also from several threads
         self.refused: dict[int, str] = {}
@@ -67,7 +81,7 @@ class Sampler:
         Args:
             token_ids: [L], all that was said before, template and all.
             row: which of this rank's prompts the conversation belongs to, from 0.
-            turn: from 0; the seed follows from both, so no two calls for a row take the same.
+            turn: from 0; the seed follows from both, so no two calls for a row take the same, but after a refusal.
             max_tokens: to sample at most; None: `max_completion_length`.
             sampling: of `SAMPLING`, in place of the trainer's; tokens that end a completion do so beside
                 `stop_token_ids`, unless `ignore_eos` is set.
@@ -76,6 +90,8 @@ class Sampler:
             ConnectionError: the job is ending.
             RuntimeError: the batch is over.
             TypeError: an argument that is none of `SAMPLING`.
+            ValueError: the turn was sampled, or is being sampled, by another call: both would be the same random
+                numbers.
         """
         if turn < 0 or row < 0:
             raise ValueError(f"row {row}, turn {turn}: both count from 0")
@@ -86,7 +102,18 @@ class Sampler:
             )
         if max_tokens is not None:
             sampling["max_tokens"] = max_tokens
-        answer = await asyncio.wrap_future(self._ask(token_ids, row, turn, sampling))
+        mine = object()
+        if self._taken.setdefault((row, turn), mine) is not mine:
+            raise ValueError(
+                f"sample() was called twice in this batch for row {row}, turn {turn} [GRPO-615]: both calls would get "
+                "the same random numbers; give each call of a row a turn of its own"
+            )
+        answer: Answer | None = None
+        try:
+            answer = await self._awaited(asyncio.wrap_future(self._ask(token_ids, row, turn, sampling)))
+        finally:
+            if answer is None or answer.refusal is not None:
+                del self._taken[row, turn]
         self._attribute(row, turn, answer)
         return self._note(answer)
 
@@ -99,6 +126,8 @@ class Sampler:
         """
         turn = -next(self._calls)  # which no call of `sample` has
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
+        while _is_main_thread() and wait(futures, POLL_S).not_done:
+            self._look()
         answers = [future.result() for future in futures]
         if len(prompts) == self._num_rows:
             for row, answer in enumerate(answers):
@@ -114,7 +143,15 @@ class Sampler:
         """The batch is over: whoever asks now is told so."""
         self._is_over = True
 
-    def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> Any:
+    async def _awaited(self, asked: "asyncio.Future[Answer]") -> Answer:
+        try:
+            while _is_main_thread() and not (await asyncio.wait([asked], timeout=POLL_S))[0]:
+                self._look()
+            return await asked
+        finally:
+            asked.cancel()  # where this call is
+
+    def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> "Future[Answer]":
         if self._is_over:
             raise RuntimeError("the batch that this rollout belongs to is over")
         if not self.counts["turns"]:
@@ -154,3 +191,7 @@ class Sampler:
             finish_reason=answer.finish_reason,
             refusal=answer.refusal,
         )
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,5 +1,7 @@
 """A rank's conversations put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
 
+import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,9 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo.faults.main_thread import NeedsMainThreadError, noticing_main_thread
+from grpo.faults.streams import own_streams
 from grpo.faults.watch import FailureWatch
 from grpo.faults.worker import Worker, exits_as_errors
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.log import EVERY_RANK
 from grpo.rollout.ahead import GenerationBatch, GenerationBatches, PolicyLag
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
@@ -26,6 +31,7 @@ from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk
 
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +86,10 @@ class RankConversations:
         self._rollouts, self._max_model_len = rollouts, max_model_len
         self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
         self._let_go.atexit = False
+        self._worker: Worker | None = None
+        """Calls a rollout function: what it keeps for its thread holds from batch to batch."""
+        self._rolls_here = False
+        """Whether it is called in the main thread."""
         self._period = Period()
         self.metrics: dict[str, float] = {}
         """Of the last batch, over the job."""
@@ -104,11 +114,25 @@ class RankConversations:
         Raises:
             ValueError: it gives something else, or not `num_rows` of each.
         """
-        without_exit = exits_as_errors("rollout_func ended by ")(func)
+
+        def start(sampler: Sampler) -> "Future[dict[str, Any]]":
+            if self._rolls_here:
+                return self._conversations.call_here(partial(_call, func, in_main_thread=True))
+            self._worker = self._worker or Worker("grpo-rollout", self._rollouts.prepare)
+            return self._worker.run(partial(_call, func, in_main_thread=False))
+
         return self._hold(
-            lambda sampler: Worker("grpo-rollout", self._rollouts.prepare).run(without_exit),
-            lambda output, sampler: _rows_of(output, num_rows, sampler.refused),
-            num_rows,
+            start, lambda output, sampler: _rows_of(output, num_rows, sampler.refused), num_rows, self._roll_here
+        )
+
+    def _roll_here(self, error: NeedsMainThreadError) -> None:
+        self._rolls_here = True
+        _log.warning(
+            "rank %d: WARNING: rollout_func cannot run beside the main thread: %s; it begins again in the main thread, "
+            "with the same random numbers, and is called there from now on",
+            self._rank,
+            error,
+            extra=EVERY_RANK,
         )
 
     def _hold(
@@ -116,27 +140,43 @@ class RankConversations:
         start: "Callable[[Sampler], Future[Result]]",
         rows_of: Callable[[Result, Sampler], Sequence[Row]],
         num_rows: int,
+        move: Callable[[NeedsMainThreadError], None] | None = None,
     ) -> tuple[Result, GenerationBatch]:
         """One batch. Collective over the job.
 
         Args:
-            start: see `Conversations.run`.
+            start, move: see `Conversations.run`.
             rows_of: the rank's rows of what the future brings.
         """
         now, base_seed = self._batches.next_base_seed()
-        sampler = self.sampler = Sampler(self._channel, base_seed=base_seed, rank=self._rank, num_rows=num_rows)
         begun = time.monotonic()
         rows: list[Row] = []
+        samplers: list[Sampler] = []
+
+        def begin() -> "Future[Result]":
+            for sampler in samplers:  # of a call that begins again
+                sampler.close()
+            self.sampler = Sampler(
+                self._channel,
+                base_seed=base_seed,
+                rank=self._rank,
+                num_rows=num_rows,
+                look=self._conversations.look,
+            )
+            samplers.append(self.sampler)
+            return start(self.sampler)
 
         def report(result: Result) -> ConversationReport:
-            rows.extend(rows_of(result, sampler))
-            return self._report(sampler, rows, begun)
+            rows.extend(rows_of(result, samplers[-1]))
+            return self._report(samplers[-1], rows, begun)
 
         try:
-            result, reports = self._conversations.run(lambda: start(sampler), report)
+            result, reports = self._conversations.run(begin, report, move)
         finally:
             self.sampler = None
-            sampler.close()
+            for each in samplers:
+                each.close()
+        sampler = samplers[-1]
         self.metrics = conversation_metrics(reports)
         versions = [sampler.policy_versions.get(row, now.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
@@ -185,6 +225,16 @@ class RankConversations:
             period_s=self._period.take_s(),
             num_reissued=self._pool.take_num_reissued(),
         )
+
+
+def _call(func: Callable[[], Result], *, in_main_thread: bool) -> Result:
+    """A rollout function, where it is called."""
+    with (
+        contextlib.nullcontext() if in_main_thread else noticing_main_thread(),
+        own_streams("rollout_func"),
+        exits_as_errors("rollout_func ended by ", in_main_thread=in_main_thread),
+    ):
+        return func()
 
 
 def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trl
+from datasets import Dataset
 
 from grpo import GRPOTrainer, scores_each
 from grpo.rewards.scoring import Scoring
@@ -190,6 +191,27 @@ def test_completions_that_are_changed_on_the_way_are_scored_as_they_are(make: Ma
     trainer._calculate_rewards = shorter  # type: ignore[method-assign]
     (step,) = steps_of(trainer)
     assert step["reward"] == 1.0
+
+
+def test_columns_that_are_changed_on_the_way_are_those_of_the_rewards(make: Make) -> None:
+    """And what the function keeps for its thread is there in the next batch."""
+    threads: list[int] = []
+
+    def bonus(bonus: list[float], **_: Any) -> list[float]:
+        threads.append(threading.get_ident())
+        return bonus
+
+    rows = [{"prompt": [{"role": "user", "content": f"{row}*2"}], "bonus": 1.0} for row in range(8)]
+    trainer = make(speaks, bonus, train_dataset=Dataset.from_list(rows))
+    score = trainer._calculate_rewards
+
+    def with_another(inputs: Any, *rest: Any) -> Any:
+        return score([{**row, "bonus": 5.0} for row in inputs], *rest)
+
+    trainer._calculate_rewards = with_another  # type: ignore[method-assign]
+    assert [step["reward"] for step in steps_of(trainer)] == [5.0, 5.0]
+    assert len({*threads}) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_a_subclass_may_ask_for_completions_alone(make: Make) -> None:

@@ -159,6 +159,34 @@ def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
     assert ranks.samplers[0].engines[0] == REFUSED
 
 
+def test_a_turn_is_sampled_once(ranks_of: Any) -> None:
+    """Another call for it would bring the same tokens; not so after a refusal, or one that was given up."""
+    engine = ThreadedEngine("engine 0")
+    sampler = ranks_of(engine, ranks=1, max_model_len=5).samplers[0]
+    wrong = r"row 0, turn 1 \[GRPO-615\]: both calls would get the same random numbers"
+
+    async def best_of_two() -> None:
+        await asyncio.gather(*(sampler.sample([1], row=0, turn=1) for _ in range(2)))
+
+    async def impatient() -> None:
+        await asyncio.wait_for(sampler.sample([1], row=0, turn=2), 0.2)
+
+    for _ in range(2):
+        assert asyncio.run(sampler.sample([1] * 5, row=0, turn=1)).refusal is not None
+    engine.works.clear()
+    with pytest.raises(ValueError, match=wrong):
+        asyncio.run(best_of_two())
+    engine.works.set()
+    assert asyncio.run(sampler.sample([1], row=0, turn=1)).token_ids
+    with pytest.raises(ValueError, match=wrong):
+        asyncio.run(sampler.sample([1], row=0, turn=1))
+    engine.works.clear()
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    engine.works.set()
+    assert asyncio.run(sampler.sample([1], row=0, turn=2)).token_ids
+
+
 def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
     """By `sample`, which told of the refusal; what `sample_all` was refused is in its row's completion for good."""
     ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1, max_model_len=5)

@@ -1,9 +1,16 @@
 """Rollout functions in the real trainer, over an engine that says what is written down."""
 
 import asyncio
+import contextlib
+import io
+import signal
+import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Callable
+from signal import alarm
+from signal import signal as set_handler
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,3 +243,139 @@ def test_generate_for_some_rows_says_nothing_of_others(make: Make) -> None:
     assert first["rollout/turns"] == 11 / 8
     with pytest.raises(ValueError, match="generate was given 3 prompts, and the batch has 8 rows"):
         make(calculates, rollout_func=generates([[5]] * 8, [[6] * 200] * 3)).train()
+
+
+# -- which thread calls it --------------------------------------------------------------------------------------------
+
+
+def sets_an_alarm() -> None:
+    before = set_handler(signal.SIGALRM, signal.SIG_DFL)
+    alarm(60)
+    alarm(0)
+    set_handler(signal.SIGALRM, before)
+
+
+def in_its_way(way: str, before: Callable[[], None] = lambda: None) -> Any:
+    """A rollout function that asks for two turns of each row, by `generate` or by `sample`."""
+
+    async def talk(row: int, trainer: GRPOTrainer) -> tuple[list[int], list[float]]:
+        turns = [
+            await trainer.vllm_generation.sample([5] * (turn + 1), row=row, turn=turn, max_tokens=40)
+            for turn in range(2)
+        ]
+        return turns[0].token_ids, turns[0].logprobs
+
+    async def talks(trainer: GRPOTrainer) -> list[Any]:
+        return await asyncio.gather(*(talk(row, trainer) for row in range(8)))
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        before()
+        if way == "generate":
+            return generates([[5]] * 8, [[5, 5]] * 8)(prompts, trainer)
+        said, logprobs = zip(*asyncio.run(talks(trainer)), strict=True)
+        return {"prompt_ids": [[5]] * 8, "completion_ids": [*said], "logprobs": [*logprobs]}
+
+    return rollout
+
+
+def says_its_seed(text: str, seed: int) -> str:
+    return f"{seed % 97}<e>"
+
+
+def tells_tokens_apart(completion_ids: list[list[int]], **more: Any) -> list[float]:
+    return [float(sum(place * token for place, token in enumerate(ids, 1))) for ids in completion_ids]
+
+
+def test_what_it_keeps_for_its_thread_is_there_in_the_next_batch(make: Make) -> None:
+    opened: list[sqlite3.Connection] = []
+
+    def remembers() -> None:
+        if not opened:
+            opened.append(sqlite3.connect(":memory:"))
+        opened[0].execute("SELECT 1")
+        threads.append(threading.current_thread().name)
+
+    threads: list[str] = []
+    assert len(steps_of(make(calculates, nothing, rollout_func=in_its_way("generate", remembers)))) == 2
+    assert threads == ["grpo-rollout"] * 2
+
+
+@pytest.mark.parametrize("way", ["generate", "sample"])
+def test_one_that_sets_an_alarm_has_the_main_thread(
+    make: Make, script: Script, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    """It begins again there, with the seeds that it had."""
+    threads: list[str] = []
+
+    def bounded() -> None:
+        threads.append(threading.current_thread().name)
+        with contextlib.suppress(ValueError):  # as a judge that takes it for a failure of the program
+            sets_an_alarm()
+
+    plain = [step["reward"] for step in steps_of(make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way)))]
+    num_plain = len(script.samples)
+    steps = steps_of(make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way, bounded)))
+    assert [step["reward"] for step in steps] == plain
+    assert len({*plain}) == 2
+    assert threads == ["grpo-rollout", "MainThread", "MainThread"]
+    assert [step["rollout/turns"] for step in steps] == [2.0, 2.0]
+    seeds = [sample.seed for sample in script.samples]
+    assert sorted(seeds[num_plain:]) == sorted([*seeds[: num_plain // 2], *seeds[:num_plain]])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "main thread" in line]
+    assert line.startswith(
+        "[grpo] rank 0: WARNING: rollout_func cannot run beside the main thread: it calls signal.signal; "
+    )
+
+
+@pytest.mark.parametrize("way", ["generate", "sample"])
+def test_in_the_main_thread_engines_return_too(make: Make, script: Script, way: str) -> None:
+    trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way, sets_an_alarm))
+    plain = [step["reward"] for step in steps_of(trainer)]
+    trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way, sets_an_alarm))
+    before = len(script.started)
+    script.deaths.append(("submit", script.asked["submit"] + 1))
+    assert [step["reward"] for step in steps_of(trainer)] == plain
+    assert len(script.started) > before
+
+
+@pytest.mark.parametrize("way", ["generate", "sample"])
+def test_in_the_main_thread_a_batch_has_its_time_too(make: Make, way: str) -> None:
+    release = threading.Event()
+
+    def hangs(text: str, seed: int) -> str:
+        release.wait(60.0)
+        return "17<e>"
+
+    config = {"rollout_timeout": 1.0, "tool_timeout": 0.5}
+    try:
+        with pytest.raises(TimeoutError, match=r"GRPO-608.* turn -?\d of row \d of rank 0, which an engine samples"):
+            make(hangs, nothing, rollout_func=in_its_way(way, sets_an_alarm), config=config).train()
+    finally:
+        release.set()
+
+
+def test_what_it_prints_is_its_own(make: Make) -> None:
+    collected: list[str] = []
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def prints() -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            inside.set()
+            assert goes_on.wait(60.0)
+            print("mine")
+        collected.append(out.getvalue())
+
+    trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way("generate", prints))
+    before, check = sys.stdout, trainer._watch.check
+
+    def checks() -> None:
+        """What the main thread does while it waits."""
+        if inside.is_set():
+            print("a line of the log")
+            goes_on.set()
+        check()
+
+    trainer._watch.check = checks  # type: ignore[method-assign]
+    trainer.train()
+    assert collected == ["mine\n"] * 2
+    assert sys.stdout is before
