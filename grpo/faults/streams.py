@@ -1,6 +1,7 @@
-"""`sys.stdout` and `sys.stderr` under users' code: a call redirects what it prints itself, whatever runs beside it."""
+"""The streams of `sys` under users' code: a call redirects what it prints and reads itself, whatever runs beside it."""
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from grpo.place.patches import stdlib
 
 _log = logging.getLogger(__name__)
-_NAMES = ("stdout", "stderr")
+_NAMES = ("stdout", "stderr", "stdin")
 
 
 class _Call:
@@ -26,22 +27,26 @@ class _Call:
 
 
 class _Stream:
-    """Stands in the namespace of `sys`, where `print` looks: writes to the stream of the thread that prints."""
+    """Stands in the namespace of `sys`, where `print` and `input` look: the stream of the thread that uses it."""
 
     def __init__(self, name: str, target: Any) -> None:
         self._name = name
         self.target = target
         """Of all threads that are in no call."""
 
+    def current(self) -> Any:
+        call = _calls.get(threading.get_ident())
+        return self.target if call is None else call.targets.get(self._name, self.target)
+
     def write(self, text: str) -> Any:
-        return len(text) if (target := _stream(self._name)) is None else target.write(text)
+        return len(text) if (stream := self.current()) is None else stream.write(text)
 
     def flush(self) -> None:
-        if (target := _stream(self._name)) is not None:
-            target.flush()
+        if (stream := self.current()) is not None:
+            stream.flush()
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(_stream(self._name), attribute)
+        return getattr(self.current(), attribute)
 
 
 class _Sys(ModuleType):
@@ -49,6 +54,10 @@ class _Sys(ModuleType):
 
     stdout = property(lambda _: _stream("stdout"), lambda _, stream: _assign("stdout", stream))
     stderr = property(lambda _: _stream("stderr"), lambda _, stream: _assign("stderr", stream))
+    stdin = property(lambda _: _stream("stdin"), lambda _, stream: _assign("stdin", stream))
+
+    def __reduce__(self) -> Any:  # as cloudpickle has modules, by their very class
+        return importlib.import_module, ("sys",)
 
 
 _calls: dict[int, _Call] = {}
@@ -61,7 +70,7 @@ _lock = threading.RLock()  # a signal's handler may assign a stream while its th
 
 @contextlib.contextmanager
 def own_streams(name: str) -> Iterator[None]:
-    """Around a call of users' code, in any thread: what it makes of `sys.stdout` and `sys.stderr` concerns itself.
+    """Around a call of users' code, in any thread: what it makes of `sys.stdout`, `stderr` and `stdin` concerns itself.
 
     By `contextlib.redirect_stdout` or by assignment: it holds for this thread, and for those that are started in the
     call, until the call ends. Where the call leaves another stream in place, that is dropped, with one warning for each
@@ -97,7 +106,8 @@ def _enter(thread: int) -> _Call:
             _patches.enter_context(stdlib.class_of_sys(_Sys))
             _patches.enter_context(stdlib.threads_of_calls(_following))
             for name in _NAMES:
-                stdlib.put_stream(name, _Stream(name, vars(sys)[name]))
+                if not isinstance(held := vars(sys)[name], _Stream):
+                    stdlib.put_stream(name, _Stream(name, held))
         _num_open += 1
     call.depth += 1
     return call
@@ -126,23 +136,21 @@ def _put_back() -> None:
 
 
 def _stream(name: str) -> Any:
-    call = _calls.get(threading.get_ident())
-    if call is not None and name in call.targets:
-        return call.targets[name]
     held = vars(sys)[name]
-    return held.target if isinstance(held, _Stream) else held
+    return held.current() if isinstance(held, _Stream) else held
 
 
 def _assign(name: str, stream: Any) -> None:
+    """A `_Stream` is what code has found in the namespace, and brings back (`unittest.mock`)."""
     call = _calls.get(threading.get_ident())
     if call is not None and call.depth:
         call.targets[name] = stream
+        if isinstance(stream, _Stream):
+            del call.targets[name]
         return
     with _lock:
-        if isinstance(held := vars(sys)[name], _Stream):
-            held.target = stream
-        else:
-            stdlib.put_stream(name, stream)
+        is_plain = isinstance(stream, _Stream) or not isinstance(vars(sys)[name], _Stream)
+        stdlib.put_stream(name, stream if is_plain else _Stream(name, stream))
 
 
 def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:

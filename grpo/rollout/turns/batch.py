@@ -66,6 +66,8 @@ class Conversations:
         """time.monotonic(): when the batch has to have ended."""
         self._limited = ExitStack()
         """The limit on code that runs in the main thread."""
+        self._trouble: BaseException | None = None
+        """What `look` has raised, which that code may have caught."""
 
     def run(
         self,
@@ -91,6 +93,7 @@ class Conversations:
         """
         self._channel.begin()
         self._until = time.monotonic() + self._limits.batch_s
+        self._trouble = None
         future: Future[Result] = Future()
         try:
             future = start()
@@ -119,17 +122,25 @@ class Conversations:
         with self._limited:
             self._limited.enter_context(self._limit())
             done.set_result(call())
+        if self._trouble is not None:
+            raise self._trouble
         return done
 
     def look(self) -> None:
         """From `call_here`: what the main thread sees to while it waits. Collective over the job if the node has lost
         its last engine."""
-        self._watch.check()
-        if self._channel.is_stalled:
-            self._limited.close()
-            self._go_on(None)
-            self._limited.enter_context(self._limit())
-        self._check_limits()
+        if self._trouble is not None:
+            raise self._trouble
+        try:
+            self._watch.check()
+            if self._channel.is_stalled:
+                self._limited.close()
+                self._go_on(None)
+                self._limited.enter_context(self._limit())
+            self._check_limits()
+        except BaseException as error:
+            self._trouble = error
+            raise
 
     def _go_on(self, mine: ConversationReport | None) -> list[ConversationReport]:
         """As `_meet`; if there is nothing, the nodes have engines again, and the batch as much time as before."""

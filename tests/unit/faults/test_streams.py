@@ -5,12 +5,14 @@ import contextlib
 import io
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
@@ -25,10 +27,11 @@ PATIENCE_S = 60.0
 @pytest.fixture(autouse=True)
 def own() -> Iterator[None]:
     """Each test leaves `sys` as it was."""
-    before = sys.stdout, sys.stderr, vars(sys)["stdout"], vars(sys)["stderr"], threading.Thread.start
+    before = sys.stdout, sys.stderr, sys.stdin, threading.Thread.start
     streams._warned.clear()
     yield
-    assert before == (sys.stdout, sys.stderr, vars(sys)["stdout"], vars(sys)["stderr"], threading.Thread.start)
+    assert before == (sys.stdout, sys.stderr, sys.stdin, threading.Thread.start)
+    assert not any(isinstance(vars(sys)[name], streams._Stream) for name in streams._NAMES)
     assert type(sys) is ModuleType
     assert not streams._calls
 
@@ -114,6 +117,45 @@ def test_an_assignment_is_the_calls_too() -> None:
         return out.getvalue()
 
     assert in_thread(call).result(PATIENCE_S) == "mine\n"
+
+
+def test_mock_finds_and_brings_back_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """It looks into the namespace of `sys`. In a call, and meanwhile in the main thread."""
+    turn = Turns("tool", "main", "tool")
+
+    def call() -> str:
+        with mock.patch("sys.stdout", new_callable=io.StringIO) as out:
+            print("mine")
+            turn("tool")
+            turn("tool")
+        print("after")
+        return out.getvalue()
+
+    collected = in_thread(call)
+    with mock.patch("sys.stdout", new_callable=io.StringIO) as out:
+        print("main")
+        turn("main")
+    print("main, after")
+    assert collected.result(PATIENCE_S) == "mine\n"
+    assert out.getvalue().startswith("main\n")
+    assert sorted(capsys.readouterr().out.splitlines() + out.getvalue().splitlines()) == [
+        "after",
+        "main",
+        "main, after",
+    ]
+
+
+def test_input_is_read_from_what_the_call_has_put_there() -> None:
+    def call() -> list[str]:
+        with mock.patch("sys.stdin", io.StringIO("1\n2\n")):
+            return [input(), sys.stdin.readline()]
+
+    assert in_thread(call).result(PATIENCE_S) == ["1", "2\n"]
+
+
+def test_sys_is_pickled_as_the_module_that_it_is() -> None:
+    """By what sends functions to other processes, with the modules that they use."""
+    assert in_thread(lambda: pickle.loads(pickle.dumps(sys))).result(PATIENCE_S) is sys
 
 
 @pytest.mark.parametrize("where", ["worker", "main"])
