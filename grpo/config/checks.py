@@ -49,6 +49,9 @@ OWN_ENGINE_KEYS = {
     "max_loras": "nothing: there is one adapter, that of the policy",
     "lora_target_modules": "peft_config",
     "seed": "seed",
+    "kv_transfer_config": "nothing: of most connectors vLLM cannot tell whether they drop the KV of old weights when "
+    "new ones have come; kv_offloading_size moves KV to host memory",
+    "kv_offloading_backend": "nothing: vLLM's own, which drops the KV of old weights when new ones have come",
 }
 
 _OTHER_ENDS = (

@@ -216,7 +216,8 @@ class Pusher:
             self._num_adapters += 1
             self._engines.take_adapter(self._num_adapters, str(version))
         for client in self._clients:
-            if not client.call("reset_prefix_cache", self._timeout_s):
+            # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
+            if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
 
     def close(self) -> None:

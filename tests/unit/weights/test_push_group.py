@@ -269,6 +269,7 @@ def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pyt
     assert [calls[1][0], *(name for name, _ in calls[-2:])] == [
         "start_weight_update", "finish_weight_update", "reset_prefix_cache"
     ]  # fmt: skip
+    assert calls[-1][1] == {"reset_connector": True}  # without it KV that was offloaded stays, of the weights before
     updates = [NCCLUpdateInfo(**kwargs["update_info"]) for name, kwargs in calls if name == "update_weights"]
     assert len(updates) == len(communicator.sent) == len(source.plan().buckets) > 2
     arrived = {}
