@@ -292,9 +292,17 @@ class GRPOTrainer(ConversingTrainer):
                     self._local.drop_ahead()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; fails as `train` does."""
+        """As TRL's, of the weights that the model holds now; fails as `train` does.
+
+        Costs two weight syncs. TRL goes by the step (1.16), at which `load_best_model_at_end` or a callback may have put
+        other weights into the model: into the evaluation, and out of it before the next batch is sampled.
+        """
         with self._guarded("evaluate"):
-            return super().evaluate(*args, **kwargs)
+            self._last_loaded_step = -1
+            try:
+                return super().evaluate(*args, **kwargs)
+            finally:
+                self._last_loaded_step = -1
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: TRL pushes the weights where they have changed, then asks for completions."""

@@ -1,0 +1,85 @@
+"""What evaluation samples from, and training after it: the real trainer over a scripted engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo.rollout.pool import EnginePool
+from grpo.weights import delivery
+from grpo.weights.push import Pusher
+from tests.support.engines import Script
+from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Its story has ("sample", difference) of every batch: how far the trainer's weights are from what was pushed."""
+    script, push, submit = use_scripted_engines(monkeypatch), Pusher.push, EnginePool.submit
+    models: list[torch.nn.Module] = []
+    pushed: list[torch.Tensor] = []
+
+    def weights() -> torch.Tensor:
+        return models[0].get_input_embeddings().weight.detach().clone()
+
+    def noted_push(pusher: Pusher, version: int) -> Any:
+        models[:] = [pusher.source._model]
+        pushed[:] = [weights()]
+        return push(pusher, version)
+
+    def noted_submit(pool: EnginePool, requests: Any) -> Any:
+        script.story.append(("sample", (weights() - pushed[0]).abs().max().item()))
+        return submit(pool, requests)
+
+    monkeypatch.setattr(delivery, "is_due", lambda push: False)
+    monkeypatch.setattr(Pusher, "push", noted_push)
+    monkeypatch.setattr(EnginePool, "submit", noted_submit)
+    return script
+
+
+class SwapsWeights(TrainerCallback):
+    """Evaluates other weights than are trained, as averages of them are: in before an evaluation, out behind it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        model.get_input_embeddings().weight.data.add_(1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        model.get_input_embeddings().weight.data.sub_(1)
+
+
+EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_weights_that_a_callback_swaps_in_are_evaluated_and_not_trained_with(
+    ahead: int, tiny_model: Path, tmp_path: Path, script: Script
+) -> None:
+    trainer = make_trainer(tiny_model, tmp_path / "run", script.story, generation_lookahead=ahead, **EVALUATES)
+    trainer.add_callback(SwapsWeights())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    assert len(of_kind(script.story, "evaluate")) == 3 * 2  # each time both groups of the evaluation's prompts
+    assert set(of_kind(script.story, "sample")) == {0.0}
+
+
+def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-2}
+    trainer = make_trainer(
+        tiny_model, tmp_path / "run", script.story, metric_for_best_model="eval_reward", **saves, **EVALUATES
+    )
+    rewards = iter([3.0, 1.0, 1.0, 1.0])
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_reward": next(rewards)}
+    try:
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        script.story.clear()
+        trainer.evaluate()
+    finally:
+        trainer.close()
+    assert of_kind(script.story, "push") == [3]
+    assert set(of_kind(script.story, "sample")) == {0.0}
