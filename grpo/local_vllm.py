@@ -28,6 +28,7 @@ from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.serving import RankConversations
 from grpo.rollout.turns.talk import Talk
 from grpo.serving import Serving, ServingStart
+from grpo.weights.delivery import WeightDelivery
 from grpo.weights.report import PushReport
 from grpo.weights.trained import TrainedModel
 
@@ -109,6 +110,12 @@ class LocalVLLM:
         return None if self._serving is None else self._serving.conversations
 
     # -- push -----------------------------------------------------------------------------------------------------
+
+    @property
+    def delivery(self) -> WeightDelivery:
+        """Once the engines have weights."""
+        assert self._serving is not None, "nothing was pushed"
+        return self._serving.delivery
 
     def sync_weights(self) -> None:
         """Push the trainer's weights to all engines and verify it where that is due. Collective over the job.

@@ -43,7 +43,7 @@ from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
 from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
-from grpo.seam.conversing import ConversingTrainer
+from grpo.seam.guarding import GuardedTrainer
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.probe import TEXT_TOKENS
@@ -58,7 +58,7 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
     return lambda: [] if (found := alive()) is None else found.clients
 
 
-class GRPOTrainer(ConversingTrainer):
+class GRPOTrainer(GuardedTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
     In local mode every rank of the job makes one at the same time, from the main thread. Images, quantised
@@ -294,8 +294,8 @@ class GRPOTrainer(ConversingTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, of the weights that the model holds now; fails as `train` does.
 
-        Costs two weight syncs. TRL goes by the step (1.16), at which `load_best_model_at_end` or a callback may have put
-        other weights into the model: into the evaluation, and out of it before the next batch is sampled.
+        Costs two weight syncs. TRL goes by the step (1.16), but `load_best_model_at_end` and callbacks put other
+        weights into the model at the same step: before an evaluation, or after it the old ones again.
         """
         with self._guarded("evaluate"):
             self._last_loaded_step = -1

@@ -209,3 +209,12 @@ def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
     if args.vllm_structured_outputs_regex is not None:
         settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return settings
+
+
+def samples_as_scored(args: GRPOConfig) -> bool:
+    """Whether engines sample of the distribution that the trainer computes: nothing is cut off, penalised or masked."""
+    others = sampling_settings(args)
+    neutral = {"temperature": (args.temperature,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+    neutral |= {"repetition_penalty": (1.0,)}
+    is_neutral = all(others.pop(name) in values for name, values in neutral.items())
+    return is_neutral and others.keys() <= {"max_tokens", "stop", "stop_token_ids", "ignore_eos"}

@@ -23,3 +23,9 @@ def facts_of(completions: Completions, prompt_tokens: Sequence[int], end_tokens:
     nodes, engines = node_and_engine(completions.engines)
     columns = (nodes, engines, completions.policy_versions, prompt_tokens, completions.lengths, reasons)
     return np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+
+
+def sampled_by(completions: Completions, policy_version: int) -> np.ndarray:
+    """[C] int64: the node whose engines sampled each completion with these weights; `REFUSED` for all others."""
+    nodes, _ = node_and_engine(completions.engines)
+    return np.where(completions.policy_versions == policy_version, nodes, REFUSED).astype(np.int64)

@@ -3,11 +3,19 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from grpo.rollout.ahead import GenerationBatch
 from grpo.rollout.turns.talk import Talk
+from grpo.weights.delivery import WeightDelivery
 
 
 class LocalEngines(Protocol):
     """The engines as scoring, conversations and metrics see them; `LocalVLLM` is what they are."""
+
+    last_batch: GenerationBatch | None
+
+    @property
+    def delivery(self) -> WeightDelivery:
+        """Once the engines have weights."""
 
     @property
     def refused_rows(self) -> list[bool] | None:

@@ -134,6 +134,11 @@ class WeightDelivery:
             if self._engines.has_lost():
                 self._engines.renew()
 
+    @property
+    def full_syncs(self) -> int:
+        """How often everything had to be sent; the same on all ranks."""
+        return self._pusher.source.times_forgotten
+
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
         self._pusher.source.forget_sent()

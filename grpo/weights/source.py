@@ -89,6 +89,7 @@ class GatheredSource:
         elif lora is not None:
             self._adapters = [unit for layer in lora.layers() for unit in self._units_of(layer)]
         self._gather: ShardGather | None = None
+        self.times_forgotten = 0
         self.adopt(WireFormat())
 
     def adopt(self, wire_format: WireFormat) -> None:
@@ -167,6 +168,7 @@ class GatheredSource:
     def forget_sent(self) -> None:
         """Say that engines have come which have nothing; on every rank."""
         self._sent = frozenset()
+        self.times_forgotten += 1
 
     def _frozen(self) -> frozenset[str]:
         with self._plain_model():

@@ -44,6 +44,8 @@ class Script:
 
     tokens_of: Callable[[Sample, int], Sequence[int]] = three_tokens
     """Of a sample's completion with this number."""
+    logprobs_of: "Callable[[Sample, Sequence[int]], Sequence[float] | None]" = lambda sample, tokens: None
+    """Of such a completion's tokens; None: exp(-2.5) for each."""
     control: Callable[[str, dict[str, Any]], Any] = agree
     """Answers control calls; what it raises, the call raises."""
     max_model_len: int | None = None
@@ -135,7 +137,8 @@ class ScriptedEngine:
             return
         self.script.samples.append(sample)
         for number, completion_id in enumerate(sample.ids):
-            self._hear(answer(completion_id, self.script.tokens_of(sample, number)))
+            tokens = self.script.tokens_of(sample, number)
+            self._hear(answer(completion_id, tokens, self.script.logprobs_of(sample, tokens)))
 
     def abort(self, ids: Sequence[int]) -> None:
         self.script.story.append(("abort",))

@@ -1,0 +1,157 @@
+"""Between TRL's trainer and ours: log-probabilities of engines, held to those of the trainer, batch by batch."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerControl
+
+from grpo.config.models import samples_as_scored
+from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
+from grpo.place.wire import Wire
+from grpo.record.metrics import models_tokens
+from grpo.rollout.facts import sampled_by
+from grpo.seam.conversing import ConversingTrainer
+from grpo.weights.guard import IN_A_ROW, Drift, LogprobGuard, gaps_by_node
+
+_log = logging.getLogger(__name__)
+_ORIGIN = "sampled_by"  # in a batch: of each row the node that sampled it with the present weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankGap(Wire):
+    """One rank's part of a batch."""
+
+    host: str
+    sums: dict[int, tuple[float, int]]
+    """See `GapSums`."""
+
+
+class GuardedTrainer(ConversingTrainer):
+    """A trainer that holds each node's log-probabilities to its own, batch by batch; see `LogprobGuard`.
+
+    It computes nothing for that: with TRL's correction, and where a batch serves several optimizer steps, TRL scores
+    the batch before it is trained on (1.16); else the forward passes of training do, before the weights change. Rows
+    that older weights have sampled do not count: with `generation_lookahead`, all.
+    """
+
+    _guard = LogprobGuard()  # of no trainer: the first weight sync is a full one
+    _full_syncs = 0
+    """Of the engines, when the guard last took new references."""
+    _gap_sums: torch.Tensor | None = None
+    """[N, 2] float64, of each node: absolute differences added up, and of how many tokens; None: no batch to judge."""
+    _in_training: Mapping[str, Any] | None = None
+    """The micro-batch that a forward pass scores first, if any."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        scored = super()._generate_and_score_completions(inputs)
+        if self._local is None or self._mode != "train" or self.args.generation_lookahead:
+            return scored
+        if self._local.last_batch is None or scored.get("sampling_per_token_logps") is None:
+            return scored
+        origin = sampled_by(self._local.last_batch.completions, self.state.global_step)
+        if len(origin) == len(scored["completion_mask"]):  # a subclass may ask for completions of its own
+            scored[_ORIGIN] = torch.from_numpy(origin).to(scored["completion_mask"].device)
+            if (own := scored.get("old_per_token_logps")) is not None:
+                self._add_gap(scored, own)
+        return scored
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_first = _ORIGIN in inputs and inputs.get("old_per_token_logps") is None
+        self._in_training = inputs if is_first else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._in_training = None
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._in_training is not None:
+            batch, self._in_training = self._in_training, None
+            self._add_gap(batch, found[0].detach())
+        return found
+
+    def _add_gap(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
+        """Add what the trainer has computed of these rows. [rows, tokens] float."""
+        of_rows = gap_of_rows(batch, own)
+        is_counted = batch[_ORIGIN] >= 0
+        sums = self._gap_sums
+        if sums is None:
+            sums = torch.zeros(self.topology.num_nodes, 2, dtype=torch.float64, device=own.device)
+        self._gap_sums = sums.index_add(0, batch[_ORIGIN][is_counted], of_rows[is_counted])
+
+    def after_step(self, control: TrainerControl) -> None:
+        """Judge what the step was trained on. Collective."""
+        super().after_step(control)
+        if self._gap_sums is not None:
+            sums, self._gap_sums = self._gap_sums, None
+            self._judge({node: (total, int(count)) for node, (total, count) in enumerate(sums.tolist()) if count})
+
+    def _judge(self, sums: dict[int, tuple[float, int]]) -> None:
+        """Raises StepFailed, on every rank, where a node is beyond the limit that the user has set."""
+        assert self._local is not None, "its engines have sampled"
+        mine = _RankGap(host=self._watch.host, sums=sums)
+        ranks: list[_RankGap] = self._node_groups.exchange(self._watch, None, mine, _RankGap)
+        gaps = gaps_by_node(each.sums for each in ranks)
+        if not gaps:
+            return
+        hosts = [each.host for each in ranks[:: self.topology.local_world_size]]
+        self._note_gaps(gaps)
+        self._check_limit(gaps, hosts)
+        delivery = self._local.delivery
+        if delivery.full_syncs != self._full_syncs:
+            self._full_syncs, self._guard = delivery.full_syncs, self._guard.restarted()
+        for drift in (drifts := self._guard.judge(gaps)):
+            _log.warning("WARNING: %s", _said_of(drift, hosts[drift.node]))
+        if drifts:
+            delivery.require_full_sync()
+        self.note_metrics({"sampling/gap_alarms": float(self._guard.num_alarms)})
+
+    def _note_gaps(self, gaps: Mapping[int, float]) -> None:
+        name, values = "sampling/logprob_gap", [*gaps.values()]
+        self.note_metrics({name: sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)})
+        if len(gaps) == self.topology.num_nodes:
+            self.by_node = {**self.by_node, name: values}
+
+    def _check_limit(self, gaps: Mapping[int, float], hosts: list[str]) -> None:
+        limit, node = self.args.vllm_max_logprob_gap, max(gaps, key=lambda node: gaps[node])
+        if limit is None or gaps[node] <= limit or self.rollout_func is not None or not samples_as_scored(self.args):
+            return
+        cause = (
+            f"log-probabilities of engines and trainer differ by {gaps[node]:.3g} nats in the mean over the tokens of "
+            f"step {self.state.global_step} that this node has sampled [GRPO-414]; vllm_max_logprob_gap is {limit:g}"
+        )
+        raise StepFailed(
+            FailureRecord(
+                node=node,
+                rank=node * self.topology.local_world_size,
+                host=hosts[node],
+                phase="train",
+                cause=cause,
+                kind=FailureKind.ENGINE,
+            )
+        )
+
+
+def gap_of_rows(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
+    """[rows, 2] float64: absolute differences of log-probabilities, added up over what the model has sampled, and over
+    how many tokens; those that an engine has no number for are left out.
+
+    Args:
+        batch: as TRL trains on it.
+        own: [rows, tokens], of the trainer, at the same temperature.
+    """
+    difference = (own - batch["sampling_per_token_logps"]).abs().double()
+    counted = models_tokens(batch) & ~difference.isnan()
+    return torch.stack([difference.where(counted, 0).sum(1), counted.sum(1)], dim=1)
+
+
+def _said_of(drift: Drift, host: str) -> str:
+    return (
+        f"node {drift.node} ({host}): log-probabilities of its engines and of the trainer differ by {drift.gap:.3g} "
+        f"nats in the mean over the tokens of the last {IN_A_ROW} batches (each above {drift.limit:.3g}), by "
+        f"{drift.reference:.3g} after the last full weight sync: its engines may hold other weights than the trainer; "
+        "the next weight sync sends everything and is verified [GRPO-413]"
+    )
