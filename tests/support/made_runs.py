@@ -31,6 +31,7 @@ FAULTS = {
     "refused": "prompts are left out, because no engine takes them",
     "respawns": "engines die and come back",
     "gap": "the log-probabilities of engine and trainer are apart",
+    "drift": "in the second half of the steps the engines of node 1 hold other weights than the trainer",
     "failed": "the first attempt failed, the second goes on",
 }
 
@@ -266,6 +267,10 @@ def _metrics(
     line |= {"rollout/policy_lag": 1.0, "rollout/policy_lag_steps": 1.0, "engine/policy_version": step - 1}
     line |= {"rollout/refused": 2.0 if run.fault == "refused" else 0.0}
     line |= {"engine/respawns": float(step // 40) if run.fault == "respawns" else 0.0}
+    if run.fault == "drift":
+        gaps = [0.09 if node == 1 and step > run.steps / 2 else 0.012 for node in range(run.nodes)]
+        line |= {"sampling/logprob_gap": float(np.mean(gaps)), "sampling/gap_alarms": float(step > run.steps / 2)}
+        line["by_node"]["sampling/logprob_gap"] = gaps
     line |= {"push/logprob_gap_mean": gap, "push/logprob_gap_max": 10 * gap, "push/logprob_gap_judged": gap}
     line |= {"push/logprob_gap_limit": 0.15}
     return line | {"epoch": step / run.steps}

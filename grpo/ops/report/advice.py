@@ -302,6 +302,26 @@ def gap(figures: Figures) -> Advice | None:
     )
 
 
+def drifted(figures: Figures) -> Advice | None:
+    alarms = shares.maximum(figures.run, "sampling/gap_alarms")
+    gaps = shares.of_present_nodes(figures.run, "sampling/logprob_gap")
+    if not alarms or gaps is None:
+        return None
+    usual = np.nanquantile(gaps, 0.25, axis=0)
+    node = int(np.nanargmax(np.nanmax(gaps, axis=0) / np.maximum(usual, 1e-9)))
+    worst = float(np.nanmax(gaps[:, node]))
+    limit = f"{worst / 2:.2g}"
+    return Advice(
+        setting=f"vllm_max_logprob_gap: {limit}",
+        finding=f"the engines of node {node} drifted away from the trainer ({alarms:g} warning{'s' * (alarms > 1)}, "
+        f"log-probabilities up to {worst:.2g} nats apart)",
+        do=f"see whether the full weight sync after it mended that; vllm_max_logprob_gap {limit} would end the job",
+        why="They may have sampled with other weights than the trainer's. A gap that stays after a full weight sync is "
+        "no lost weight: engine and trainer compute differently then.",
+        weight=0.4,
+    )
+
+
 def lost_steps(figures: Figures) -> Advice | None:
     trained = [each for each in figures.run.attempts if each.step]  # others have not come so far
     goes_on = [(each, after) for each, after in pairwise(trained) if each.state != "finished"]
@@ -331,6 +351,7 @@ ADVICE: tuple[Callable[[Figures], Advice | None], ...] = (
     refused,
     deaths,
     gap,
+    drifted,
     lost_steps,
 )
 

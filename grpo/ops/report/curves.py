@@ -71,8 +71,9 @@ LEARNING = (
         title="Log-probability gap",
         unit="nats",
         metrics=(
-            ("push/logprob_gap_mean", "engine to trainer, mean"),
-            ("push/logprob_gap_judged", "what is held to the limit"),
+            ("push/logprob_gap_mean", "verified tokens, mean"),
+            ("push/logprob_gap_judged", "verified tokens, as held to the limit"),
+            ("sampling/logprob_gap", "trained tokens"),
         ),
         limit="push/logprob_gap_limit",
     ),

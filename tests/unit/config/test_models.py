@@ -18,6 +18,7 @@ from grpo.config.models import (
     compute_dtype,
     describe_model,
     engine_args,
+    samples_as_scored,
     sampling_settings,
 )
 from grpo.engine.answers import sampling_params
@@ -62,6 +63,23 @@ def test_every_sampling_option_of_trl_reaches_vllm() -> None:
     assert params.detokenize  # stop strings are looked for in text
     assert not sampling_params(sampling_settings(config()), seed=0).detokenize
     assert sampling_settings(config(min_p=None))["min_p"] == 0.0
+
+
+SHAPED: list[dict[str, Any]] = [
+    {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"vllm_structured_outputs_regex": "a+"},
+    {"generation_kwargs": {"presence_penalty": 0.5}}, {"generation_kwargs": {"min_tokens": 3}},
+    {"generation_kwargs": {"temperature": 0.3}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SHAPED, ids=str)
+def test_settings_that_set_the_two_sides_log_probabilities_apart(settings: dict[str, Any]) -> None:
+    assert not samples_as_scored(config(**settings))
+
+
+def test_settings_under_which_both_sides_have_the_same_distribution() -> None:
+    assert samples_as_scored(config())
+    assert samples_as_scored(config(temperature=0.7, top_k=-1, generation_kwargs={"stop": ["."], "seed": 3}))
 
 
 def test_engine_arguments() -> None:

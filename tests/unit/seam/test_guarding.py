@@ -3,6 +3,7 @@
 The real trainer over a scripted engine that samples from a copy of its model.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,12 @@ import pytest
 
 from grpo import GRPOTrainer
 from grpo.faults.failure import StepFailed
+from grpo.groups.node_groups import NodeGroups
+from grpo.rollout.facts import sampled_by
+from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.seam import guarding
 from grpo.weights import delivery
+from grpo.weights.guard import IN_A_ROW, REFERENCE_BATCHES
 from tests.support.copied_model import CopiedModel
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
@@ -86,6 +91,27 @@ def test_a_layer_that_stays_behind_is_noticed_within_20_batches(
     assert max(gaps[noticed:]) < 1e-4
 
 
+def test_the_node_that_has_drifted_is_named(
+    train: Train, engine: CopiedModel, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a second rank, on a node of its own, whose engine is beyond all measure from the 21st batch on."""
+    exchange, batches = NodeGroups.exchange, itertools.count(1)
+
+    def with_another(groups: NodeGroups, watch: Any, failure: Any, value: Any = None, kind: Any = None) -> list[Any]:
+        answers = exchange(groups, watch, failure, value, kind)
+        if kind is guarding._RankGap:
+            answers.append(kind(host="other", sums={1: (6.0 if next(batches) > REFERENCE_BATCHES else 0.06, 6)}))
+        return answers
+
+    monkeypatch.setattr(NodeGroups, "exchange", with_another)
+    steps = logged(train(max_steps=REFERENCE_BATCHES + IN_A_ROW + 3))
+    (warning,) = warnings
+    assert "node 1 (other)" in warning
+    assert "differ by 1 nats" in warning
+    assert engine.verified == [REFERENCE_BATCHES + IN_A_ROW]
+    assert [line["sampling/logprob_gap_max"] for line in steps[-4:]] == pytest.approx([1.0] * 4)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_the_figure_is_the_mean_over_tokens_wherever_it_comes_from(
     path: str, train: Train, engine: CopiedModel, tmp_path: Path
@@ -103,6 +129,26 @@ def test_the_figure_is_the_mean_over_tokens_wherever_it_comes_from(
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     of_node = [line["by_node"]["sampling/logprob_gap"] for line in lines if "sampling/logprob_gap" in line]
     assert of_node == [pytest.approx([value], abs=1e-5) for value in expected]
+
+
+def test_what_an_older_policy_has_sampled_is_not_judged(train: Train, engine: CopiedModel, warnings: list[str]) -> None:
+    engine.off = np.ones
+    trainer = train(max_steps=3, generation_lookahead=1, vllm_max_logprob_gap=1e-3)
+    assert not logged(trainer)
+
+
+def test_a_node_has_sampled_what_its_engines_did_with_the_present_weights() -> None:
+    engines = [engine_id(0, 3), engine_id(2, 0), engine_id(2, 1), REFUSED]
+    completions = pack_completions([[5]] * 3 + [[]], [[-1.0]] * 3 + [[]], [7, 6, 7, REFUSED], engines)
+    assert sampled_by(completions, 7).tolist() == [0, REFUSED, 2, REFUSED]
+
+
+def test_a_limit_is_for_what_is_sampled_as_the_trainer_scores_it(train: Train, engine: CopiedModel) -> None:
+    """Top-p takes a share of every token's probability away from the trainer's side."""
+    engine.off = np.ones
+    assert len(logged(train(max_steps=2, vllm_max_logprob_gap=0.5, top_p=0.9))) == 2
+    with pytest.raises(StepFailed, match="GRPO-414"):
+        train("again", max_steps=2, vllm_max_logprob_gap=0.5)
 
 
 def test_a_batch_beyond_the_users_limit_ends_the_job_behind_a_checkpoint(

@@ -30,6 +30,7 @@ EXPECTED: dict[str, set[str]] = {
     "refused": {"vllm_max_model_length"},
     "respawns": {"vllm_standby"},
     "gap": {"vllm_engine_kwargs"},
+    "drift": {"vllm_max_logprob_gap"},
     "failed": set(),
 }
 IN_SENTENCE = {
@@ -37,6 +38,7 @@ IN_SENTENCE = {
     "slow-node": "Node 1 was slowest in 100 % of the steps (2.0 times the others' time): set vllm_balance_nodes to tr",
     "idle-engines": "and ranks wait 38 %: set generation_lookahead to 1.",
     "slow-reward": "most of it accuracy",
+    "drift": "The engines of node 1 drifted away from the trainer (1 warning, log-probabilities up to 0.09 nats apart)",
     "failed": "1 of 2 attempts failed (node 1, push)",
 }
 
