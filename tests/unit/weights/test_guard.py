@@ -39,8 +39,8 @@ def test_a_rise_below_a_hundredth_is_none() -> None:
 def test_the_reference_stays_where_it_was() -> None:
     """A rolling one would be carried along."""
     slowly = [0.01 * 1.03**batch for batch in range(100)]
-    noticed = drifts_of(slowly)
-    assert [batch for batch, _ in noticed][:1] == [41]  # 0.01 x 1.03^4.25, three times that, and two batches more
+    first, *_ = [batch for batch, _ in drifts_of(slowly)]
+    assert first == 45  # the reference is 0.01 x 1.03^4.25; three times that is passed in the 43rd
 
 
 def test_a_fault_among_the_references_does_not_raise_them() -> None:
@@ -60,3 +60,19 @@ def test_each_node_is_held_to_its_own_beginning() -> None:
     again = guard.restarted()
     assert again.num_alarms == 1
     assert drifts_of([0.02] * 100, again) == []
+
+
+@pytest.mark.parametrize("run", RECORDED["healthy"])
+def test_no_batch_of_the_demo_is_a_drift(run: str) -> None:
+    gaps = RECORDED["healthy"][run]
+    assert len(gaps) == 150
+    assert drifts_of(gaps) == []
+
+
+STALE = RECORDED["layer 1 stays as it was after step 10"]
+
+
+@pytest.mark.parametrize("run", STALE)
+def test_a_layer_that_stayed_behind_in_the_demo_is_noticed_within_20_batches(run: str) -> None:
+    (noticed, _), *_ = drifts_of(STALE[run])
+    assert 10 < noticed <= 30
