@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def clipped_share(scored: dict[str, Any], args: trl.GRPOConfig, accelerator: Acc
     return {"sampling/importance_sampling_ratio/clipped_share": clipped / max(counted, 1)}
 
 
-def models_tokens(scored: dict[str, Any]) -> torch.Tensor:
+def models_tokens(scored: Mapping[str, Any]) -> torch.Tensor:
     """[completions, tokens] bool: what the model has sampled, neither padding nor what a tool said.
 
     Args:

@@ -56,7 +56,8 @@ class CopiedModel:
         return self._model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
     def _tokens(self, sample: Sample, number: int) -> list[int]:
-        rng, tokens = np.random.default_rng(sample.seed + number), []
+        rng = np.random.default_rng(sample.seed + number)
+        tokens: list[int] = []
         for _ in range(self.lengths(sample.seed + number)):
             chances = self._scores([*sample.token_ids.tolist(), *tokens])[-1].exp().double().numpy()
             tokens.append(int(rng.choice(len(chances), p=chances / chances.sum())))

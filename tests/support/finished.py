@@ -41,6 +41,8 @@ def finish_on_policy(job: Job, num_steps: int = 3) -> list[dict]:
     for line in steps:
         assert line["push/logprob_gap_limit"] == 1e-4  # a tenth of float32's, once the first gap is known
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
+        assert line["sampling/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
+        assert line["sampling/gap_alarms"] == 0, job.fail(str(line))
         assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
         assert line["engine/policy_version"] == line["step"] - 1
         for name in ("rollout/generate_s", "rollout/tokens_per_s_min", "push/send_s", "push/bytes"):
