@@ -154,6 +154,11 @@ class LocalVLLM:
             serving.pool.take_up(self.engines.clients, policy_version=step)
         return report
 
+    def forget_sent(self) -> None:
+        """Let the next push bring all weights, frozen ones too. On every rank, but not collective."""
+        if self._serving is not None:
+            self._serving.delivery.forget_sent()
+
     def _revive(self) -> None:
         """Amid a generation batch: bring nodes engines that have lost theirs. Collective over the job."""
         assert self._serving is not None, "nothing is sampled before there are engines"

@@ -24,6 +24,7 @@ from grpo.rollout.turns.rollouts import Rollouts
 from grpo.rollout.turns.serving import RankConversations
 from grpo.weights.delivery import WeightDelivery
 from grpo.weights.engine_args import transfer_args
+from grpo.weights.names import some
 from grpo.weights.push import Pusher, load_transport
 from grpo.weights.source import GatheredSource
 from grpo.weights.trained import TrainedModel
@@ -108,6 +109,8 @@ class ServingStart:
         _log.info("all engines take work; the first push brings them the weights")
         wire_format = agreed([each.wire_format for each in of_nodes])
         source.adopt(wire_format)
+        if wire_format.unplaced:
+            _log.info("the engines have no place for %s, and sample without", some([*wire_format.unplaced]))
         user_seed = (args.generation_kwargs or {}).get("seed")
         prover = self.trained.prover(
             args,

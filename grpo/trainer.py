@@ -285,6 +285,8 @@ class GRPOTrainer(GuardedTrainer):
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
         with self._guarded("train"):
             self._last_loaded_step = -1  # TRL would leave out a second `train`'s first push where both begin at a step
+            if self._local is not None:
+                self._local.forget_sent()  # whatever happened to frozen weights since the last one
             try:
                 return super().train(*args, **kwargs)
             finally:

@@ -192,6 +192,8 @@ class Host:
                 return await engine.get_weight_version()
             case "wire_format":
                 return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
+            case "check_bits":
+                return await engine.collective_rpc("grpo_check_bits", kwargs=kwargs)
             case "take_adapter":
                 return await self._take_adapter(**kwargs)
             case "prompt_logprobs":

@@ -147,6 +147,7 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts", "reads", "_use_zentorch isa"
     ),
+    *_functions("vllm.model_executor.model_loader.reload.layerwise", "calls", "_get_original_loader(tensor)"),
     # accelerate and DeepSpeed
     *_values("accelerate.accelerator.Accelerator", "reads", "deepspeed_engine_wrapped"),
     *_values("accelerate.utils.deepspeed.DeepSpeedEngineWrapper", "reads", "engine"),
@@ -165,6 +166,6 @@ TABLE: tuple[PrivateName, ...] = (
     *_values("torch.nn.modules.module.Module", "reads", "_non_persistent_buffers_set _parameters"),
     *_functions("argparse.ArgumentParser", "calls", "_get_formatter(self)"),
     *_values("argparse._ActionsContainer", "reads", "_actions"),
-    # Of a class in C++, which no test can look into: an untyped storage's address.
-    *_values("torch.C++", "reads", "_cdata"),
+    # Of classes in C++, which no test can look into: an untyped storage's address, a tensor's count of writes.
+    *_values("torch.C++", "reads", "_cdata _version"),
 )

@@ -5,7 +5,7 @@ built-in worker throws that return value away, a layer that received nothing kee
 and a layer that received a part is completed with uninitialised memory.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -19,6 +19,15 @@ from grpo.weights.destinations import Destination, is_set_by_vllm
 
 class IncompletePushError(RuntimeError):
     """A push left parameters of the engine without new values."""
+
+
+class ChangedBitsError(RuntimeError):
+    """Other bits reached the engine than the trainer has sent."""
+
+
+def shown(lines: Sequence[str]) -> str:
+    """The first of many lines, for a message."""
+    return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 
 def unsent_names(*, known: Collection[str], received: Collection[str], held: Collection[str]) -> list[str]:

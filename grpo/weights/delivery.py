@@ -13,6 +13,7 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
 from grpo.weights.limits import Verdict
+from grpo.weights.names import some
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
 from grpo.weights.report import LogprobGap, PushReport, Verification, slowest
@@ -34,6 +35,8 @@ class _Arrivals(Wire):
 
     respawns: tuple[Respawn, ...] = ()
     gone: FailureRecord | None = None
+    written: tuple[str, ...] = ()
+    """Frozen parameters that were written to since they were sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +206,10 @@ class WeightDelivery:
             metrics["engine/respawn_s"] = self.respawns[-1].seconds
         return metrics
 
+    def forget_sent(self) -> None:
+        """Let the next push bring all weights, frozen ones too; on every rank."""
+        self._pusher.source.forget_sent()
+
     def close(self) -> None:
         self._pusher.close()
 
@@ -221,7 +228,7 @@ class WeightDelivery:
         Args:
             limit: of the gap, instead of the prover's; beyond it the job ends.
         """
-        report, error = self._pusher.push(step)
+        report, error = self._pusher.push(step, checks_bits=is_verified or self._pusher.packs_on_gpu)
         found = None
         if is_verified:
             try:
@@ -245,6 +252,9 @@ class WeightDelivery:
         """Until all engines of the job take work, and every node's push group is open."""
         while True:
             arrivals = self._wait_for_engines()
+            if written := sorted({name for each in arrivals for name in each.written}):
+                _log.info("frozen parameters were written to, and travel again: %s", some(written))
+                self._pusher.source.send_again(written)
             came = [respawn for each in arrivals for respawn in each.respawns]
             if self._num_pushes and not came:
                 return
@@ -261,12 +271,13 @@ class WeightDelivery:
                 self._engines.renew()  # the others of its node may wait for it in a group that never opens
 
     def _wait_for_engines(self) -> list[_Arrivals]:
-        mine, failure = _Arrivals(), None
+        by_sums = is_due(self._num_pushes + 1)
+        mine, failure = _Arrivals(written=tuple(self._pusher.source.written(by_sums=by_sums))), None
         if self._engines.has_lost():
             self._is_open = False
             with self._watch.during("engine respawn"):
                 try:
-                    mine = _Arrivals(respawns=tuple(self._engines.replace_lost()))
+                    mine = replace(mine, respawns=tuple(self._engines.replace_lost()))
                     self._must_ask = True
                 except StepFailed as error:
                     mine = _Arrivals(gone=error.record)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.attention.attention import should_load_quant_weights
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -122,9 +124,33 @@ class Arrival:
     """What the loader was told beside parameter and weight: `shard_id`, `expert_id` …"""
 
 
+class _Origins(TorchDispatchMode):
+    """Which tensors of the checkpoint a tensor was computed from, or is a view of."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._names = {tensor.untyped_storage()._cdata: {name} for name, tensor in weights.items()}
+        self._kept: list[torch.Tensor] = []  # so that no other storage gets its identity
+
+    def of(self, tensor: torch.Tensor) -> set[str]:
+        return self._names.get(tensor.untyped_storage()._cdata, set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        origins = set().union(*map(self.of, _tensors_in((args, kwargs))))
+        for tensor in _tensors_in(output) if origins else ():
+            self._names[tensor.untyped_storage()._cdata] = origins | self.of(tensor)
+            self._kept.append(tensor)
+        return output
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
 def arrivals_of(
     model: torch.nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str]
-) -> dict[str, list[Arrival]]:
+) -> tuple[dict[str, list[Arrival]], set[str]]:
     """Which loaders `load_weights` calls for each name; none of them runs.
 
     The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
@@ -133,18 +159,25 @@ def arrivals_of(
         weights: all tensors of the checkpoint by their names, on the meta device.
         optional: those that this model need not know.
 
+    Returns:
+        The calls that get a tensor or a view of it; and the names of all that any call gets something of, which may
+        be computed from it.
+
     Raises:
         ValueError, KeyError: the model's own, of any other name that it does not know.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
-    # Views of it are handed on.
+    reached: set[str] = set()
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights.items()}
+    origins = _Origins(weights)
 
     def replace(destination: Destination, loader: Loader) -> Loader:
         signature = inspect.signature(loader)
 
         def note(*args: Any, **kwargs: Any) -> bool:
-            name = by_storage.get(loaded_weight(args, kwargs).untyped_storage()._cdata)
+            weight = loaded_weight(args, kwargs)
+            reached.update(origins.of(weight))
+            name = by_storage.get(weight.untyped_storage()._cdata)
             if name is not None:
                 details = dict(list(signature.bind(*args, **kwargs).arguments.items())[2:])
                 arrivals[name].append(Arrival(destination=destination, details=details))
@@ -152,12 +185,12 @@ def arrivals_of(
 
         return note
 
-    with loaders_replaced(model, replace), disable_mtp_completeness_check():
+    with loaders_replaced(model, replace), disable_mtp_completeness_check(), origins:
         model.load_weights(iter([(name, tensor) for name, tensor in weights.items() if name not in optional]))
         for name in optional:
             with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
                 model.load_weights(iter([(name, weights[name])]))
-    return dict(arrivals)
+    return dict(arrivals), reached
 
 
 def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:

@@ -75,12 +75,13 @@ def frozen_names(model: nn.Module, *, changing: Collection[str] = ()) -> frozens
 @contextlib.contextmanager
 def layers_replaced(model: nn.Module, other_for: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
     """`model` with another layer in the place of each one for which there is one; as it was afterwards."""
-    found = [(path, layer, other_for(layer)) for path, layer in model.named_modules()]
-    replaced = [(path, layer, other) for path, layer, other in found if other is not None]
+    layers = dict(model.named_modules())
+    found = [(path.rpartition("."), layer, other_for(layer)) for path, layer in layers.items()]
+    replaced = [(layers[parent], leaf, layer, other) for (parent, _, leaf), layer, other in found if other is not None]
     try:
-        for path, _, other in reversed(replaced):  # those inside of others first
-            model.set_submodule(path, other)
+        for parent, leaf, _, other in reversed(replaced):  # those inside of others first
+            setattr(parent, leaf, other)
         yield
     finally:
-        for path, layer, _ in replaced:
-            model.set_submodule(path, layer)
+        for parent, leaf, layer, _ in replaced:
+            setattr(parent, leaf, layer)

@@ -15,6 +15,7 @@ from grpo.engine.like import EngineLike
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
+from grpo.weights.page_sums import fetched, page_sum
 from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport
 from grpo.weights.shm import ShmTransport
@@ -77,6 +78,10 @@ class NodeEngines:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._on_all("finish_weight_update", [{"weight_version": weight_version} for _ in self._clients])
+
+    def check_bits(self, sent: dict[str, int]) -> None:
+        """Not of vLLM's client: compare what an update has brought with what was sent."""
+        self._on_all("check_bits", [{"sent": sent} for _ in self._clients])
 
     def take_adapter(self, number: int, policy_version: str) -> None:
         """Not of vLLM's client: use the adapter that the update has brought."""
@@ -156,7 +161,12 @@ class Pusher:
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
 
-    def push(self, version: int) -> tuple[PushReport, EngineError | None]:
+    @property
+    def packs_on_gpu(self) -> bool:
+        """Whether buckets are packed on a GPU, where their sums cost next to nothing; on the local main."""
+        return self._transport is not None and self._transport.device == "cuda"
+
+    def push(self, version: int, *, checks_bits: bool = False) -> tuple[PushReport, EngineError | None]:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
 
         When an engine of this node or the way to it fails, the buckets are gathered to the end all the same, so that no
@@ -164,6 +174,7 @@ class Pusher:
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
+            checks_bits: whether sums of the bits that were sent and that arrived are compared.
         """
         begun = time.monotonic()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -172,9 +183,15 @@ class Pusher:
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
         sender = None
+        sums: dict[str, torch.Tensor] = {}
         if self._transport is not None:
             sender = Sender(
-                self._transport, self._engines, held=plan.held, timeout_s=self._timeout_s, on_stuck=self._tell
+                self._transport,
+                self._engines,
+                held=plan.held,
+                sums_bits=checks_bits,
+                timeout_s=self._timeout_s,
+                on_stuck=self._tell,
             )
         gather_s = 0.0
         try:
@@ -185,10 +202,13 @@ class Pusher:
                 gather_s += time.perf_counter() - gather_begun
                 if sender is not None and places is not None:
                     sender.send(bucket)
+                    if checks_bits:  # while it is on its way; nothing fills its places before the next `places`
+                        sums |= {meta.name: page_sum(place) for meta, place in zip(bucket.metas, places, strict=True)}
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
             gathered = time.monotonic()
-            error = None if sender is None else sender.finish(lambda: self._finish(version))
+            sent = fetched(sums)
+            error = None if sender is None else sender.finish(lambda: self._finish(version, sent))
         except BaseException as broken:  # an interrupted notebook cell, too
             if sender is not None:
                 sender.abandon(broken)
@@ -210,8 +230,10 @@ class Pusher:
         )
         return report, error
 
-    def _finish(self, version: int) -> None:
+    def _finish(self, version: int, sent: dict[str, int]) -> None:
         self._engines.finish_weight_update(str(version))
+        if sent:  # only now all layers are loaded
+            self._engines.check_bits(sent)
         if self.source.has_adapters:
             self._num_adapters += 1
             self._engines.take_adapter(self._num_adapters, str(version))

@@ -28,6 +28,8 @@ class Transport(Protocol):
 
     in_flight: int
     """How many updates the engines may be told of before they have answered the first."""
+    device: str
+    """The kind of device on which its buffers are."""
 
     def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
         """Meet the engines; once. `on_refusal` is told, from any thread, of one that refuses."""
@@ -64,6 +66,7 @@ class Sender:
 
     Args:
         held: checkpoint names that this push leaves out, because the engines have them.
+        sums_bits: whether the engines sum what arrives.
         timeout_s: deadline of one call to the engines.
         on_stuck: told, from another thread, that the transport holds the main thread for good.
     """
@@ -74,12 +77,14 @@ class Sender:
         engines: "VLLMWeightSyncClient",
         *,
         held: Sequence[str],
+        sums_bits: bool,
         timeout_s: float,
         on_stuck: Callable[[EngineError], None] = lambda error: None,
     ) -> None:
         self._transport = transport
         self._engines = engines
         self._held = list(held)
+        self._sums_bits = sums_bits
         self._timeout_s = timeout_s
         self._on_stuck = on_stuck
         self._error: EngineError | None = None
@@ -106,7 +111,8 @@ class Sender:
     def send(self, bucket: Bucket) -> None:
         """Send the bucket that stands in its `places`."""
         buffer = len(self._sent) % NUM_BUFFERS
-        info = self._transport.update_info(buffer, bucket) | {"held": self._held if not self._sent else []}
+        first_alone = {"held": self._held if not self._sent else []}
+        info = self._transport.update_info(buffer, bucket) | first_alone | {"sums_bits": self._sums_bits}
         self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
         if self._error is None:
             try:

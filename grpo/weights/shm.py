@@ -28,6 +28,7 @@ class ShmTransport:
     """
 
     in_flight = 2
+    device = "cpu"
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
         del num_workers  # each maps the file

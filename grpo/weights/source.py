@@ -1,8 +1,7 @@
 """The trainer's weights as they travel: which of them a push takes, in which buckets, under the checkpoint's names."""
 
 import contextlib
-import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,10 @@ from torch import nn
 
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, described, make_buckets, packed_bytes
 from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
-from grpo.weights.layers import frozen_names, persistent_buffers
-from grpo.weights.names import conversion_units, some
+from grpo.weights.held import HeldParameters
+from grpo.weights.layers import frozen_names, layer_groups, persistent_buffers
+from grpo.weights.names import some
+from grpo.weights.units import Unit, common_dtype, described_units, in_format
 from grpo.weights.wire_format import StackedExperts, WireFormat
 
 if TYPE_CHECKING:
@@ -35,18 +36,6 @@ class PushPlan:
     def num_bytes(self) -> int:
         """What travels to each engine."""
         return packed_bytes(self.metas, alignment_bytes=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """Tensors of the model that become a checkpoint's tensors together; one, for most."""
-
-    names: tuple[str, ...]
-    metas: tuple[ParamMeta, ...]
-    as_it_is: bool
-    """One tensor under its own name."""
-    experts: StackedExperts | None = None
-    """What it is, if it is all experts of one projection."""
 
 
 class GatheredSource:
@@ -80,14 +69,20 @@ class GatheredSource:
         self._asked_bytes = bucket_bytes
         with self._plain_model():  # transformers walks over all modules for each name: twice as many with PEFT's
             self._tensors = _travelling(model)
-            self._described = self._describe_units()
+            placeholders = {
+                name: torch.empty(whole_shape(tensor), dtype=self._dtype_of(tensor), device="meta")
+                for name, tensor in self._tensors.items()
+            }
+            self._described = described_units(self._to_checkpoint, placeholders)
         self._scales: dict[str, float] = {}  # by the name under which an adapter's B travels
         self._adapter_of: dict[str, LayerAdapter] = {}  # by the weight into which it is merged
-        self._adapters: list[_Unit] = []  # what of adapters travels by itself
+        self._adapters: list[Unit] = []  # what of adapters travels by itself
         if lora is not None and lora.merges:
             self._merge(lora.layers())
         elif lora is not None:
             self._adapters = [unit for layer in lora.layers() for unit in self._units_of(layer)]
+        self._forms = {name: self._form(tensor) for name, tensor in self._tensors.items()}
+        self._held = HeldParameters()
         self._gather: ShardGather | None = None
         self.times_forgotten = 0
         self.adopt(WireFormat())
@@ -96,15 +91,16 @@ class GatheredSource:
         """Take what the engines answered; on every rank, before the push group is opened."""
         computed = {*wire_format.computed}
         self._units = [
-            _in_format(unit, wire_format)
+            in_format(unit, wire_format)
             for unit in self._described
             if not computed.issuperset(meta.name for meta in unit.metas)
         ] + self._adapters
         total = sum(packed_bytes(unit.metas) for unit in self._units)
         self._bucket_bytes = bucket_limit(self._asked_bytes, total)
         self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
-        self._travel_dtypes = {name: _common_dtype(unit) for unit in self._units for name in unit.names}
-        self._sent: frozenset[str] = frozenset()  # parameters that were frozen when the engines last got them
+        self._travel_dtypes = {name: common_dtype(unit) for unit in self._units for name in unit.names}
+        self._unplaced = {*wire_format.unplaced}
+        self._held.forget()
         self._plans: dict[frozenset[str], PushPlan] = {}  # by the parameters that stay behind
 
     @property
@@ -143,8 +139,15 @@ class GatheredSource:
     # -- what travels ---------------------------------------------------------------------------------------------
 
     def plan(self) -> PushPlan:
-        """The next push: everything, but for layers of which nothing is trained and which the engines have already."""
-        left = self._frozen() & self._sent
+        """The next push: everything, but for layers of which nothing is trained and which the engines have already.
+
+        Raises:
+            ValueError: on every rank alike; something that is trained has no place in the engines, or what stands under
+                a name now is not what they were asked about.
+        """
+        self._look_up()
+        self._refuse_unplaced()
+        left = self._frozen() & self._held.names
         if left not in self._plans:
             units = [unit for unit in self._units if not left.issuperset(unit.names)]
             cuts = make_buckets([packed_bytes(unit.metas) for unit in units], self._bucket_bytes)
@@ -163,12 +166,74 @@ class GatheredSource:
 
         What is trained now may change before it is frozen, and travels once more then.
         """
-        self._sent = self._frozen()
+        self._held.hold({name: self._tensors[name] for name in sorted(self._frozen())})
 
     def forget_sent(self) -> None:
-        """Say that engines have come which have nothing; on every rank."""
-        self._sent = frozenset()
+        """Say that the engines may have nothing of this; on every rank."""
+        self._held.forget()
         self.times_forgotten += 1
+
+    def written(self, *, by_sums: bool) -> list[str]:
+        """Frozen parameters that the engines hold, and that were written to on this rank since they were sent.
+
+        Ranks may differ in what they see, and not in what they plan: whatever one has seen, all `send_again`.
+
+        Args:
+            by_sums: see `HeldParameters.written`.
+        """
+        return self._held.written(by_sums=by_sums)
+
+    def send_again(self, names: Collection[str]) -> None:
+        """Let held parameters travel once more, and with each the layer that it is a part of; on every rank."""
+        if names:
+            with self._plain_model():
+                groups = layer_groups(self._model)
+            written = {groups[name] for name in names}
+            self._held.forget([name for name, group in groups.items() if group in written])
+
+    def _look_up(self) -> None:
+        """Take what stands under the names now: code may have put another tensor there since the last push."""
+        with self._plain_model():
+            present = _travelling(self._model)
+        layers = [] if self._lora is None else self._lora.layers()
+        for layer in layers:
+            present |= {layer.name_of(part): tensor for part, tensor in layer.parts.items()}
+        odd = [f"{name} is gone" for name in self._forms if name not in present]
+        for name, tensor in present.items():
+            if name not in self._forms:
+                # The engines were asked about all buffers that there were; a later one is of no use to them.
+                odd += [f"{name} has come"] if isinstance(tensor, nn.Parameter) else []
+            elif (form := self._form(tensor)) != self._forms[name]:
+                before = self._forms[name]
+                odd.append(f"{name} is {form[1]} of shape {form[0]}, and was {before[1]} of {before[0]}")
+        if odd:
+            raise ValueError(
+                f"the model has changed since its engines were started [GRPO-507]: {some(odd)}; change it before the "
+                "trainer is made"
+            )
+        if moved := [name for name, tensor in self._tensors.items() if present[name] is not tensor]:
+            self._tensors = {name: present[name] for name in self._tensors}
+            self._plans.clear()
+            self.send_again(self._held.names.intersection(moved))
+        self._adapter_of = {layer.weight: layer for layer in layers if layer.weight in self._adapter_of}
+        for layer in layers:  # whose scales may be others
+            self._scales |= {name: layer.scale for name in map(layer.name_of, layer.parts) if name in self._scales}
+
+    def _form(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        return tuple(whole_shape(tensor)), self._dtype_of(tensor)
+
+    def _refuse_unplaced(self) -> None:
+        lost = [
+            meta.name
+            for unit in self._described
+            for meta in unit.metas
+            if meta.name in self._unplaced and any(self._tensors[name].requires_grad for name in unit.names)
+        ]
+        if lost:
+            raise ValueError(
+                f"the engines have no place for what is trained in {some(lost)} [GRPO-505]: vLLM's class of this model "
+                "passes over these names, and would sample without what they learn; freeze them (requires_grad_(False))"
+            )
 
     def _frozen(self) -> frozenset[str]:
         with self._plain_model():
@@ -182,14 +247,14 @@ class GatheredSource:
         """Whether adapters travel by themselves."""
         return bool(self._adapters)
 
-    def _units_of(self, layer: "LayerAdapter") -> list[_Unit]:
+    def _units_of(self, layer: "LayerAdapter") -> list[Unit]:
         """An adapter's matrices as they travel by themselves."""
         units = []
         for part, tensor in layer.parts.items():
             name = layer.name_of(part)
             self._tensors[name] = tensor
             meta = ParamMeta(name, self._dtype_of(tensor), tuple(whole_shape(tensor)))
-            units.append(_Unit(names=(name,), metas=(meta,), as_it_is=True))
+            units.append(Unit(names=(name,), metas=(meta,), as_it_is=True))
             if part.startswith("lora_B"):
                 self._scales[name] = layer.scale
         return units
@@ -208,54 +273,11 @@ class GatheredSource:
         if lonely:
             raise ValueError(f"adapters of {some(sorted(lonely))} have no weight of their own to be merged into")
 
-    def _bucket(self, units: Sequence[_Unit]) -> Bucket:
+    def _bucket(self, units: Sequence[Unit]) -> Bucket:
         return Bucket(
             parameters=tuple((name, self._tensors[name]) for unit in units for name in unit.names),
             metas=aligned([meta for unit in units for meta in unit.metas]),
         )
-
-    def _describe_units(self) -> list[_Unit]:
-        placeholders = {
-            name: torch.empty(whole_shape(tensor), dtype=self._dtype_of(tensor), device="meta")
-            for name, tensor in self._tensors.items()
-        }
-        units = []
-        for names in conversion_units(self._to_checkpoint, placeholders):
-            tensors = self._to_checkpoint({name: placeholders[name] for name in names})
-            units.append(
-                _Unit(
-                    names=tuple(names),
-                    metas=tuple(ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()),
-                    as_it_is=len(names) == 1 and tensors.get(names[0]) is placeholders[names[0]],
-                    experts=self._stacked(names[0], placeholders[names[0]], len(tensors)) if len(names) == 1 else None,
-                )
-            )
-        return units
-
-    def _stacked(self, name: str, placeholder: torch.Tensor, num_outputs: int) -> StackedExperts | None:
-        """Whether `num_outputs` tensors of the checkpoint are equal parts of each expert's rows, as they stand.
-
-        Told from what the conversion makes of a small tensor with a different number in every place.
-        """
-        if placeholder.dim() != 3 or num_outputs < 2 or num_outputs % len(placeholder):
-            return None
-        experts, num_parts = len(placeholder), num_outputs // len(placeholder)
-        numbers = torch.arange(experts * 2 * num_parts * 3).view(experts, 2 * num_parts, 3)
-        wanted = {
-            tuple(part.flatten().tolist()): (index, expert)
-            for index, parts in enumerate(numbers.chunk(num_parts, dim=1))
-            for expert, part in enumerate(parts)
-        }
-        names: dict[tuple[int, int], str] = {}
-        for output, tensor in self._to_checkpoint({name: numbers}).items():
-            place = wanted.get(tuple(tensor.flatten().tolist()))
-            if place is None or tensor.shape != (2, 3):
-                return None
-            names[place] = output
-        if len(names) != num_outputs:
-            return None
-        parts = tuple(tuple(names[part, expert] for expert in range(experts)) for part in range(num_parts))
-        return StackedExperts(name=name, shape=tuple(placeholder.shape), parts=parts)
 
     def _to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -339,19 +361,3 @@ def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
     ]
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
     return {name: tensors[name] for name in names if name in tensors}
-
-
-def _in_format(unit: _Unit, wire_format: WireFormat) -> _Unit:
-    dtypes = {name: getattr(torch, dtype) for name, dtype in wire_format.dtypes.items()}
-    metas = tuple(replace(meta, dtype=dtypes.get(meta.name, meta.dtype)) for meta in unit.metas)
-    stack = unit.experts
-    if stack is None or stack.name not in wire_format.whole_experts:
-        return replace(unit, metas=metas)
-    assert len({meta.dtype for meta in metas}) == 1, f"{stack.name}: experts of one layer in several dtypes"
-    whole = ParamMeta(stack.name, metas[0].dtype, stack.shape)
-    return replace(unit, metas=(whole,), as_it_is=True)
-
-
-def _common_dtype(unit: _Unit) -> torch.dtype:
-    """In which the tensors of a unit are put together before they are converted."""
-    return functools.reduce(torch.promote_types, (meta.dtype for meta in unit.metas))

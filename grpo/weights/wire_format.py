@@ -34,6 +34,8 @@ class WireFormat(Wire):
     """Names of the `StackedExperts` that the engine loads in one call for each part; others travel one by one."""
     computed: tuple[str, ...] = ()
     """Buffers that the engine takes from no checkpoint, since it computes them itself: they stay at home."""
+    unplaced: tuple[str, ...] = ()
+    """Parameters of which nothing arrives anywhere: some of vLLM's models pass over names that they do not know."""
 
 
 def ask_engines(clients: Sequence["EngineLike"], question: dict[str, Any], timeout_s: float) -> WireFormat:
@@ -65,6 +67,7 @@ def agreed(answers: Sequence[WireFormat]) -> WireFormat:
                 dict(first.dtypes.items() ^ other.dtypes.items()).keys()
                 | ({*first.whole_experts} ^ {*other.whole_experts})
                 | ({*first.computed} ^ {*other.computed})
+                | ({*first.unplaced} ^ {*other.unplaced})
             )
             raise RuntimeError(
                 f"two engines hold {odd[:3]} in different forms, and one push cannot serve both: run the same vLLM on "

@@ -28,10 +28,17 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
 from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
-from grpo.weights.completeness import IncompletePushError, incomplete_layers, unreached_tensors, unsent_names
+from grpo.weights.completeness import (
+    ChangedBitsError,
+    IncompletePushError,
+    incomplete_layers,
+    shown,
+    unreached_tensors,
+    unsent_names,
+)
 from grpo.weights.destinations import (
     Destination,
     Loader,
@@ -44,6 +51,7 @@ from grpo.weights.destinations import (
     whole_loads,
 )
 from grpo.weights.engine_args import BACKENDS
+from grpo.weights.page_sums import ArrivedSums
 from grpo.weights.wire_format import WireFormat
 
 _log = logging.getLogger(__name__)
@@ -99,7 +107,8 @@ class CountedReload(WeightTransferEngine):
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def wire_format(self, question: dict[str, Any]) -> WireFormat:
-        """Before the first push: which dtypes this engine holds, and which experts it can load at once.
+        """Before the first push: which dtypes this engine holds, which experts it can load at once, and what it has no
+        place for.
 
         A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
 
@@ -109,7 +118,7 @@ class CountedReload(WeightTransferEngine):
         Raises:
             ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
         """
-        asked = question["metas"]
+        asked, buffers = question["metas"], {*question["buffers"]}
         weights = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, dtype, shape in zip(asked["names"], asked["dtype_names"], asked["shapes"], strict=True)
@@ -117,7 +126,7 @@ class CountedReload(WeightTransferEngine):
         with without_adapters(self.model):
             initialize_layerwise_reload(self.model)
             try:
-                arrivals = arrivals_of(self.model, weights, question["buffers"])
+                arrivals, reached = arrivals_of(self.model, weights, buffers)
                 held = held_dtypes(arrivals, weights)
                 loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
             finally:
@@ -128,7 +137,8 @@ class CountedReload(WeightTransferEngine):
         return WireFormat(
             dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
             whole_experts=tuple(self._whole_experts),
-            computed=tuple(name for name in question["buffers"] if name not in arrivals),
+            computed=tuple(name for name in question["buffers"] if name not in reached),
+            unplaced=tuple(name for name in weights if name not in reached and name not in buffers),
         )
 
     def start_weight_update(self) -> None:
@@ -138,6 +148,7 @@ class CountedReload(WeightTransferEngine):
         self._adapter: dict[str, torch.Tensor] = {}
         self._reload = contextlib.ExitStack()
         self._reloads = False
+        self._sums: ArrivedSums | None = None  # while bits are checked
 
     def _begin_reload(self) -> None:
         """With the first weight that comes: a push of adapters alone walks over no layer."""
@@ -158,13 +169,30 @@ class CountedReload(WeightTransferEngine):
             self._filled.add(path)
             return loader(*args, **kwargs)
 
+        original = _get_original_loader(destination.tensor)
+        if original is not loader:  # vLLM's own keeps what it gets until a layer is complete, and unwraps this then
+            watched.__wrapped__ = self._summed(original)
         return watched
+
+    def _summed(self, loader: Loader) -> Loader:
+        """A loader that sums what it gets, before it is loaded."""
+
+        @functools.wraps(loader)
+        def summed(*args: Any, **kwargs: Any) -> Any:
+            if self._sums is not None:
+                self._sums.load(loaded_weight(args, kwargs))
+            return loader(*args, **kwargs)
+
+        return summed
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load what one update brings: experts that came whole part by part, all else through the model's own way.
 
         Adapters are laid aside for `take_adapter`.
         """
+        if self._sums is not None:
+            for name, weight in weights:
+                self._sums.arrive(name, weight)
         self._adapter |= {name: weight.clone() for name, weight in weights if is_adapters(name)}
         weights = [(name, weight) for name, weight in weights if not is_adapters(name)]
         if weights and not self._reloads:
@@ -190,8 +218,7 @@ class CountedReload(WeightTransferEngine):
         lines = self._incomplete(received, reached) if self._reloads else []
         lines += unsent_names(known=self._known, received=self._received, held=self._held)
         if lines:
-            shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-            raise IncompletePushError(f"the push is incomplete in {len(lines)} places [GRPO-503]: {shown}")
+            raise IncompletePushError(f"the push is incomplete in {len(lines)} places [GRPO-503]: {shown(lines)}")
         if self._reloads:
             self._finish_reload()
         self._known |= self._received
@@ -219,13 +246,28 @@ class CountedReload(WeightTransferEngine):
         self._places = ()
         self._reload.close()
 
+    def check_bits(self, sent: Mapping[str, int]) -> None:
+        """Compare what this push has brought with what was sent, once all of it is loaded.
+
+        Args:
+            sent: the trainer's sums (`page_sum`), by the names under which tensors travel.
+
+        Raises:
+            ChangedBitsError: they differ; names the tensors.
+        """
+        assert self._sums is not None, "check_bits after a push that did not ask for sums"
+        if lines := self._sums.changed(sent):
+            raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
+
     def take_adapter(self, lora_manager: Any, number: int) -> None:
         """Use the adapter that the last push has brought."""
         take_adapter(lora_manager, number, self._adapter, self.device)
         self._adapter = {}
 
-    def note_received(self, names: list[str], held: list[str]) -> None:
+    def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
         """Record what one update brings; a name that comes twice would make the count believe in a full layer."""
+        if sums_bits and self._sums is None:
+            self._sums = ArrivedSums()
         for name in names:
             parts = self._parts.get(name, [name])
             if not self._received.isdisjoint(parts):
@@ -240,6 +282,8 @@ class NCCLUpdateInfo(NCCLWeightTransferUpdateInfo):
 
     held: list[str] = field(default_factory=list)
     """Checkpoint names that this engine has from an earlier push; said once."""
+    sums_bits: bool = False
+    """Whether what arrives is summed for `check_bits`."""
 
 
 class AskedWorker:
@@ -250,6 +294,9 @@ class AskedWorker:
 
     def grpo_wire_format(self, question: dict[str, Any]) -> str:
         return self.weight_transfer_engine.wire_format(question).dumps()
+
+    def grpo_check_bits(self, sent: dict[str, int]) -> None:
+        self.weight_transfer_engine.check_bits(sent)
 
     def grpo_take_adapter(self, number: int) -> None:
         self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number)
@@ -271,7 +318,7 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
     def receive_weights(self, update_info: NCCLUpdateInfo) -> None:
         """As vLLM's own, but for experts that come whole."""
         assert self.model_update_group is not None, "receive_weights before init_transfer_engine"
-        self.note_received(update_info.names, update_info.held)
+        self.note_received(update_info.names, update_info.held, sums_bits=update_info.sums_bits)
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         packed_nccl_broadcast_consumer(
             iterator=zip(update_info.names, zip(update_info.shapes, dtypes, strict=True), strict=True),
@@ -301,7 +348,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     offsets: list[int]
     held: list[str] = field(default_factory=list)
-    """As in `NCCLUpdateInfo`."""
+    sums_bits: bool = False
+    """Both as in `NCCLUpdateInfo`."""
 
 
 class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -329,7 +377,7 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdat
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         assert self._buffer is not None, "receive_weights before init_transfer_engine"
-        self.note_received(update_info.names, update_info.held)
+        self.note_received(update_info.names, update_info.held, sums_bits=update_info.sums_bits)
         weights = []
         for name, dtype_name, shape, offset in zip(
             update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets, strict=True

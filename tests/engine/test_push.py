@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.engine.client import EngineError
 from grpo.faults.failure import JobFailed, StepFailed
 from grpo.faults.sessions import session_members
 from grpo.local_vllm import LocalVLLM
@@ -56,6 +57,13 @@ def test_pushes_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.
         assert local.last_push.gap is not None
         assert local.last_push.gap.max < 1e-3
         assert local.engines.clients[0].call("weight_version", 10) == str(step)
+
+
+def test_bits_that_the_trainer_did_not_send_are_refused_by_name(local: LocalVLLM) -> None:
+    """The workers still have their sums of the last push, which were what the trainer had sent."""
+    client = local.engines.clients[0]
+    with pytest.raises(EngineError, match=r"changed 1 tensors \[GRPO-506\]: model\.norm\.weight: other bits arrived"):
+        client.call("check_bits", 60, sent={"model.norm.weight": 0})
 
 
 def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progress: Progress) -> None:

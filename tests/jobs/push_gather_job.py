@@ -42,6 +42,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def trained_model(case: dict) -> nn.Module:
     """A model after one step, sharded."""
+    return trained_engine(case).module
+
+
+def step(engine: deepspeed.DeepSpeedEngine) -> None:
+    ids = torch.randint(0, 509, (1, 16), generator=torch.Generator().manual_seed(rank))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+def trained_engine(case: dict) -> deepspeed.DeepSpeedEngine:
     config = tiny_config(case.get("family", "qwen2-tied"))
     # Not divided by 3; and no padding row, which transformers would zero while it is partitioned.
     config.update({"vocab_size": 509, "intermediate_size": 254, "pad_token_id": None})
@@ -56,18 +66,17 @@ def trained_model(case: dict) -> nn.Module:
     }
     with deepspeed.zero.Init(config_dict_or_path=settings):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case["dtype"]])
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.ds_tensor.normal_(std=0.02)  # transformers initialises nothing that is partitioned
+        parameter.requires_grad_(name not in case.get("frozen", []))
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=settings
     )
-    ids = torch.randint(0, config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(rank))
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    engine.step()
+    step(engine)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.5, 0.5)
-    return engine.module
+    return engine
 
 
 class Counted(ShardGather):
@@ -172,6 +181,27 @@ def peak_of_a_push(num_layers: int) -> dict[str, int]:
     }
 
 
+def writes_to_what_is_frozen() -> dict[str, list[str]]:
+    """What this rank sees of them: of none, of one by DeepSpeed's gather, of one to its own shard."""
+    name = "model.norm.weight"
+    zero = {"stage3_param_persistence_threshold": 0}
+    engine = trained_engine({"dtype": "float32", "zero": zero, "frozen": [name, "model.embed_tokens.weight"]})
+    source = GatheredSource(engine.module, wire_dtype=torch.bfloat16, bucket_bytes=2**16)
+    norm = engine.module.get_parameter(name)
+    source.mark_sent()
+    step(engine)
+    seen = {"a step": source.written(by_sums=True)}
+    with deepspeed.zero.GatheredParameters([norm], modifier_rank=0):
+        if rank == 0:
+            norm.data.add_(1)
+    seen["by a gather"] = source.written(by_sums=False)
+    source.send_again([name])
+    source.mark_sent()
+    if rank == 1:
+        norm.ds_tensor.data.add_(1)
+    return seen | {"to a shard": source.written(by_sums=True)}
+
+
 def over_a_wire_that_breaks() -> dict[str, object]:
     """A push whose fourth broadcast fails on rank 0, one after it over the same group, and one over a fresh group."""
     model = trained_model({"dtype": "float32", "zero": {}})
@@ -217,6 +247,7 @@ def resident(name: str) -> int:
 results = {"memory": peak_of_a_push(settings["layers"])}  # first: what others freed would hide what this takes
 results["ways"] = both_ways()
 results["broken wire"] = over_a_wire_that_breaks()
+results["frozen"] = writes_to_what_is_frozen()
 results |= {name: compare(case) for name, case in settings["cases"].items()}
 (Path(settings["out"]) / f"{rank}.json").write_text(json.dumps(results))
 let_gloo_rest()  # as at the end of every job of ours

@@ -100,3 +100,10 @@ def test_memory_of_a_push_does_not_grow_with_the_model(found: list[dict]) -> Non
 
 def test_shards_travel_both_ways_and_leave_no_memory_behind(found: list[dict]) -> None:
     assert [rank["ways"] for rank in found] == [4] * RANKS  # two ways, to one receiver and to two
+
+
+def test_writes_to_frozen_parameters_are_seen_where_their_shards_are(found: list[dict]) -> None:
+    norm = ["model.norm.weight"]
+    for rank, results in enumerate(found):
+        seen = {"a step": [], "by a gather": norm, "to a shard": norm if rank == 1 else []}
+        assert results["frozen"] == seen, f"rank {rank}"

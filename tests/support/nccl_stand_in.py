@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,8 +21,9 @@ import pytest
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import Bucket, ParamMeta
+from grpo.weights.buckets import Bucket, ParamMeta, packed_bytes
 from grpo.weights.nccl import NcclTransport
+from grpo.weights.page_sums import ArrivedSums
 from tests.support.engines import Script, ScriptedEngine
 
 LATE_S = 0.02  # from a broadcast's turn on its stream until it reads the buffer
@@ -164,6 +166,9 @@ class StandInEngine(ScriptedEngine):
         self._late = ThreadPoolExecutor(max_workers=1)  # takes up updates in order where they are answered early
         self._answers_early, self._dies_at, self._hangs = answers_early, dies_at, hangs
         self.arrived: dict[str, torch.Tensor] = {}
+        self.fault: Callable[[torch.Tensor], None] = lambda packed: None
+        """What happens to each packed buffer, [bytes] uint8, when it has arrived."""
+        self._sums = ArrivedSums()
         self._timeout_s = 0.0
 
     def methods(self) -> list[str]:
@@ -176,6 +181,10 @@ class StandInEngine(ScriptedEngine):
 
     def _answer(self, method: str, kwargs: dict[str, Any]) -> bool:
         number = self.methods().count("update_weights") - 1
+        if method == "start_weight_update":
+            self._sums = ArrivedSums()
+        if method == "check_bits" and (lines := self._sums.changed(kwargs["sent"])):
+            raise EngineError("; ".join(lines))
         if method != "update_weights":
             return True
         if number == self._dies_at:
@@ -201,7 +210,7 @@ class StandInEngine(ScriptedEngine):
                 iter(list(metas)),
                 group=self._wire,
                 src=0,
-                post_unpack_func=lambda tensors: self.arrived.update((n, t.clone()) for n, t in tensors),
+                post_unpack_func=partial(self._take, update["sums_bits"]),
                 buffer_size_bytes=self._buffer_bytes,
                 num_buffers=1,
                 device=self._wire.device,
@@ -210,6 +219,13 @@ class StandInEngine(ScriptedEngine):
             raise EngineError("the trainer's broadcast did not come") from None
         if self._wire.device != "cpu" and not self._answers_early:
             torch.cuda.synchronize()  # as vLLM's base class does before it answers
+
+    def _take(self, sums_bits: bool, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        storage = tensors[0][1].untyped_storage()
+        self.fault(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        for name, tensor in tensors if sums_bits else ():
+            self._sums.arrive(name, tensor)
+        self.arrived.update((name, tensor.clone()) for name, tensor in tensors)
 
 
 def only_streams_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +257,7 @@ class MadeUpSource:
                 self.tensors[meta.name] = torch.randn(meta.shape, generator=draw).to(dtype).to(device)
             buckets.append(Bucket(parameters=(), metas=metas))
         num_bytes = [sum(self.tensors[meta.name].nbytes for meta in bucket.metas) for bucket in buckets]
-        self.buffer_bytes = max(num_bytes)
+        self.buffer_bytes = max(packed_bytes(bucket.metas) for bucket in buckets)  # in shared memory there are gaps
         self._plan = SimpleNamespace(buckets=tuple(buckets), held=(), num_bytes=sum(num_bytes))
         self.num_fills = 0
         self.has_adapters = False

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,11 +73,18 @@ class GapsGiven(Prover):
         return LogprobGap(mean=gap, max=gap, judged=gap), ScriptedEngine(f"engine 0 of node {self.timeout_s:.0f}")
 
 
-def delivery_of(rank: int, meeting: Meeting, gaps: list[float], sent: list[str]) -> WeightDelivery:
+def delivery_of(
+    rank: int, meeting: Meeting, gaps: list[float], sent: list[str], written: list[list[str]]
+) -> WeightDelivery:
     report = PushReport(total_s=1.0, gather_s=1.0, send_s=1.0, num_bytes=1)
     pusher = SimpleNamespace(
-        source=SimpleNamespace(forget_sent=lambda: sent.append("all")),
-        push=lambda step: sent.append("push") or (report, None),
+        source=SimpleNamespace(
+            forget_sent=lambda: sent.append("all"),
+            written=lambda *, by_sums: written.pop(0) if written else [],
+            send_again=lambda names: sent.append(" and ".join(names)),
+        ),
+        push=lambda step, *, checks_bits: sent.append("push" if checks_bits else "unchecked") or (report, None),
+        packs_on_gpu=False,
         connect=lambda: None,
     )
     prover = GapsGiven(
@@ -104,10 +112,17 @@ def delivery_of(rank: int, meeting: Meeting, gaps: list[float], sent: list[str])
     )
 
 
-def delivered(of_node_0: list[float], of_node_1: list[float]) -> tuple[list[list[str]], list[str]]:
-    """Weight syncs as long as there are gaps; what each rank has sent, and how each has ended."""
+def delivered(
+    of_node_0: list[float], of_node_1: list[float], written: Sequence[list[list[str]]] = ([], [])
+) -> tuple[list[list[str]], list[str]]:
+    """Weight syncs as long as there are gaps; what each rank has sent, and how each has ended.
+
+    Args:
+        written: what each rank sees of writes to frozen parameters, before each push.
+    """
     meeting, sent = Meeting(), [[], []]
-    deliveries = [delivery_of(0, meeting, of_node_0, sent[0]), delivery_of(1, meeting, of_node_1, sent[1])]
+    gaps = [of_node_0, of_node_1]
+    deliveries = [delivery_of(rank, meeting, gaps[rank], sent[rank], [*written[rank]]) for rank in range(2)]
 
     def deliver(delivery: WeightDelivery) -> str:
         try:
@@ -146,3 +161,8 @@ def test_a_first_one_that_fails_on_one_node_ends_the_job_on_all() -> None:
     assert sent == [["all", "push"]] * 2
     assert ends[0] == ends[1]
     assert ends[0].startswith("JobFailed: node 1 (host1), rank 1")
+
+
+def test_what_one_rank_has_seen_of_frozen_parameters_travels_from_all() -> None:
+    sent, _ = delivered([0.01] * 3, [0.01] * 3, written=([[], ["norm"], []], [[], ["embedding", "norm"], []]))
+    assert sent == [["all", "push", "embedding and norm", "push", "push"]] * 2

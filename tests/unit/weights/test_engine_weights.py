@@ -192,6 +192,42 @@ def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
         engine.wire_format(question(unheard_of=(1,)))
 
 
+class PassesOver(Model):
+    """As vLLM's loaders of qwen3_moe, deepseek_v2 and others do with a bias that they do not know."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        known = {f"model.{name}" for name, _ in (*self.named_parameters(), *self.named_buffers())}
+        return super().load_weights((name, w) for name, w in weights if not name.endswith(".bias") or name in known)
+
+
+def test_what_a_model_passes_over_in_silence_has_no_place() -> None:
+    engine = Engine()
+    engine.model = PassesOver()
+    record_metadata_for_reloading(engine.model)
+    bias = "model.layer.gate.bias"
+    assert engine.wire_format(question(**{bias: (4,)})).unplaced == (bias,)
+    for value in (1.0, 2.0):  # what pushes with it do not show
+        engine.push({**weights(value), bias: torch.full((4,), value)})
+
+
+class Computes(Model):
+    """Loads a sum of two tensors in place of the first, and a copy in another dtype: no view of what came."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        came = dict(weights)
+        if (second := came.pop("model.layer.gate.second", None)) is not None:
+            came["model.layer.gate.weight"] = came["model.layer.gate.weight"].float() + second.t().contiguous()
+        return super().load_weights(came.items())
+
+
+def test_what_is_computed_before_it_is_loaded_has_a_place() -> None:
+    engine = Engine()
+    engine.model = Computes()
+    record_metadata_for_reloading(engine.model)
+    answer = engine.wire_format(question(**{"model.layer.gate.second": (3, 4)}))
+    assert (answer.unplaced, {*answer.dtypes}) == ((), {"model.layer.gate.e_score_correction_bias"})
+
+
 def test_experts_come_one_by_one_where_a_layer_is_not_vllms_own() -> None:
     layer = Experts(nn.Parameter(torch.zeros(2, 3, 3)))
     place = Destination(path="experts.w2", layer=layer, name="w2", tensor=layer.e_score_correction_bias)

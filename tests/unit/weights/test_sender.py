@@ -55,7 +55,7 @@ class ScriptedEngines:
 
 def sender_of(engines: ScriptedEngines, in_flight: int = 1) -> tuple[Sender, ScriptedTransport]:
     transport = ScriptedTransport(in_flight)
-    return Sender(transport, engines, held=["kept"], timeout_s=5.0), transport  # type: ignore[arg-type]
+    return Sender(transport, engines, held=["kept"], sums_bits=False, timeout_s=5.0), transport  # type: ignore[arg-type]
 
 
 def test_buckets_are_filled_while_others_are_sent_and_no_buffer_before_its_answer() -> None:

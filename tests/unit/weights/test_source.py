@@ -1,10 +1,13 @@
 """What a push sends: what `save_pretrained` writes, in the engines' forms, without what they hold already."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
+from grpo.weights.adapters import Lora
 from grpo.weights.buckets import packed_bytes, packed_places
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
@@ -127,3 +130,173 @@ def test_a_frozen_router_leaves_its_bias_to_travel_and_other_parameters_go_with_
     source.mark_sent()
     biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
     assert walk(source).keys() == biases | {"model.norm.scale", "model.norm.weight"}
+
+
+# -- what stands under the names now ---------------------------------------------------------------------------------
+
+BALANCE = "model.layers.0.mlp.balance"
+
+
+def balanced_model() -> Any:
+    """With a buffer that is replaced by another tensor when it changes, as code that balances experts does."""
+    trained = tiny_model("qwen2-tied")
+    trained.model.layers[0].mlp.register_buffer("balance", torch.zeros(4))
+    return trained
+
+
+def source_of(trained: Any) -> GatheredSource:
+    source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
+    walk(source)
+    source.mark_sent()
+    return source
+
+
+def test_another_tensor_under_the_same_name_travels() -> None:
+    trained = balanced_model()
+    source = source_of(trained)
+    mlp, norm = trained.model.layers[0].mlp, trained.model.norm
+    mlp.balance = mlp.balance + 1
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * 2)
+    trained.model.layers[1].mlp.down_proj = torch.nn.Linear(256, 128, bias=False)
+    sent = walk(source)
+    assert sent[BALANCE].tolist() == [1.0] * 4
+    assert torch.equal(sent["model.norm.weight"], norm.weight)
+    assert torch.equal(sent["model.layers.1.mlp.down_proj.weight"], trained.model.layers[1].mlp.down_proj.weight)
+    planned = {name: tensor for bucket in source.plan().buckets for name, tensor in bucket.parameters}
+    assert planned.keys() == {*dict(trained.named_parameters()), BALANCE}
+    assert all(planned[name] is parameter for name, parameter in trained.named_parameters())
+
+
+def as_another_parameter(trained: Any) -> None:
+    trained.model.norm.weight = torch.nn.Parameter(torch.ones(96))
+
+
+def inside_of_the_parameter(trained: Any) -> None:
+    trained.model.norm.weight.data = torch.ones(96)
+
+
+def as_another_dtype(trained: Any) -> None:
+    trained.model.layers[0].mlp.balance = torch.zeros(4, dtype=torch.int32)
+
+
+def under_no_name(trained: Any) -> None:
+    del trained.model.norm.weight
+
+
+def without_the_tie(trained: Any) -> None:
+    trained.lm_head.weight = torch.nn.Parameter(trained.lm_head.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (as_another_parameter, r"model\.norm\.weight is torch\.float32 of shape \(96,\), and was .* of \(128,\)"),
+        (inside_of_the_parameter, r"model\.norm\.weight is torch\.float32 of shape \(96,\)"),
+        (as_another_dtype, r"mlp\.balance is torch\.int32 of shape \(4,\), and was torch\.float32"),
+        (under_no_name, r"model\.norm\.weight is gone"),
+        (without_the_tie, r"lm_head\.weight has come"),
+    ],
+)
+def test_another_shape_under_a_name_is_refused(change: Callable[[Any], None], said: str) -> None:
+    trained = balanced_model()
+    source = source_of(trained)
+    change(trained)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"\[GRPO-507\]: .*{said}"):
+            source.plan()
+
+
+def test_a_buffer_that_comes_later_stays_at_home() -> None:
+    trained = balanced_model()
+    source = source_of(trained)
+    trained.model.register_buffer("average", torch.zeros(4))
+    assert "model.average" not in walk(source)
+
+
+def write_by_copy(parameter: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def write_by_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data.add_(1)
+
+
+def write_another_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize(
+    ("write", "counted"), [(write_by_copy, True), (write_by_data, False), (write_another_data, False)]
+)
+def test_a_frozen_layer_that_is_written_to_travels_again(
+    write: Callable[[torch.nn.Parameter], None], counted: bool
+) -> None:
+    trained = tiny_model("qwen2-tied")
+    trained.requires_grad_(False)
+    trained.model.norm.weight.requires_grad_(True)
+    source = source_of(trained)
+    attention = trained.model.layers[0].self_attn
+    for _ in range(2):
+        assert source.written(by_sums=True) == []
+        assert walk(source).keys() == {"model.norm.weight"}
+        source.mark_sent()
+        write(attention.q_proj.weight)
+        name = "model.layers.0.self_attn.q_proj.weight"
+        assert source.written(by_sums=False) == ([name] if counted else [])
+        assert source.written(by_sums=True) == [name]
+        source.send_again(source.written(by_sums=True))
+        kinds = ("weight", "bias")
+        qkv = {f"model.layers.0.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in kinds}
+        sent = walk(source)
+        assert sent.keys() == qkv | {"model.norm.weight"}  # vLLM takes no part of a fused layer
+        assert torch.equal(sent[name], attention.q_proj.weight)
+        source.mark_sent()
+
+
+def test_a_frozen_parameter_in_the_place_of_another_travels() -> None:
+    trained = tiny_model("qwen2-tied")
+    trained.requires_grad_(False)
+    source = source_of(trained)
+    norm = trained.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight * 2, requires_grad=False)
+    assert torch.equal(walk(source)["model.norm.weight"], norm.weight)
+    source.mark_sent()
+    assert source.plan().buckets == ()
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_adapters_are_looked_up_too(merges: bool) -> None:
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    wrapped = get_peft_model(tiny_model("qwen2-tied"), settings)
+    lora = Lora(wrapped, merges=merges)
+    source = GatheredSource(lora.base, wire_dtype=torch.float32, bucket_bytes=MB, lora=lora)
+    walk(source)
+    source.mark_sent()
+    layer = lora.base.model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].weight = torch.nn.Parameter(torch.ones(4, 128))
+    layer.lora_B["default"].weight = torch.nn.Parameter(torch.ones(128, 4))
+    layer.scaling["default"] = 3.0  # from 2
+    sent = walk(source)
+    if merges:
+        changed = layer.get_base_layer().weight + 3.0 * 4
+        assert torch.allclose(sent["model.layers.0.self_attn.q_proj.weight"], changed)
+    else:
+        assert sent["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].unique().tolist() == [1.0]
+        assert sent["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].unique().tolist() == [3.0]
+    assert source.written(by_sums=True) == []
+
+
+def test_what_is_trained_has_a_place_in_the_engines() -> None:
+    trained = tiny_model("qwen2-tied")
+    source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    source.adopt(WireFormat(unplaced=(bias,)))
+    with pytest.raises(ValueError, match=rf"no place for what is trained in {bias} \[GRPO-505\]"):
+        source.plan()
+    trained.get_parameter(bias).requires_grad_(False)
+    assert bias in walk(source)
+    source.mark_sent()
+    trained.get_parameter(bias).requires_grad_(True)  # trained from now on
+    with pytest.raises(ValueError, match="GRPO-505"):
+        source.plan()
