@@ -1,5 +1,6 @@
 """What one rank of `bench.push` measures with LoRA: adapters alone, the whole model, and TRL's merging of it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ class LoraRanks(Ranks):
         self.source.forget_sent()
         return self.own_push()
 
+    def checked_push(self) -> float:
+        """Adapters, and the frozen base held against what it was."""
+        begun = time.perf_counter()
+        assert not self.source.written(by_sums=True)
+        return time.perf_counter() - begun + self.own_push(checks_bits=True)
+
     def trl_push(self) -> float:
         adapters, self.source._adapters = self.source._adapters, []  # the engine goes on with the one that it has
         try:
@@ -59,6 +66,7 @@ class LoraRanks(Ranks):
         }
         variants = {
             "adapters alone": self.own_push,
+            "adapters alone, bits checked": self.checked_push,
             "base and adapters": self.whole_push,
             "TRL merges and sends": self.trl_push,
         }

@@ -112,10 +112,10 @@ class Ranks:
 
     # -- the two ways of pushing --------------------------------------------------------------------------------------
 
-    def own_push(self) -> float:
+    def own_push(self, *, checks_bits: bool = False) -> float:
         dist.barrier()
         self.versions += 1
-        report, error = self.pusher.push(self.versions)
+        report, error = self.pusher.push(self.versions, checks_bits=checks_bits)
         if error is not None:
             raise error
         return report.total_s
@@ -136,7 +136,7 @@ class Ranks:
             transport.places(0, bucket)[0].copy_(tensor)
             transport.start_sending(0, bucket)
             engines.update_weights(transport.update_info(0, bucket) | {"held": self.held_by_trl})
-        self.pusher._finish(0)
+        self.pusher._finish(0, {})
         transport.end()
         return time.perf_counter() - begun
 
@@ -235,7 +235,7 @@ class Ranks:
                 transport.places(index % NUM_BUFFERS, bucket)
                 transport.start_sending(index % NUM_BUFFERS, bucket)
                 engines.update_weights(transport.update_info(index % NUM_BUFFERS, bucket))
-            self.pusher._finish(0)
+            self.pusher._finish(0, {})
             transport.end()
 
         return self._timed("load", run)
@@ -297,6 +297,7 @@ class Ranks:
         self.cpu_seconds.clear()
         variants = {
             "own push": self.own_push,
+            "own push, bits checked": lambda: self.own_push(checks_bits=True),
             f"own push by {other}": lambda: self.push_by(other),
             "one parameter at a time": self.trl_push,
             "exchange": self.exchange,

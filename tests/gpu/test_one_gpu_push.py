@@ -6,6 +6,7 @@ again too early, or reads one that is not filled yet, shows as other bits. On CP
 
 import importlib.util
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from grpo.engine.client import EngineError
 from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta
+from grpo.weights.page_sums import PAGE_BYTES, page_sum
 from grpo.weights.push import Pusher, PushReport
 from tests.support.nccl_stand_in import (
     MadeUpSource,
@@ -65,8 +67,8 @@ class Push:
         self.pusher = Pusher(source, clients, backend="nccl", tensor_parallel_size=1, timeout_s=60.0)
         self.pusher.connect()
 
-    def run(self, version: int = 1) -> tuple[PushReport, EngineError | None]:
-        return self.pusher.push(version)
+    def run(self, version: int = 1, *, checks_bits: bool = False) -> tuple[PushReport, EngineError | None]:
+        return self.pusher.push(version, checks_bits=checks_bits)
 
 
 def different(source: MadeUpSource, engine: StandInEngine) -> list[str]:
@@ -100,6 +102,53 @@ def test_what_arrives_is_bit_equal(
         assert error is None
         assert different(source, one.engine) == []
     figure("bit-equal in each of two pushes", report.num_bytes / 1e6, "MB")
+
+
+def test_sums_of_bits_are_the_same_on_every_device(device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(0)
+    memory = torch.randint(0, 256, (6 * PAGE_BYTES + 99,), dtype=torch.uint8, generator=draw)
+    there = memory.to(device)
+    for begin in (0, 1, 2, 8, PAGE_BYTES):  # words that are aligned, and words that are not
+        for end in (begin + 3, begin + PAGE_BYTES, len(memory) - 2):
+            assert page_sum(there[begin:end]).item() == page_sum(memory[begin:end]).item(), (begin, end)
+
+
+@pytest.mark.parametrize("fault", ["drop", "repeat", "swap"])
+def test_a_page_that_changes_on_the_wire_is_named(
+    fault: str, device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are queued on the streams on which buckets are filled and received."""
+    source = made_up(torch.bfloat16, device)
+    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    _, error = one.run(checks_bits=True)
+    assert error is None
+    pages = [slice(number * PAGE_BYTES, (number + 1) * PAGE_BYTES) for number in range(2)]
+
+    def change(packed: torch.Tensor) -> None:
+        first, second = (packed[page].clone() for page in pages)
+        packed[pages[1]] = {"drop": torch.zeros_like(second), "repeat": first, "swap": first}[fault]
+        if fault == "swap":
+            packed[pages[0]] = second
+
+    one.engine.fault = change
+    _, error = one.run(2, checks_bits=True)
+    assert "bucket0.0: other bits arrived than were sent" in str(error)
+
+
+def test_what_the_check_of_bits_costs(
+    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
+) -> None:
+    source = made_up(torch.bfloat16, device)
+    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for version in range(2 + 10):  # the first two are not counted
+        report, error = one.run(version, checks_bits=version % 2 == 1)
+        assert error is None
+        if version > 1:
+            seconds[version % 2 == 1].append(report.total_s)
+    without, with_sums = (statistics.median(seconds[checks]) for checks in (False, True))
+    figure("a push without it", 1e3 * without, "ms")
+    figure("a push with it", 1e3 * with_sums, "ms")
 
 
 def test_an_engine_that_answers_early_gets_wrong_weights(
