@@ -1,15 +1,11 @@
 """Every reward function once, on a made-up group, as TRL calls it: a mistake in one shows before anything is loaded."""
 
 import asyncio
-import contextlib
 import functools
 import inspect
-import signal
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +15,7 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
+from grpo.faults.interrupt import DeadlinePassed, interrupted_after
 from grpo.faults.mistakes import shown_frame, users_frame
 from grpo.faults.streams import own_streams
 from grpo.faults.worker import exits_as_errors, surviving
@@ -27,10 +24,6 @@ from grpo.preflight.model import reason_of
 DEADLINE_S = 30.0
 _OUTSIDE = "set check_rewards to False where it cannot be called before training"
 _TEXTS = ("The answer is 42.", "42", "<think>\nI think.\n</think>\n\\boxed{42}", "No idea")
-
-
-class _TooSlowError(BaseException):
-    """No `except Exception` of a reward function catches it."""
 
 
 def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
@@ -84,7 +77,7 @@ def try_rewards(
             ready.wait()
         try:
             _check_rewards(func, _called(func, call, loop), count)
-        except _TooSlowError:
+        except DeadlinePassed:
             warnings.warn(
                 f"reward function {_name(func)} has not answered within {DEADLINE_S:.0f} s for one group of {count} "
                 f"completions, and was not checked to its end [GRPO-206]; {_OUTSIDE}",
@@ -126,7 +119,7 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
         if not is_async_callable(func):
             with (
                 own_streams(f"reward function {get_callable_name(func)}"),
-                _interrupted_after(DEADLINE_S),
+                interrupted_after(DEADLINE_S),
                 exits_as_errors(in_main_thread=True),
             ):
                 return func(**call)
@@ -138,7 +131,7 @@ def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.Abstra
             if answer.done():
                 raise
             answer.cancel()
-            raise _TooSlowError from None
+            raise DeadlinePassed from None
     except Exception as error:
         own = error.__cause__ if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)) else error
         raise ValueError(
@@ -184,30 +177,6 @@ def _check_rewards(func: Callable[..., Any], rewards: Any, count: int) -> None:
     except (TypeError, ValueError, RuntimeError):
         wrong = next((reward for reward in numbers if not isinstance(reward, (int, float))), numbers[0])
         raise ValueError(f"{what} {wrong!r} ({type(wrong).__name__}) among its rewards: {wants}") from None
-
-
-@contextlib.contextmanager
-def _interrupted_after(timeout_s: float) -> Iterator[None]:
-    """Raises `_TooSlowError` inside, in the main thread, system calls too. SIGALRM is left to what runs there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _TooSlowError
-
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    timer = threading.Timer(timeout_s, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR2])
-    timer.daemon = True
-    timer.start()
-    try:
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()  # a signal that is under way arrives before the handler goes
-    finally:
-        signal.signal(signal.SIGUSR2, before)
 
 
 def _name(func: Callable[..., Any]) -> str:

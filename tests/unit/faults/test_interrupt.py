@@ -1,0 +1,99 @@
+"""Calls of the user's code in the main thread, and what gets into them from outside."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from grpo.faults import interrupt
+from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.interrupt import DeadlinePassed, interrupted_after, raise_in_main_thread
+
+LONG_S = 60.0
+RECORD = FailureRecord(node=1, rank=3, host="far", phase="train", cause="a fault elsewhere")
+
+
+def sleeps() -> None:
+    try:
+        time.sleep(LONG_S)
+    except Exception:  # noqa: BLE001  as users write it
+        time.sleep(LONG_S)
+
+
+def computes() -> None:
+    while True:
+        pass
+
+
+def catches_everything() -> None:
+    while not caught:
+        try:
+            time.sleep(LONG_S)
+        except BaseException as error:  # noqa: BLE001  as users write it
+            caught.append(error)
+    raise ValueError("its own")
+
+
+caught: list[BaseException] = []
+
+
+@pytest.mark.parametrize("call", [sleeps, computes, threading.Event().wait, catches_everything])
+def test_a_deadline_interrupts_whatever_runs(call: Callable[[], object]) -> None:
+    caught.clear()
+    before, begun = signal.getsignal(signal.SIGUSR2), time.monotonic()
+    with pytest.raises(DeadlinePassed), interrupted_after(0.05):
+        call()
+    assert time.monotonic() - begun < LONG_S / 2
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert not [thread for thread in threading.enumerate() if thread.name == "grpo-interrupt"]
+
+
+def test_code_that_goes_on_after_it_is_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "AGAIN_S", 0.05)
+    interrupts = 0
+    with pytest.raises(DeadlinePassed), interrupted_after(0.05):
+        while interrupts < 3:
+            try:
+                time.sleep(LONG_S)
+            except DeadlinePassed:
+                interrupts += 1
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    with interrupted_after(LONG_S):
+        pass
+    with pytest.raises(ZeroDivisionError), interrupted_after(LONG_S):
+        1 / 0  # noqa: B018
+
+
+def test_an_alarm_of_an_interrupted_call_strikes_nobody_else() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of a test's own deadline
+    with pytest.raises(DeadlinePassed), interrupted_after(0.05):
+        signal.setitimer(signal.ITIMER_REAL, LONG_S)
+        time.sleep(LONG_S)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_the_jobs_failure_ends_a_system_call_too() -> None:
+    begun = time.monotonic()
+    is_in, timer = threading.Event(), threading.Timer(0.2, raise_in_main_thread, [RECORD])
+    with pytest.raises(JobFailed, match="a fault elsewhere"), interrupted_after(LONG_S):
+        timer.start()
+        is_in.wait(LONG_S)
+    assert time.monotonic() - begun < LONG_S / 2
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_interrupts() -> None:
+    done: list[bool] = []
+
+    def call() -> None:
+        with interrupted_after(0.01):
+            time.sleep(0.05)
+            done.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert done == [True]
