@@ -1,9 +1,10 @@
-"""Conversations with tools: all of a rank's side by side, against TRL's own tool loop, in one run.
+"""Conversations with tools, in the main thread and in threads, against TRL's own tool loop, in one run.
 
-Two trainers of the same model, each with an engine that is up all the time; one works at a time. The model is random;
-how many turns a conversation has, and how long each call of its tool takes, is drawn once and the same for both: few
+Trainers of the same model, each with an engine that is up all the time; one works at a time. The model is random;
+how many turns a conversation has, and how long each call of its tool takes, is drawn once and the same for all: few
 have many turns. Every turn ends where the model happens to say one of some tokens. TRL's loop (1.16) runs the calls of
-a turn one after the other and then samples all rows that go on; its `generate` is ours.
+a turn one after the other and then samples all rows that go on; its `generate` is ours. So does the main thread by
+default, but while other rows are sampled; with `max_tool_threads` calls run side by side.
 
     python -m bench.conversations [--rows 32]
 """
@@ -28,7 +29,7 @@ from bench.report import Figure, Report, argument_parser, finish, interleave, ra
 from examples.calculator_model import END, TOOL, build_tokenizer
 from grpo import GRPOConfig, GRPOTrainer
 
-GOAL = 1.5
+GOAL, GOAL_IN_MAIN = 1.5, 0.9
 MAX_TURNS = 6
 MAX_TOOL_S = 0.4
 STOPS = 6  # of 128 tokens: a turn has about 20
@@ -46,7 +47,7 @@ class WithTRLsLoop(GRPOTrainer):
 
 
 class Play:
-    """Who says what when: the same for both."""
+    """Who says what when: the same for all."""
 
     def __init__(self, rows: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -109,7 +110,9 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def make_trainer(kind: type[GRPOTrainer], play: Play, model: Path, folder: Path, options: Any) -> GRPOTrainer:
+def make_trainer(
+    kind: type[GRPOTrainer], play: Play, model: Path, folder: Path, options: Any, **config: Any
+) -> GRPOTrainer:
     on_cpu = options.device == "cpu"
     args = GRPOConfig(
         output_dir=str(folder),
@@ -125,6 +128,7 @@ def make_trainer(kind: type[GRPOTrainer], play: Play, model: Path, folder: Path,
         report_to="none",
         check_rewards=False,
         disable_tqdm=True,
+        **config,
     )
     work = play.work.__get__(play)
 
@@ -167,13 +171,17 @@ def seconds_of(trainer: Any, play: Play, idle: list[float]) -> float:
 def measure(options: Any, folder: Path) -> Report:
     play = Play(options.rows, seed=7)
     model = save_model(folder / "model")
-    kinds = {"side by side": GRPOTrainer, "TRL's loop": WithTRLsLoop}
+    kinds: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
+        "in threads": (GRPOTrainer, {"max_tool_threads": options.rows}),
+        "in the main thread": (GRPOTrainer, {}),
+        "TRL's loop": (WithTRLsLoop, {}),
+    }
     idle: dict[str, list[float]] = {name: [] for name in kinds}
     with ExitStack() as stack:
         stack.enter_context(play.on())
         variants = {}
-        for name, kind in kinds.items():
-            trainer: Any = make_trainer(kind, play, model, folder / kind.__name__, options)
+        for name, (kind, config) in kinds.items():
+            trainer: Any = make_trainer(kind, play, model, folder / name, options, **config)
             stack.callback(trainer.close)
             trainer.model.train()
             trainer.vllm_generation.sync_weights()
@@ -198,9 +206,17 @@ def measure(options: Any, folder: Path) -> Report:
             "tools' time of the longest conversation, s": round(longest, 2),
             "tools' time of all, s": round(sum(map(sum, play.delays_s)), 2),
         },
-        ratios=(ratio("TRL's loop / side by side", figures["TRL's loop"], figures["side by side"], GOAL),),
+        ratios=(
+            ratio("TRL's loop / in threads", figures["TRL's loop"], figures["in threads"], GOAL),
+            ratio(
+                "TRL's loop / in the main thread", figures["TRL's loop"], figures["in the main thread"], GOAL_IN_MAIN
+            ),
+        ),
         figures=(*figures.values(), *shares),
-        notes=("No batch can be faster than the tools of its longest conversation.",),
+        notes=(
+            "No batch can be faster than the tools of its longest conversation.",
+            "In the main thread none can be faster than the tools of all.",
+        ),
     )
 
 

@@ -262,8 +262,9 @@ class GRPOTrainer(GuardedTrainer):
         """TRL would build a generator of its own; it takes ours in the same place afterwards."""
         args: GRPOConfig = inherited["args"]
         args.use_vllm = False
+        factories = self._with_threads(inherited["environment_factory"], args)
         try:
-            super().__init__(**inherited)
+            super().__init__(**{**inherited, "environment_factory": factories})
         finally:
             args.use_vllm = True
         if self.is_deepspeed_enabled:

@@ -11,22 +11,22 @@ class ConversationConfig:
     tool_timeout: float = field(
         default=120.0,
         metadata={
-            "help": "Seconds that one call of a tool may take. Then it is left alone and counted, and the model is "
-            "told that it failed."
+            "help": "Seconds that one call of a tool may take. Then it is interrupted in the main thread, or left "
+            "alone in a thread or an event loop, and counted, and the model is told that it failed."
         },
     )
-    max_tool_threads: int = field(
-        default=64,
+    max_tool_threads: int | None = field(
+        default=None,
         metadata={
-            "help": "How many calls of synchronous tools run at a time on a rank, each in a thread: 1 for tools that "
-            "cannot be called from several threads."
+            "help": "None: synchronous tools and environments run in the main thread, one call at a time in TRL's "
+            "order, and those marked with grpo.in_threads in threads. A number: all calls run in threads, so many at a "
+            "time on a rank, and each environment in one of its own; with 1 all tools in the same thread."
         },
     )
     max_abandoned_tools: int = field(
         default=16,
         metadata={
-            "help": "How many calls of tools may be left alone on a rank because of tool_timeout, over the run; with "
-            "more the job ends."
+            "help": "How many calls of tools may pass tool_timeout on a rank, over the run; with more the job ends."
         },
     )
     rollout_timeout: float = field(
@@ -40,7 +40,7 @@ class ConversationConfig:
 
 def check_conversing(args: Any) -> None:
     for name in ("tool_timeout", "rollout_timeout", "max_tool_threads"):
-        if getattr(args, name) <= 0:
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
     if args.max_abandoned_tools < 0:
         raise ValueError(f"max_abandoned_tools is {args.max_abandoned_tools}; it must be 0 or more")

@@ -43,7 +43,9 @@ class Worker:
 
     def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
         self._calls: _Calls = queue.SimpleQueue()
-        threading.Thread(target=_work, args=[self._calls, prepare], name=name, daemon=True).start()
+        thread = threading.Thread(target=_work, args=[self._calls, prepare], name=name, daemon=True)
+        thread.start()
+        self.thread_id = thread.ident
         weakref.finalize(self, self._calls.put, None)
 
     def run(self, call: Callable[[], Result]) -> "Future[Result]":

@@ -10,6 +10,8 @@ from typing import Any
 from trl.chat_template_utils import parse_response
 
 from grpo.place.log import EVERY_RANK
+from grpo.rollout.turns.environments import in_their_threads
+from grpo.rollout.turns.main_thread import MainThread
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
@@ -46,6 +48,11 @@ class ConversingTrainer(ScoringTrainer):
     _rollouts: Rollouts | None = None
     _resetting = ExitStack()
 
+    def _with_threads(self, factories: Any, args: Any) -> Any:
+        """`environment_factory`, before TRL's own `__init__`: its environments live where `max_tool_threads` says."""
+        prepare = partial(use_device, args.device)
+        return in_their_threads(factories, of_all=args.max_tool_threads is not None, prepare=prepare)
+
     def _take_rollouts(self) -> Rollouts | None:
         """What makes several turns of a prompt, and of a rollout function one that the other ranks know of, or brings
         each completion to rewards that wait for it; None where a rank's completions come all at once. After TRL's own
@@ -79,6 +86,7 @@ class ConversingTrainer(ScoringTrainer):
             ),
             tools=ToolRunner(
                 timeout_s=args.tool_timeout,
+                main=MainThread(),
                 max_threads=args.max_tool_threads,
                 max_abandoned=args.max_abandoned_tools,
                 say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),

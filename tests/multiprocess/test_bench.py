@@ -28,7 +28,10 @@ SHORT_FORMS = {
     ),
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
-    "conversations": (("TRL's loop / side by side",), {"side by side": "s", "TRL's loop": "s"}),
+    "conversations": (
+        ("TRL's loop / in threads", "TRL's loop / in the main thread"),
+        {"in threads": "s", "in the main thread": "s", "TRL's loop": "s"},
+    ),
     "neighbours": (
         ("first node: both alike / beside twice the turns", "second node's own time / the batch's"),
         {"first node, both alike": "s", "batch, one with twice the turns": "s"},

@@ -32,6 +32,19 @@ def speaks(reply: Callable[[str, int], str]) -> Callable[[Sample, int], list[int
     return tokens_of
 
 
+def speaks_in_generate(reply: Callable[[str, int], str]) -> Any:
+    """In the place of the model's `generate`: what an engine that `speaks` would say."""
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        texts = [TOKENIZER.decode(row[row != TOKENIZER.pad_token_id]) for row in input_ids]
+        said = [TOKENIZER(reply(text, number))["input_ids"] for number, text in enumerate(texts)]
+        longest = max(map(len, said))
+        rows = [ids + [TOKENIZER.pad_token_id] * (longest - len(ids)) for ids in said]
+        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+    return generate
+
+
 def save_model(folder: Path) -> Path:
     """Random weights, beside the calculator's tokenizer."""
     torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """A batch of conversations on a rank: it goes its own way, and meets the others when it is done."""
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,10 +14,11 @@ from grpo.groups.node_groups import MARGIN_S, NodeGroups
 from grpo.place.wire import Wire
 from grpo.rollout.node import Stalled
 from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.main_thread import MainThread
 from grpo.rollout.turns.report import ConversationReport
 
 PHASE = "rollout"
-POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
+POLL_S = 0.2  # how often the main thread, if no call comes, looks whether the job has failed elsewhere
 Result = TypeVar("Result")
 
 
@@ -41,11 +41,13 @@ class _End(Wire):
 class Conversations:
     """Runs batches of conversations; every rank has one, and `run` is collective over the job.
 
-    A rank's conversations run in threads and event loops that no other rank waits for. Its main thread waits, and sees
-    to what all ranks have to do together: the end of the batch, and the return of engines that a node has lost.
+    A rank's conversations run in threads and event loops that no other rank waits for. Its main thread runs the tools
+    that belong there, and sees to what all ranks have to do together: the end of the batch, and the return of engines
+    that a node has lost.
 
     Args:
         revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
+        main: runs what the conversations call in the main thread, while that waits for them.
         pending: what a rank's own code waits for, in words.
     """
 
@@ -57,11 +59,12 @@ class Conversations:
         limits: Limits,
         *,
         revive: Callable[[], None],
+        main: MainThread,
         pending: Callable[[], str],
     ) -> None:
         self._channel = channel
         self._groups, self._watch, self._limits = groups, watch, limits
-        self._revive, self._pending = revive, pending
+        self._revive, self._main, self._pending = revive, main, pending
         self._until = 0.0
         """time.monotonic(): when the batch has to have ended."""
         self._limited = ExitStack()
@@ -92,6 +95,7 @@ class Conversations:
             Exception: what the future brings instead.
         """
         self._channel.begin()
+        self._main.begin()
         self._until = time.monotonic() + self._limits.batch_s
         self._trouble = None
         future: Future[Result] = Future()
@@ -157,23 +161,24 @@ class Conversations:
 
     def _wait(self, future: "Future[Any]") -> bool:
         """Until the conversations have ended, or the node has no engine left."""
-        changed = self._channel.changed
-        future.add_done_callback(lambda done: _notify(changed))
+        future.add_done_callback(lambda done: self._main.wake())
         with self._limit():
             while True:
                 self._watch.check()
-                with changed:
-                    if not future.done() and not self._channel.is_stalled:
-                        changed.wait(POLL_S)
-                    if future.done():
-                        return True
-                    if self._channel.is_stalled:
-                        return False
+                if future.done():
+                    return True
+                if self._channel.is_stalled:
+                    return False
                 self._check_limits()
+                self._main.serve(POLL_S, left_s=self._until - time.monotonic(), check=self._check)
+
+    def _check(self) -> None:
+        self._watch.check()
+        self._check_limits()
 
     def _check_limits(self) -> None:
         slowest = self._channel.slowest()
-        if slowest is not None and slowest[0] > self._limits.turn_s:
+        if slowest is not None and slowest[0] > self._limits.turn_s and not self._channel.is_stalled:
             raise TimeoutError(
                 f"the engines of node {self._watch.node} have not answered {slowest[1]} after "
                 f"{self._limits.turn_s:g} s (vllm_generate_timeout)"
@@ -196,8 +201,3 @@ class Conversations:
                 raise StepFailed(each.stalled.for_good)
         reports = [each.report for each in ends if each.report is not None]
         return reports if len(reports) == len(ends) else []
-
-
-def _notify(changed: threading.Condition) -> None:
-    with changed:
-        changed.notify_all()

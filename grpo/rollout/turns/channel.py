@@ -27,8 +27,6 @@ class TurnChannel:
     """Asks for turns, from any thread."""
 
     def __init__(self, pipe: Pipe) -> None:
-        self.changed = threading.Condition()
-        """Notified when the node has lost its last engine, or its local main."""
         self.trouble: str | None = None
         """Why the node should get no engine again."""
         self._deliveries = 0
@@ -37,7 +35,7 @@ class TurnChannel:
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count()
         self._asked_again_at = 0.0
-        self._send_lock = threading.Lock()
+        self._lock, self._send_lock = threading.Lock(), threading.Lock()
         self.is_gone = False
         """Whether the local main is."""
         threading.Thread(target=self._receive, name="grpo-turns-receiver", daemon=True).start()
@@ -63,7 +61,7 @@ class TurnChannel:
             name: for messages.
         """
         opened = _Open(future=Future(), name=name, since=time.monotonic())
-        with self.changed:
+        with self._lock:
             number = next(self._numbers)
             self._open[number] = opened
             is_gone = self.is_gone
@@ -74,21 +72,21 @@ class TurnChannel:
             with self._send_lock:
                 self._pipe.send(ask)
         except Exception as error:  # noqa: BLE001  whoever waits for the future raises it
-            with self.changed:
+            with self._lock:
                 self._open.pop(number, None)
             opened.future.set_exception(error)
         opened.future.add_done_callback(lambda future: self._cancel(number) if future.cancelled() else None)
         return opened.future
 
     def _cancel(self, number: int) -> None:
-        with self.changed:
+        with self._lock:
             is_open = self._open.pop(number, None) is not None
         if is_open:
             self._say(Cancel(number))
 
     def begin(self) -> None:
         """Forget what was asked; its futures are cancelled."""
-        with self.changed:
+        with self._lock:
             left, self._open = self._open, {}
         for each in left.values():
             each.future.cancel()
@@ -105,13 +103,13 @@ class TurnChannel:
 
     def delivered(self) -> None:
         """All engines of the job have weights, and work on what is open. On every rank of the job, as often."""
-        with self.changed:
+        with self._lock:
             self._deliveries += 1
             self._asked_again_at = time.monotonic()
 
     def slowest(self) -> tuple[float, str] | None:
         """How long the turn that waits longest has waited for an engine, and its name."""
-        with self.changed:
+        with self._lock:
             first = min(self._open.values(), key=lambda each: each.since, default=None)
             if first is None:
                 return None
@@ -125,19 +123,17 @@ class TurnChannel:
             while True:
                 match message := self._pipe.receive():
                     case Answer():
-                        with self.changed:
+                        with self._lock:
                             opened = self._open.pop(message.number, None)
                         if opened is not None and opened.future.set_running_or_notify_cancel():
                             opened.future.set_result(message)
                     case Stalled():
-                        with self.changed:
+                        with self._lock:
                             self._stalled_after = message.deliveries
                             self.trouble = self.trouble or message.trouble
-                            self.changed.notify_all()
         except (EOFError, OSError, ValueError) as error:
-            with self.changed:
+            with self._lock:
                 self.is_gone = True
-                self.changed.notify_all()
                 left, self._open = self._open, {}
             for each in left.values():
                 if each.future.set_running_or_notify_cancel():

@@ -7,6 +7,8 @@ from grpo.faults.failure import FailureRecord
 from grpo.place.wire import Wire
 from grpo.rollout.report import GenerationReport
 
+SERIAL_SHARE = 0.2  # of a batch, in tools one after the other
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationReport(Wire):
@@ -17,7 +19,7 @@ class ConversationReport(Wire):
     """time.monotonic() of its node, as for the other one."""
     last_answer: float
     wait_s: float
-    """In which this rank did nothing but wait for its conversations."""
+    """In which this rank had its conversations, and did nothing else."""
     num_conversations: int
     num_refused: int
     """Conversations whose prompts no engine took."""
@@ -25,6 +27,8 @@ class ConversationReport(Wire):
     """Why, for the first of them."""
     counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
+    tools_s: float = 0.0
+    """Of `wait_s`, in which the main thread ran tools."""
     idle_s: float = 0.0
     """Of the local main, as in `GenerationReport`; likewise the others."""
     period_s: float | None = None
@@ -51,6 +55,18 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
             )
         )
     return merged
+
+
+def serial_tools(reports: Sequence[ConversationReport]) -> str | None:
+    """A line of advice, where the main thread of a rank ran tools for too large a part of the batch."""
+    worst = max(reports, key=lambda report: report.tools_s / max(report.wait_s, report.tools_s, 1e-9))
+    if worst.tools_s <= SERIAL_SHARE * worst.wait_s:
+        return None
+    return (
+        f"WARNING: synchronous tools took {worst.tools_s:.2g} s of the {worst.wait_s:.2g} s of a batch of "
+        "conversations, as they run one at a time in the main thread [GRPO-613]: write them as async def, or, where "
+        "they can run in several threads, set max_tool_threads to a number or mark them with grpo.in_threads"
+    )
 
 
 def conversation_metrics(reports: Sequence[ConversationReport]) -> dict[str, float]:

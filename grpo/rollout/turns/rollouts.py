@@ -50,19 +50,22 @@ class Rollouts:
             prompts: token ids, in the order of the rank's rows.
             max_model_len: tokens that an engine holds.
         """
-        self.tools.begin()
+        turnstile = self.tools.begin(len(prompts))
 
         async def hold(row: int, prompt: list[int]) -> Talk:
-            talk = await hold_talk(
-                row,
-                prompt,
-                sampler,
-                limits=self._limits,
-                max_model_len=max_model_len,
-                template=self._template,
-                tools=self.tools,
-                toolbox=self._toolbox_of(row),
-            )
+            try:
+                talk = await hold_talk(
+                    row,
+                    prompt,
+                    sampler,
+                    limits=self._limits,
+                    max_model_len=max_model_len,
+                    template=self._template,
+                    tools=self.tools,
+                    toolbox=self._toolbox_of(row),
+                )
+            finally:
+                turnstile.leave(row)
             if self._on_end is not None:
                 self._on_end(row, talk)
             return talk

@@ -25,7 +25,7 @@ from grpo.rollout.report import Period
 from grpo.rollout.turns.batch import Conversations, Limits
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
-from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes
+from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
 from grpo.rollout.turns.rollouts import Rollouts
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk
@@ -81,7 +81,13 @@ class RankConversations:
             self._channel = TurnChannel.to(address)
         self._rank, self._node = groups.topology.rank, groups.topology.node
         self._conversations = Conversations(
-            self._channel, groups, watch, limits, revive=revive, pending=rollouts.pending
+            self._channel,
+            groups,
+            watch,
+            limits,
+            revive=revive,
+            main=rollouts.tools.main,
+            pending=rollouts.pending,
         )
         self._rollouts, self._max_model_len = rollouts, max_model_len
         self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
@@ -90,7 +96,7 @@ class RankConversations:
         """Calls a rollout function: what it keeps for its thread holds from batch to batch."""
         self._rolls_here = False
         """Whether it is called in the main thread."""
-        self._period = Period()
+        self._period, self._has_advised = Period(), False
         self.metrics: dict[str, float] = {}
         """Of the last batch, over the job."""
 
@@ -178,6 +184,9 @@ class RankConversations:
                 each.close()
         sampler = samplers[-1]
         self.metrics = conversation_metrics(reports)
+        if not self._has_advised and (advice := serial_tools(reports)) is not None:
+            self._has_advised = True
+            _log.warning(advice)
         versions = [sampler.policy_versions.get(row, now.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
         for number, row in enumerate(rows):
@@ -212,6 +221,7 @@ class RankConversations:
             first_ask=sampler.first_ask,
             last_answer=sampler.last_answer,
             wait_s=time.monotonic() - begun,
+            tools_s=self._rollouts.tools.main.busy_s,
             num_conversations=len(rows),
             num_refused=len(refusals),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,

@@ -7,10 +7,17 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo.faults.interrupt import DeadlinePassed
+from grpo.faults.streams import own_streams
 from grpo.faults.worker import Worker, surviving
+from grpo.rollout.turns.declared import may_run_in_threads
+from grpo.rollout.turns.environments import home_of
+from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.turnstile import Turnstile
 
 Message = dict[str, Any]
 HANGS = "an earlier call has not returned"  # an environment may be in any state
+MAX_DECLARED = 64  # calls at a time of tools that are declared for threads, where no number is given
 
 
 class TooManyAbandoned(RuntimeError):
@@ -29,42 +36,49 @@ class ToolRunner:
     """Runs the tool calls of a rank's conversations, inside of an event loop.
 
     Args:
-        timeout_s: of a call. One that takes longer is left alone, and the model is told that it failed.
-        max_threads: in which calls of synchronous tools run at a time; those that were left alone do not count. With 1
-            it is the same thread for all calls.
-        max_abandoned: calls that may be left alone over the run.
-        say: tells the user of one that was.
-        prepare: called first in each of these threads.
+        timeout_s: of a call. One that takes longer is interrupted in the main thread, and left alone elsewhere; the
+            model is told that it failed.
+        main: runs calls of synchronous tools, in TRL's order.
+        max_threads: None: those that are declared for it run in threads. A number: all of them do, so many at a time;
+            calls that were left alone do not count. With 1 it is the same thread for all calls, but of environments.
+        max_abandoned: calls that may take too long over the run.
+        say: tells the user of one that did.
+        prepare: called first in each thread.
     """
 
     def __init__(
         self,
         *,
         timeout_s: float,
-        max_threads: int,
+        main: MainThread,
+        max_threads: int | None,
         max_abandoned: int,
         say: Callable[[str], None] = lambda line: None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.main = timeout_s, main
         self.counts: Counter[str] = Counter()
-        """Of the present batch: calls, those that failed, and of these those that were left alone."""
+        """Of the present batch: calls, those that failed, and of these those that took too long."""
         self.running: dict[int, str] = {}
         """What runs now, by a number of no meaning."""
         self._max_abandoned, self._say = max_abandoned, say
         self._num_abandoned = self._number = 0
         self._first_abandoned = ""
-        self._places = asyncio.Semaphore(max_threads)
+        self._all_in_threads = max_threads is not None
+        self._places = asyncio.Semaphore(max_threads or MAX_DECLARED)
+        self._turnstile = Turnstile(0)
         self._prepare = prepare
         self._idle: list[Worker] = []
         self._told: set[str] = set()
         self.hanging_rows: set[int] = set()
-        """Of the present batch, in which a call was left alone."""
+        """Of the present batch, in which a call took too long."""
 
-    def begin(self) -> None:
-        """A new batch."""
+    def begin(self, num_rows: int) -> Turnstile:
+        """A new batch. Returns what each row has to leave when it has ended."""
         self.hanging_rows.clear()
         self.counts.clear()
+        self._turnstile = Turnstile(num_rows)
+        return self._turnstile
 
     async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:
         """The tool messages that answer an assistant's calls, in TRL's order (1.16): asynchronous ones last.
@@ -74,39 +88,64 @@ class ToolRunner:
         self.counts["calls"] += len(calls)
         results: list[tuple[str, Any]] = []
         later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
-        for call in calls:
-            name = _told(call.get("function", {}).get("name") or call.get("name", "unknown"))
-            if row in self.hanging_rows:
-                results.append((name, self._failed(HANGS)))
-                continue
-            if call.get("type") != "function":
-                results.append((name, self._failed(f"Unsupported tool call type: {call.get('type')}")))
-                continue
-            arguments = call["function"].get("arguments", {})
-            if name in toolbox.sync:
-                results.append((name, await self._in_thread(name, toolbox.sync[name], arguments, row)))
-            elif name in toolbox.asynchronous:
-                try:
-                    later.append((name, toolbox.asynchronous[name](**arguments)))
-                except Exception as error:  # noqa: BLE001  wrong arguments
-                    results.append((name, self._failed(_told(error))))
-            else:
-                results.append((name, self._failed(f"Tool {name} not found.")))
+        in_main = [
+            tool for name in map(_name, calls) if (tool := toolbox.sync.get(name)) and not self._in_threads(tool)
+        ]
+        async with self._turnstile.turn(row, waits=bool(in_main)):
+            for call in calls:
+                name = _name(call)
+                if row in self.hanging_rows:
+                    results.append((name, self._failed(HANGS)))
+                    continue
+                if call.get("type") != "function":
+                    results.append((name, self._failed(f"Unsupported tool call type: {call.get('type')}")))
+                    continue
+                arguments = call["function"].get("arguments", {})
+                if name in toolbox.sync:
+                    results.append((name, await self._called(name, toolbox.sync[name], arguments, row)))
+                elif name in toolbox.asynchronous:
+                    try:
+                        later.append((name, toolbox.asynchronous[name](**arguments)))
+                    except Exception as error:  # noqa: BLE001  wrong arguments
+                        results.append((name, self._failed(_told(error))))
+                else:
+                    results.append((name, self._failed(f"Tool {name} not found.")))
         awaited = await asyncio.gather(*(self._awaited(name, call, row) for name, call in later))
         results += [(name, result) for (name, _), result in zip(later, awaited, strict=True)]
         return [{"role": "tool", "name": name, "content": self._content(result)} for name, result in results]
 
     # -- one call -------------------------------------------------------------------------------------------------
 
-    async def _in_thread(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
+    def _in_threads(self, tool: Callable[..., Any]) -> bool:
+        return self._all_in_threads or may_run_in_threads(tool) or home_of(tool) is not None
+
+    async def _called(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
+        def call() -> Any:
+            with own_streams(f"tool {name}"):
+                return tool(**arguments)
+
+        if self._in_threads(tool):
+            return await self._in_thread(name, tool, call, row)
+        with self._noted(name, row):
+            done = asyncio.wrap_future(self.main.run(call, timeout_s=self.timeout_s))
+            await asyncio.wait([done])
+        if not done.cancelled() and isinstance(done.exception(), DeadlinePassed):
+            return self._too_slow(name, row, "it is interrupted")
+        return self._outcome(name, done)
+
+    async def _in_thread(self, name: str, tool: Callable[..., Any], call: Callable[[], Any], row: int) -> Any:
+        home = home_of(tool)
         async with self._places:
-            worker = self._idle.pop() if self._idle else Worker("grpo-tool", self._prepare)
+            worker = home or (self._idle.pop() if self._idle else Worker("grpo-tool", self._prepare))
             with self._noted(name, row):
-                done = asyncio.wrap_future(worker.run(lambda: tool(**arguments)))
+                done = asyncio.wrap_future(worker.run(call))
                 finished, _ = await asyncio.wait([done], timeout=self.timeout_s)
             if not finished:
-                return self._left_alone(name, row)  # and its thread with it
-            self._idle.append(worker)
+                if home is not None:
+                    home.is_lost = True
+                return self._too_slow(name, row, "its thread is left alone")
+            if isinstance(worker, Worker):
+                self._idle.append(worker)
         return self._outcome(name, done)
 
     async def _awaited(self, name: str, coroutine: Coroutine[Any, Any, Any], row: int) -> Any:
@@ -115,12 +154,12 @@ class ToolRunner:
             return self._failed(HANGS)
         call = asyncio.ensure_future(surviving(coroutine))
         try:
-            with self._noted(name, row):
+            with self._noted(name, row), own_streams(f"tool {name}"):
                 finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
         finally:
             call.cancel()  # which it may not heed; if it still runs
         if not finished:
-            return self._left_alone(name, row)
+            return self._too_slow(name, row, "it is left alone")
         return self._outcome(name, call)
 
     def _outcome(self, name: str, done: "asyncio.Future[Any]") -> Any:
@@ -148,7 +187,7 @@ class ToolRunner:
         self.counts["failures"] += 1
         return {"error": why}
 
-    def _left_alone(self, name: str, row: int) -> dict[str, str]:
+    def _too_slow(self, name: str, row: int, what_becomes_of_it: str) -> dict[str, str]:
         self._num_abandoned += 1
         self.counts["abandoned"] += 1
         self.hanging_rows.add(row)
@@ -160,7 +199,7 @@ class ToolRunner:
                 f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._first_abandoned}"
             )
-        self._say(f"WARNING: {told}; the model is told so, and its thread is left alone")
+        self._say(f"WARNING: {told}; the model is told so, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, result: Any) -> Any:
@@ -170,6 +209,10 @@ class ToolRunner:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
             return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_told(error)}"))
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    return _told(call.get("function", {}).get("name") or call.get("name", "unknown"))
 
 
 def _told(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from grpo.rollout.turns.main_thread import MainThread
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import Talk, TalkLimits, hold_talk
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
@@ -63,7 +64,7 @@ def talk(
             limits=limits,
             max_model_len=max_model_len,
             template=Letters(),
-            tools=ToolRunner(timeout_s=9, max_threads=1, max_abandoned=0),
+            tools=ToolRunner(timeout_s=9, main=MainThread(), max_threads=1, max_abandoned=0),
             toolbox=Toolbox(sync={"tool": lambda: result}),
         )
     )

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from grpo.rollout.turns.main_thread import MainThread
 from grpo.rollout.turns.tools import Toolbox, ToolRunner, TooManyAbandoned
 
 DEADLINE_S = 20.0
 
 
 def runner(**more: Any) -> ToolRunner:
-    return ToolRunner(**{"timeout_s": DEADLINE_S, "max_threads": 8, "max_abandoned": 4, **more})
+    return ToolRunner(**{"timeout_s": DEADLINE_S, "main": MainThread(), "max_threads": 8, "max_abandoned": 4, **more})
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def test_a_limit_of_those_that_hang() -> None:
     release = threading.Event()
     tools = runner(timeout_s=0.05, max_abandoned=1)
     run(tools, call("stuck"), stuck=release.wait)
-    tools.begin()
+    tools.begin(4)
     with pytest.raises(TooManyAbandoned, match=r"more than 1 .*GRPO-609.* tool stuck, called in row"):
         run(tools, call("stuck"), stuck=release.wait)
     release.set()
@@ -242,6 +243,6 @@ def test_a_conversation_whose_call_hangs_calls_nothing_more() -> None:
     assert [line for line in said if "ZeroDivisionError" in line] == [
         "WARNING: tool other raised ZeroDivisionError: division by zero; the model is told so"
     ]
-    tools.begin()
+    tools.begin(4)
     assert not tools.hanging_rows
     release.set()

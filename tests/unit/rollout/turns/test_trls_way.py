@@ -5,32 +5,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import trl
 
 from examples.calculator_model import problems
 from grpo import GRPOConfig, GRPOTrainer, scores_each
 from tests.support.made_up_tools import Guessing, halves, plus, times
-from tests.support.speaking_engine import TOKENIZER, calculates, right
+from tests.support.speaking_engine import calculates, right, speaks_in_generate
 
 WAYS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [times, plus], "reward_funcs": scores_each("completion")(right)},
     "environment": {"environment_factory": Guessing, "reward_funcs": None},
     "several": {"environment_factory": {"one": Guessing, "two": Guessing}, "reward_funcs": None},
 }
-
-
-def speaks(reply: Any) -> Any:
-    """In the place of the model's `generate`."""
-
-    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        texts = [TOKENIZER.decode(row[row != TOKENIZER.pad_token_id]) for row in input_ids]
-        said = [TOKENIZER(reply(text, number))["input_ids"] for number, text in enumerate(texts)]
-        longest = max(map(len, said))
-        rows = [ids + [TOKENIZER.pad_token_id] * (longest - len(ids)) for ids in said]
-        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
-
-    return generate
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -55,7 +41,7 @@ def test_it_is_what_trl_makes_of_it(way: str, model: Path, tmp_path: Path) -> No
         if way == "several":
             rows = rows.add_column("environment", ["one", "two"] * 2).add_column("number", [5, 3] * 2)
         trainer = kind(model=str(model), args=args, train_dataset=rows, **WAYS[way])
-        with mock.patch.object(trainer.model, "generate", speaks(calculates if way == "tools" else halves)):
+        with mock.patch.object(trainer.model, "generate", speaks_in_generate(calculates if way == "tools" else halves)):
             trainer.train()
         timed = ("train_", "step_time", "tokens_per_second", "wall_s")
         return [

@@ -1,0 +1,36 @@
+"""What a user says of a tool or an environment: that it may be called in another thread than the main one."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Declared = TypeVar("Declared", bound=Callable[..., Any])
+_MARK = "_grpo_in_threads"
+
+
+def in_threads(declared: Declared) -> Declared:
+    """Declares that a synchronous tool may run in several threads at a time, or that an environment may live in a
+    thread of its own, where it is made, reset and called.
+
+        @in_threads
+        def search(query: str) -> str: ...
+
+        @in_threads
+        class Browser: ...
+
+    Others run in the main thread, one at a time, in TRL's order. What is declared waits for nothing, and in another
+    order than rows: it shares no state with other rows whose answers depend on it.
+
+    Raises:
+        TypeError: for what cannot be marked, such as a method of an object: mark the function or class that it is of.
+    """
+    try:
+        setattr(declared, _MARK, declared)
+    except AttributeError as error:
+        raise TypeError(f"in_threads cannot mark {declared!r}: mark the function or class that it is of") from error
+    return declared
+
+
+def may_run_in_threads(tool: Any) -> bool:
+    """Whether it was declared so: this very function or class, no wrapper around it and no subclass of it."""
+    marked = getattr(tool, "__func__", tool)
+    return getattr(marked, _MARK, None) is marked

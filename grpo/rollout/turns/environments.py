@@ -1,0 +1,106 @@
+"""Environments beside the main thread: each is made, reset, called and asked for its reward in a thread of its own."""
+
+import contextvars
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from typing import Any
+
+from grpo.faults.streams import own_streams
+from grpo.faults.worker import Worker
+from grpo.rollout.turns.declared import may_run_in_threads
+
+POLL_S = 0.2  # how often the main thread, which waits for a reset, looks whether the job has failed elsewhere
+_homes: "dict[int, Home]" = {}
+"""By the identity of the environment."""
+
+
+class Home:
+    """Where an environment lives."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self.is_lost = False
+        """Whether a call in it does not return; others are made where they come from."""
+        self._worker, self._context = Worker("grpo-environment", prepare), contextvars.copy_context()
+
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._worker.thread_id
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """What it brings, as a future; calls share their context variables, as they would in one thread."""
+        return self._worker.run(lambda: self._context.run(call))
+
+    def result_of(self, name: str, call: Callable[[], Any]) -> Any:
+        def with_own_streams() -> Any:
+            with own_streams(name):
+                return call()
+
+        future = self.run(with_own_streams)
+        while not wait([future], POLL_S).done:
+            pass
+        return future.result()
+
+
+def in_their_threads(factories: Any, *, of_all: bool, prepare: Callable[[], None]) -> Any:
+    """`environment_factory` as TRL takes it, whose environments live in threads.
+
+    Args:
+        of_all: False: only those that are declared for it.
+        prepare: called first in each thread.
+    """
+    if isinstance(factories, Mapping):
+        return {name: in_their_threads(each, of_all=of_all, prepare=prepare) for name, each in factories.items()}
+    if factories is None or not (of_all or may_run_in_threads(factories)):
+        return factories
+
+    def factory() -> Any:
+        home = Home(prepare)
+        environment = home.result_of("an environment", factories)
+        kind = type(environment)
+        try:
+            weakref.finalize(environment, _homes.pop, id(environment), None).atexit = False
+            object.__setattr__(environment, "__class__", _dispatching(kind))  # also of a frozen dataclass
+        except TypeError as error:
+            raise TypeError(
+                f"{kind.__name__} cannot live in a thread of its own ({error}): leave max_tool_threads and in_threads "
+                "away, and its calls run in the main thread"
+            ) from error
+        _homes[id(environment)] = home
+        return environment
+
+    return factory
+
+
+def home_of(tool: Any) -> Home | None:
+    """Where the environment lives whose method this is."""
+    return _homes.get(id(getattr(tool, "__self__", None)))
+
+
+@functools.cache
+def _dispatching(kind: type) -> type:
+    """The class of environments that live elsewhere: as `kind`, whose public methods run there."""
+    methods = {
+        name: _dispatched(function)
+        for name, function in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+        and not inspect.iscoroutinefunction(function)
+        and not isinstance(inspect.getattr_static(kind, name), staticmethod)
+    }
+    names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return types.new_class(kind.__name__, (kind,), {}, lambda namespace: namespace.update(names | methods))
+
+
+def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        home = _homes.get(id(self))
+        if home is None or home.is_here or home.is_lost:
+            return function(self, *args, **kwargs)
+        return home.result_of(f"{function.__qualname__}", lambda: function(self, *args, **kwargs))
+
+    return method
