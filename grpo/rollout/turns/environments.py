@@ -61,7 +61,7 @@ def in_their_threads(factories: Any, *, of_all: bool, prepare: Callable[[], None
     def factory() -> Any:
         home = Home(prepare)
         environment = home.result_of("an environment", factories)
-        kind = type(environment)
+        kind: Any = type(environment)
         try:
             weakref.finalize(environment, _homes.pop, id(environment), None).atexit = False
             object.__setattr__(environment, "__class__", _dispatching(kind))  # also of a frozen dataclass

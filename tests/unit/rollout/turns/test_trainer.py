@@ -169,7 +169,10 @@ def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
     release.set()
 
 
-def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(make: Make) -> None:
+@pytest.mark.parametrize("max_tool_threads", [None, 8])
+def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(
+    make: Make, max_tool_threads: int | None
+) -> None:
     release, made = threading.Event(), []
 
     class Stuck(Guessing):
@@ -187,7 +190,7 @@ def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(make:
                 release.wait()
             return super().guess(value)
 
-    config = {**LONG, "tool_timeout": 0.3}
+    config = {**LONG, "tool_timeout": 0.3, "max_tool_threads": max_tool_threads}
     trainer = make(halves, None, environment_factory=Stuck, train_dataset=None, config=config)
     first, second = steps_of(trainer)
     assert (first["tools/abandoned"], second["tools/abandoned"]) == (1, 0)
@@ -282,6 +285,57 @@ def test_an_engine_that_dies_between_batches_comes_back_too(
     assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
     assert stirred[-1]["engine/respawns"] == 1
     assert stirred[-1]["push/repeats"] == (death == "in a push")
+
+
+def test_an_engine_that_dies_while_a_tool_hangs_comes_back_when_that_is_interrupted(make: Make, script: Script) -> None:
+    """The main thread, which all ranks need to bring the engine back, is in the tool."""
+    never, calls = threading.Event(), []
+
+    def hangs(a: int, b: int) -> int:
+        """The product, some day.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        calls.append(a)
+        if len(calls) == 1:
+            script.started[-1].die()
+            never.wait()
+        return a * b
+
+    hangs.__name__ = "times"
+    first, _ = steps_of(make(calculates, tools=[hangs], config={"tool_timeout": 0.5, **LONG}))
+    assert first["engine/respawns"] == 1
+    assert first["tools/abandoned"] == 1
+    assert first["reward"] == 3 / 8
+
+
+def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(make: Make) -> None:
+    told: list[str] = []
+
+    def catches(a: int, b: int) -> str:
+        """The product, whatever happens.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        failing = threading.Thread(target=trainer._watch.fail, args=["a fault elsewhere"])
+        failing.start()
+        try:
+            while True:
+                time.sleep(0.01)
+        except Exception as error:  # noqa: BLE001  as users write it
+            told.append(type(error).__name__)
+        failing.join()
+        return "all is well"
+
+    catches.__name__ = "times"
+    trainer = make(calculates, tools=[catches])
+    with pytest.raises(JobFailed, match="a fault elsewhere"):
+        trainer.train()
+    assert told == ["JobFailed"]
 
 
 def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make, script: Script) -> None:
