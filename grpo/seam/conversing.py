@@ -11,7 +11,7 @@ from trl.chat_template_utils import parse_response
 
 from grpo.place.log import EVERY_RANK
 from grpo.rollout.turns.environments import in_their_threads
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner

@@ -14,7 +14,7 @@ from grpo.groups.node_groups import MARGIN_S, NodeGroups
 from grpo.place.wire import Wire
 from grpo.rollout.node import Stalled
 from grpo.rollout.turns.channel import TurnChannel
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.report import ConversationReport
 
 PHASE = "rollout"

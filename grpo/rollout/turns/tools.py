@@ -12,7 +12,7 @@ from grpo.faults.streams import own_streams
 from grpo.faults.worker import Worker, surviving
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import home_of
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.turnstile import Turnstile
 
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from grpo import in_threads
 from grpo.rollout.turns.environments import home_of, in_their_threads
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 
 DEADLINE_S = 20.0

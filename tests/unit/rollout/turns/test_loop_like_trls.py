@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from trl.trainer import grpo_trainer
 
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import TalkLimits

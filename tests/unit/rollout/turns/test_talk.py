@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import Talk, TalkLimits, hold_talk
 from grpo.rollout.turns.tools import Toolbox, ToolRunner

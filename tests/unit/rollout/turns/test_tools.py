@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.tools import Toolbox, ToolRunner, TooManyAbandoned
 
 DEADLINE_S = 20.0

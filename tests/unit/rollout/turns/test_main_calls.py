@@ -16,7 +16,7 @@ from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.interrupt import raise_in_main_thread
 from grpo.faults.worker import Worker
 from grpo.rollout.turns.declared import may_run_in_threads
-from grpo.rollout.turns.main_thread import MainThread
+from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 
 DEADLINE_S = 20.0
