@@ -222,6 +222,8 @@ class Scoring:
                     return False
                 here.append(_numbers(function.call_here(self._arguments(_Call(rows=[*rows])))))
             return _same(*here) and not _same(beside, here[0])
+        except NeedsMainThreadError:  # of these rows; others it has scored there
+            return True
         except Exception:  # noqa: BLE001  of the function: then nothing is known
             self._watch.check()
             return False

@@ -30,6 +30,12 @@ def counts() -> Callable[..., list[float]]:
     return count
 
 
+def needs_it_for_groups(completions: list[str], **_: Any) -> list[float]:
+    if len(completions) < 4 and not in_main_thread():
+        raise ValueError("signal only works in main thread of the main interpreter")
+    return [1.0] * len(completions)
+
+
 def gives_none(completions: list[str], **_: Any) -> list[float | None]:
     return [None if in_main_thread() else math.nan for _ in completions]
 
@@ -59,6 +65,7 @@ def each(unit: Any, func: Callable[..., Any]) -> Any:
         (hides_it, True),
         (each("completion", hides_it), True),
         (each("group", hides_it), True),
+        (needs_it_for_groups, True),
         (counts(), False),
         (gives_none, False),
         (rounds_otherwise, False),
@@ -74,7 +81,7 @@ def test_what_differs_beside_the_main_thread(batch_of: MakeBatch, func: Any, dif
     batch.scoring.move([0] * differs, "is wrong there")
     rewards = batch.rewards()
     if differs:
-        assert rewards == [[1, 2, 3, 4]]
+        assert rewards == [[1, 2, 3, 4] if func is not needs_it_for_groups else [1] * 4]
         assert batch.said == [f"WARNING: {func.__name__} is wrong there; from now on rewards of {func.__name__} are "
                               "computed in it, and nothing beside them"]  # fmt: skip
     else:
