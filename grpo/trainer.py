@@ -324,6 +324,8 @@ class GRPOTrainer(GuardedTrainer):
             return scored
         if (refused := self._local.refused_rows) is not None:
             scored["completion_mask"][refused] = 0
+            counted = scored["completion_mask"] * scored.get("tool_mask", 1)
+            scored["num_items_in_batch"] = self.accelerator.gather(counted.sum()).sum()  # as TRL counts them (1.16)
         if "importance_sampling_ratio" in scored:
             self.note_metrics(clipped_share(scored, self.args, self.accelerator))
         self.note_metrics(completion_lengths(scored, self.accelerator))

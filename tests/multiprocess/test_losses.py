@@ -1,0 +1,63 @@
+"""Every loss and every option that it depends on: ours computes what TRL's own trainer computes, bit for bit.
+
+One launch of two ranks for all cases, a table in `tests/support/loss_cases.py`; no engine.
+"""
+
+import json
+
+import pytest
+
+from tests.support.launching import ROOT, start, torchrun_command
+from tests.support.loss_cases import CASES
+from tests.support.tiny_models import save_tiny_model
+
+JOB = ROOT / "tests" / "jobs" / "losses_job.py"
+LIMIT_S = 600  # it takes 60 s alone, a quarter of them for torch.compile
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
+DIFFERENT = {name for name, case in CASES.items() if case.spoilt}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("losses")
+    model = save_tiny_model("qwen2-tied", folder / "model")
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps({"model": str(model), "out": str(folder), "cases": [*CASES]}))
+    job = start(
+        lambda _: torchrun_command([str(JOB), str(settings)]),
+        folder,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert job.wait(LIMIT_S) == [0], job.fail("the job did not finish")
+    finally:
+        job.end()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - DIFFERENT))
+def test_ours_computes_what_trls_trainer_computes(name: str, found: list[dict]) -> None:
+    for rank, results in enumerate(found):
+        assert results[name]["difference"] == "", f"case {name}, rank {rank}"
+        assert results[name]["compared"] > 80
+
+
+@pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.beside is not None))
+def test_what_a_case_changes_shows_in_the_gradients(name: str, found: list[dict]) -> None:
+    """Otherwise it would show nothing."""
+    beside = CASES[name].beside
+    assert found[0][name]["gradients"] != found[0][beside]["gradients"], f"case {name} is as {beside}"
+
+
+def test_what_the_engine_answers_is_compared(found: list[dict]) -> None:
+    """One token that is another, and log-probabilities of other tokens, are found on either rank, where they begin."""
+    assert {
+        results["log-probabilities in another order"]["difference"].partition(": differs")[0] for results in found
+    } == {"micro-batch 0: sampling_per_token_logps"}
+    for results in found:
+        assert results["another token"]["difference"].startswith(
+            ("micro-batch 0: advantages", "micro-batch 0: completion_ids")
+        )
