@@ -353,6 +353,7 @@ class GRPOTrainer(GuardedTrainer):
         micro_batches_left -= self._step - self._step_began_at
         if not args.generation_lookahead or micro_batches_left <= self._steps_per_batch:
             return None
+        assert self._sampler is not None, "lookahead in a stream is refused"
         return prompts_of_batch(
             self._step // self._steps_per_batch + 1,
             self._sampler,

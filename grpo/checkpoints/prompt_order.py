@@ -1,10 +1,17 @@
 """Which prompts are in which generation batch: a function of seed, epoch and position alone."""
 
+import collections
+import contextlib
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
+
+from grpo.checkpoints.rank_state import random_states, restore_random_states, seeded_states
 
 
 class GenerationSampler(Sampler[int]):
@@ -60,21 +67,129 @@ class GenerationSampler(Sampler[int]):
         """Rows of generation batch `index` of `epoch` over all ranks, copies included."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"generation batch {index} of {self.num_batches}")
-        return self._rows(self.permutation(epoch), index)
+        return [row for row in self._prompts(epoch, index) for _ in range(self.num_generations)]
 
-    def _rows(self, permutation: list[int], index: int) -> list[int]:
+    def _prompts(self, epoch: int, index: int) -> list[int]:
+        """The different rows of a generation batch."""
         first = index * self.prompts_per_batch
-        return [row for row in permutation[first : first + self.prompts_per_batch] for _ in range(self.num_generations)]
+        return self.permutation(epoch)[first : first + self.prompts_per_batch]
 
     def __iter__(self) -> Iterator[int]:
-        permutation = self.permutation(self.epoch)
+        epoch, self.epoch = self.epoch, self.epoch + 1  # for another sampler around this one, which sets no epoch
         for index in range(self.num_batches):
-            rows = self._rows(permutation, index)
+            rows = self.generation_batch(epoch, index)
             for _ in range(self.repeats):
                 yield from rows
 
     def __len__(self) -> int:
         return self.num_batches * self.prompts_per_batch * self.num_generations * self.repeats
+
+
+class DrawnSampler(GenerationSampler):
+    """The order of any other sampler: a generation batch is drawn when it is first asked for, and kept.
+
+    So what is read ahead is what comes. A run that resumes draws again from the first epoch on, with random numbers of
+    Python, NumPy and torch that are this sampler's alone: where the sampler looks at nothing else, it gives the same
+    rows, which `digest` shows.
+
+    Args:
+        sampler: gives each row `num_generations` times in a row; of what it gives for a generation batch, which comes
+            `repeats` times, the first time counts. It may have `set_epoch`.
+
+    Raises:
+        ValueError: it does not, here or when a batch is drawn.
+    """
+
+    def __init__(self, sampler: Any, *, prompts_per_batch: int, num_generations: int, repeats: int, seed: int) -> None:
+        self._sampler = sampler
+        size = len(sampler) if hasattr(type(sampler), "__len__") else 0
+        super().__init__(
+            range(size // (num_generations * repeats)),
+            prompts_per_batch=prompts_per_batch,
+            num_generations=num_generations,
+            repeats=repeats,
+            shuffle=False,
+            seed=seed,
+        )
+        self._random = seeded_states(seed)
+        if not self.num_batches:
+            raise self._makes_no_groups(f"has {size} rows, less than a generation batch, or no length")
+        self._drawn: dict[int, list[list[int]]] = {}  # of each batch its prompts; this epoch's, and the one before
+        with self._own_random_numbers():
+            self._begin(0)
+            self._draw_until(1)
+
+    def _prompts(self, epoch: int, index: int) -> list[int]:
+        with self._own_random_numbers():
+            while self._now < epoch:
+                self._draw_until(self.num_batches)
+                collections.deque(self._rows, maxlen=0)  # what fills no batch
+                self._begin(self._now + 1)
+            if self._now == epoch:
+                self._draw_until(index + 1)
+        return self._drawn[epoch][index]
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        outside = random_states()
+        restore_random_states(self._random)
+        try:
+            yield
+        finally:
+            self._random = random_states()
+            restore_random_states(outside)
+
+    def _begin(self, epoch: int) -> None:
+        self._now = epoch
+        self._drawn = {number: drawn for number, drawn in self._drawn.items() if number == epoch - 1} | {epoch: []}
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        self._rows = iter(self._sampler)
+
+    def _draw_until(self, num_batches: int) -> None:
+        """So many of this epoch."""
+        drawn = self._drawn[self._now]
+        while len(drawn) < num_batches:
+            drawn.append(self._draw())
+
+    def _draw(self) -> list[int]:
+        """The prompts of the next generation batch."""
+        size = self.prompts_per_batch * self.num_generations
+        rows = [int(row) for row in itertools.islice(self._rows, size * self.repeats)][:size]
+        prompts = rows[:: self.num_generations]
+        if len(rows) < size or rows != [row for row in prompts for _ in range(self.num_generations)]:
+            raise self._makes_no_groups(f"gives the rows {', '.join(map(str, rows[:12]))} …")
+        return prompts
+
+    def _makes_no_groups(self, what: str) -> ValueError:
+        return ValueError(
+            f"the sampler of _get_train_sampler, {_name(self._sampler)}, {what}: it has to give each row "
+            f"num_generations ({self.num_generations}) times in a row, {self.prompts_per_batch} different ones for a "
+            f"generation batch, and that batch {self.repeats} times, as trl.trainer.utils.RepeatSampler does"
+        )
+
+    def digest(self, num_batches: int) -> str:
+        """Of the rows of the epoch in which the first `num_batches` generation batches of the run end, up to there."""
+        epoch, last = divmod(num_batches - 1, self.num_batches)
+        drawn = [self._prompts(epoch, index) for index in range(last + 1)]
+        return hashlib.blake2b(np.asarray(drawn, np.int64).tobytes(), digest_size=8).hexdigest()
+
+    def check(self, num_batches: int, digest: str) -> None:
+        """Hold what is drawn now against what was drawn before the checkpoint.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if self.digest(num_batches) != digest:
+            raise ValueError(
+                f"the sampler of _get_train_sampler, {_name(self._sampler)}, gives other rows than before the "
+                "checkpoint, so that this run cannot go on where it was [GRPO-213]: let its order follow from the data "
+                "set, the epoch and random numbers alone, or begin a new run with the checkpoint's folder as the model"
+            )
+
+
+def _name(sampler: Any) -> str:
+    return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
 
 
 def prompts_of_batch(

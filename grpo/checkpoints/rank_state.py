@@ -35,6 +35,17 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def seeded_states(seed: int) -> dict[str, Any]:
+    """What `random_states` gives once all generators have this seed; they are left as they are."""
+    before = random_states()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    seeded = random_states()
+    restore_random_states(before)
+    return seeded
+
+
 def restore_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])

@@ -9,7 +9,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from grpo.checkpoints.checkpoints import CompleteRecord, check_reshaped, newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
-from grpo.checkpoints.prompt_order import GenerationSampler
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
@@ -246,15 +247,29 @@ class ResumableTrainer(SavingTrainer):
             for folder in bound_set_aside(run.path):
                 self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
 
+    @property
+    def _batch_layout(self) -> dict[str, int]:
+        """What samplers have to know."""
+        return {
+            "prompts_per_batch": self.args.generation_batch_size // self.num_generations,
+            "num_generations": self.num_generations,
+            "repeats": self._steps_per_batch,
+            "seed": self.args.seed,
+        }
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._sampler = GenerationSampler(
-            self.train_dataset if dataset is None else dataset,
-            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
-            num_generations=self.num_generations,
-            repeats=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
+        rows = self.train_dataset if dataset is None else dataset
+        return GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
+
+    def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
+        """transformers'. What a subclass's `_get_train_sampler` returns can be read ahead, and again after a resume."""
+        known = partial(self._known_order, sampler_fn) if is_training else sampler_fn
+        return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
+
+    def _known_order(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
+        sampler = sampler_fn(dataset)
+        is_ours = isinstance(sampler, GenerationSampler)
+        self._sampler = sampler if is_ours else DrawnSampler(sampler, **self._batch_layout)
         return self._sampler
 
     def _run_epoch(self, **kwargs: Any) -> None:
@@ -262,7 +277,7 @@ class ResumableTrainer(SavingTrainer):
             self.control.should_training_stop = True
             return
         # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
-        if hasattr(self, "_sampler"):
+        if self._sampler is not None:
             self._sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 

@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from grpo.checkpoints.background import BackgroundSave, deadline_for
 from grpo.checkpoints.checkpoints import files_in, newest_complete, read_complete, write_complete, writer_of
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
 from grpo.checkpoints.rank_state import load_own_shards, own_shards
 from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, size_of, to_rotate
 from grpo.faults.failure import JobFailed
@@ -61,6 +62,8 @@ class SavingTrainer(TRLTrainer):
 
     _node_groups: NodeGroups
     _lead: StopLead
+    _sampler: GenerationSampler | None = None
+    """Of training; None for a stream."""
     _run: RunFolder | None = None
     """On global rank 0."""
     _stop: StopRequest | None = None
@@ -83,6 +86,11 @@ class SavingTrainer(TRLTrainer):
     def _steps_per_batch(self) -> int:
         """Micro-batches that a generation batch is trained on."""
         return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def _num_batches(self) -> int:
+        """Generation batches that training has begun."""
+        return -(-self._step // self._steps_per_batch)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that says when it is complete; older ones go only after that. Collective."""
@@ -216,6 +224,8 @@ class SavingTrainer(TRLTrainer):
     def _rollout_state(self) -> dict[str, Any]:
         """What this rank needs beyond transformers' own files to go on in the middle of a generation batch."""
         state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
+        if isinstance(self._sampler, DrawnSampler):
+            state["order"] = self._sampler.digest(self._num_batches)
         if self._step % self._steps_per_batch:
             state["batch"] = self._buffered_inputs
         if self.args.sync_ref_model and self.ref_model is not None:
@@ -239,6 +249,8 @@ class SavingTrainer(TRLTrainer):
         batches = state.get("generation_batches")
         self._step = self._step_began_at = state["step"] if batches is None else batches * self._steps_per_batch
         self._buffered_inputs = send_to_device(state["batch"], self.args.device)
+        if isinstance(self._sampler, DrawnSampler) and "order" in state:
+            self._sampler.check(self._num_batches, state["order"])
         if state["reference"] is not None and self.ref_model is not None:
             load_own_shards(self.ref_model, state["reference"])
 

@@ -98,6 +98,7 @@ TABLE: tuple[PrivateName, ...] = (
         "overrides",
         """
         _finalize_training(self, trial, num_train_samples, start_time)
+        _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, ...)
         _load_from_checkpoint(self, resume_from_checkpoint, model=None)
         _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, ...)
         _run_epoch(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, ...)

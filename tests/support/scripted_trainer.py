@@ -37,6 +37,7 @@ def make_trainer(
     output_dir: Path,
     story: list[tuple],
     *,
+    kind: type[GRPOTrainer] = GRPOTrainer,
     num_prompts: int = 40,
     stop_at: int = 0,
     prompts: list[str] | None = None,
@@ -64,7 +65,7 @@ def make_trainer(
     }
     args = GRPOConfig(output_dir=str(output_dir), use_cpu=True, bf16=False, **{**settings, **config})
     as_given = dict(vars(args))
-    trainer = GRPOTrainer(
+    trainer = kind(
         model=str(tiny_model),
         reward_funcs=reward,
         args=args,

@@ -1,9 +1,12 @@
 """Which prompts come when."""
 
+from typing import Any
+
 import pytest
+from torch.utils.data import RandomSampler
 from trl.trainer.utils import RepeatSampler
 
-from grpo.checkpoints.prompt_order import GenerationSampler
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
 
 
 def sampler(num_prompts: int = 10, *, shuffle: bool = True, seed: int = 3) -> GenerationSampler:
@@ -38,3 +41,56 @@ def test_a_generation_batch_can_be_asked_for() -> None:
     assert [shuffled.generation_batch(5, k) for k in (0, 1)] == [rows[0:8], rows[24:32]]
     with pytest.raises(IndexError, match="generation batch 2 of 2"):
         shuffled.generation_batch(5, 2)
+
+
+def drawn(other: Any, *, repeats: int = 3) -> DrawnSampler:
+    return DrawnSampler(other, prompts_per_batch=4, num_generations=2, repeats=repeats, seed=3)
+
+
+def shuffled() -> RepeatSampler:
+    return RepeatSampler(range(10), mini_repeat_count=2, batch_size=4, repeat_count=3, seed=3)
+
+
+def test_another_samplers_order_is_read_ahead_and_again() -> None:
+    theirs, ours = shuffled(), drawn(shuffled())
+    epochs = [list(theirs) for _ in range(3)]
+    assert len(ours) == len(theirs)
+    assert ours.generation_batch(1, 0) == epochs[1][:8]  # before training has come there
+    for epoch, rows in enumerate(epochs):
+        ours.set_epoch(epoch)
+        assert list(ours) == rows
+    resumed = drawn(shuffled())
+    resumed.check(5, ours.digest(5))
+    resumed.set_epoch(2)
+    assert list(resumed) == epochs[2]
+    with pytest.raises(ValueError, match=r"RepeatSampler.*\[GRPO-213\]"):
+        drawn(RepeatSampler(range(10), mini_repeat_count=2, batch_size=4, repeat_count=3)).check(5, ours.digest(5))
+
+
+def test_one_around_ours_gets_another_order_in_each_epoch() -> None:
+    around, ours = drawn(iter_anew(sampler())), sampler()
+    for epoch in (0, 1):
+        for each in (around, ours):
+            each.set_epoch(epoch)
+        assert list(around) == list(ours)
+
+
+def iter_anew(inner: GenerationSampler) -> Any:
+    """Without `set_epoch`."""
+    return type("Around", (), {"__iter__": lambda self: iter(inner), "__len__": lambda self: len(inner)})()
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (RandomSampler(range(48)), "gives the rows"),
+        (RepeatSampler(range(48), mini_repeat_count=1, batch_size=8, repeat_count=1), "gives the rows"),
+        (RepeatSampler(range(4), mini_repeat_count=2, batch_size=4, repeat_count=2), "16 rows"),
+        (iter([0, 0, 1, 1]), "no length"),
+        (None, "no length"),
+    ],
+    ids=["each row once", "other groups", "no whole batch", "no length", "none"],
+)
+def test_one_that_makes_no_groups_is_refused(other: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"_get_train_sampler, .*{why}.*num_generations \(2\) times"):
+        drawn(other)
