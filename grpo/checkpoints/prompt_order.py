@@ -75,7 +75,7 @@ class GenerationSampler(Sampler[int]):
         return self.permutation(epoch)[first : first + self.prompts_per_batch]
 
     def __iter__(self) -> Iterator[int]:
-        epoch, self.epoch = self.epoch, self.epoch + 1  # for another sampler around this one, which sets no epoch
+        epoch = self.epoch
         for index in range(self.num_batches):
             rows = self.generation_batch(epoch, index)
             for _ in range(self.repeats):
@@ -95,13 +95,23 @@ class DrawnSampler(GenerationSampler):
     Args:
         sampler: gives each row `num_generations` times in a row; of what it gives for a generation batch, which comes
             `repeats` times, the first time counts. It may have `set_epoch`.
+        inside: the trainer's own sampler where the other one may be around it.
 
     Raises:
         ValueError: it does not, here or when a batch is drawn.
     """
 
-    def __init__(self, sampler: Any, *, prompts_per_batch: int, num_generations: int, repeats: int, seed: int) -> None:
-        self._sampler = sampler
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        prompts_per_batch: int,
+        num_generations: int,
+        repeats: int,
+        seed: int,
+        inside: GenerationSampler | None = None,
+    ) -> None:
+        self._sampler, self._inside = sampler, inside
         size = len(sampler) if hasattr(type(sampler), "__len__") else 0
         super().__init__(
             range(size // (num_generations * repeats)),
@@ -142,8 +152,9 @@ class DrawnSampler(GenerationSampler):
     def _begin(self, epoch: int) -> None:
         self._now = epoch
         self._drawn = {number: drawn for number, drawn in self._drawn.items() if number == epoch - 1} | {epoch: []}
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
+        for each in (self._inside, self._sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
         self._rows = iter(self._sampler)
 
     def _draw_until(self, num_batches: int) -> None:

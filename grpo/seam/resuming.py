@@ -259,7 +259,8 @@ class ResumableTrainer(SavingTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         rows = self.train_dataset if dataset is None else dataset
-        return GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
+        self._sampler = GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
+        return self._sampler
 
     def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
         """transformers'. What a subclass's `_get_train_sampler` returns can be read ahead, and again after a resume."""
@@ -267,10 +268,12 @@ class ResumableTrainer(SavingTrainer):
         return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
 
     def _known_order(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
+        self._sampler = None
         sampler = sampler_fn(dataset)
-        is_ours = isinstance(sampler, GenerationSampler)
-        self._sampler = sampler if is_ours else DrawnSampler(sampler, **self._batch_layout)
-        return self._sampler
+        if not isinstance(sampler, GenerationSampler):
+            sampler = DrawnSampler(sampler, inside=self._sampler, **self._batch_layout)
+        self._sampler = sampler
+        return sampler
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)

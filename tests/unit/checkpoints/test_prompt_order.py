@@ -43,8 +43,8 @@ def test_a_generation_batch_can_be_asked_for() -> None:
         shuffled.generation_batch(5, 2)
 
 
-def drawn(other: Any, *, repeats: int = 3) -> DrawnSampler:
-    return DrawnSampler(other, prompts_per_batch=4, num_generations=2, repeats=repeats, seed=3)
+def drawn(other: Any, inside: GenerationSampler | None = None) -> DrawnSampler:
+    return DrawnSampler(other, prompts_per_batch=4, num_generations=2, repeats=3, seed=3, inside=inside)
 
 
 def shuffled() -> RepeatSampler:
@@ -68,7 +68,8 @@ def test_another_samplers_order_is_read_ahead_and_again() -> None:
 
 
 def test_one_around_ours_gets_another_order_in_each_epoch() -> None:
-    around, ours = drawn(iter_anew(sampler())), sampler()
+    inside, ours = sampler(), sampler()
+    around = drawn(iter_anew(inside), inside)
     for epoch in (0, 1):
         for each in (around, ours):
             each.set_epoch(epoch)
