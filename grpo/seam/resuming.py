@@ -207,7 +207,7 @@ class ResumableTrainer(SavingTrainer):
         """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
         self._stop = self._at_step_end = None
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
-        self._buffered_inputs = None
+        self._buffered_inputs, self._stream_pass = None, (0, 0)
         first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
@@ -280,8 +280,15 @@ class ResumableTrainer(SavingTrainer):
             self.control.should_training_stop = True
             return
         # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
+        passes, began = self._stream_pass
         if self._sampler is not None:
             self._sampler.set_epoch(kwargs["epoch"])
+        elif kwargs["epoch"] < passes:  # over a stream; transformers resumes in the first, however short it is (5.17)
+            return
+        elif kwargs["epoch"] == passes:
+            kwargs |= {"epochs_trained": passes, "steps_trained_in_current_epoch": self._step - began}
+        else:
+            self._stream_pass = kwargs["epoch"], self._step
         super()._run_epoch(**kwargs)
 
     @property

@@ -64,6 +64,8 @@ class SavingTrainer(TRLTrainer):
     _lead: StopLead
     _sampler: GenerationSampler | None = None
     """Of training; None for a stream."""
+    _stream_pass: tuple[int, int] = (0, 0)
+    """How often a stream was read to its end, and the number of the first micro-batch since."""
     _run: RunFolder | None = None
     """On global rank 0."""
     _stop: StopRequest | None = None
@@ -224,6 +226,8 @@ class SavingTrainer(TRLTrainer):
     def _rollout_state(self) -> dict[str, Any]:
         """What this rank needs beyond transformers' own files to go on in the middle of a generation batch."""
         state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
+        if self._sampler is None:
+            state["pass"] = self._stream_pass
         if isinstance(self._sampler, DrawnSampler):
             state["order"] = self._sampler.digest(self._num_batches)
         if self._step % self._steps_per_batch:
@@ -249,6 +253,7 @@ class SavingTrainer(TRLTrainer):
         batches = state.get("generation_batches")
         self._step = self._step_began_at = state["step"] if batches is None else batches * self._steps_per_batch
         self._buffered_inputs = send_to_device(state["batch"], self.args.device)
+        self._stream_pass = state.get("pass", (0, 0))
         if isinstance(self._sampler, DrawnSampler) and "order" in state:
             self._sampler.check(self._num_batches, state["order"])
         if state["reference"] is not None and self.ref_model is not None:

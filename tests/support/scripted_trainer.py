@@ -41,6 +41,7 @@ def make_trainer(
     num_prompts: int = 40,
     stop_at: int = 0,
     prompts: list[str] | None = None,
+    is_stream: bool = False,
     **config: Any,
 ) -> GRPOTrainer:
     def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -69,7 +70,7 @@ def make_trainer(
         model=str(tiny_model),
         reward_funcs=reward,
         args=args,
-        train_dataset=rows,
+        train_dataset=rows.to_iterable_dataset() if is_stream else rows,
         eval_dataset=rows.select(range(4)),
         callbacks=[Steps(story, stop_at, output_dir)],
     )

@@ -1,4 +1,4 @@
-"""A subclass with a sampler of its own: read ahead, read again after a resume, or refused by name."""
+"""A subclass with a sampler of its own, and a stream: read ahead, read again after a resume, or refused by name."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -117,6 +117,17 @@ def test_six_steps_are_three_and_three(name: str, tiny_model: Path, tmp_path: Pa
     assert of_kind(story, "step") == [1, 2, 3, 4, 5, 6]
     if not ahead:
         assert all(map(torch.equal, weights(resumed), weights(whole)))
+
+
+def test_a_stream_that_is_read_several_times_goes_on_where_it_was(
+    tiny_model: Path, tmp_path: Path, script: Script
+) -> None:
+    """Stopped in the middle of its second pass, each of which has an order of its own."""
+    settings = {"is_stream": True, "num_prompts": 5, "max_steps": 6}
+    train(tiny_model, tmp_path / "whole", story := [], **settings)
+    in_one = of_kind(story, "score")
+    stop_and_go_on(tiny_model, tmp_path / "parts", story := [], **settings)
+    assert of_kind(story, "score") == in_one
 
 
 def test_random_numbers_of_training_are_as_without_it(tiny_model: Path, tmp_path: Path, script: Script) -> None:
