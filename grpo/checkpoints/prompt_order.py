@@ -153,8 +153,8 @@ class DrawnSampler(GenerationSampler):
         self._now = epoch
         self._drawn = {number: drawn for number, drawn in self._drawn.items() if number == epoch - 1} | {epoch: []}
         for each in (self._inside, self._sampler):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+            if (set_epoch := getattr(each, "set_epoch", None)) is not None:
+                set_epoch(epoch)
         self._rows = iter(self._sampler)
 
     def _draw_until(self, num_batches: int) -> None:
