@@ -120,9 +120,9 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=None,
         metadata={
             "help": "Limit of the gap between engine and trainer log-probabilities, in nats, when a weight sync is "
-            "verified, and over a batch's tokens on each node; beyond it the job ends. None: when verified by the "
-            "engine's dtype; over a batch's tokens none. The first gap sets a tighter limit for later weight syncs: "
-            "beyond that one the whole model is sent once more, and if it does not help, a warning follows."
+            "verified, and of its mean over a batch's tokens on each node; beyond it the job ends. None: by the "
+            "engine's dtype, and for batches none. The first gap sets a tighter limit for later weight syncs: beyond "
+            "that one the whole model is sent once more, and if it does not help, a warning follows."
         },
     )
     check_rewards: bool = field(

@@ -214,7 +214,6 @@ def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
 def samples_as_scored(args: GRPOConfig) -> bool:
     """Whether engines sample of the distribution that the trainer computes: nothing is cut off, penalised or masked."""
     others = sampling_settings(args)
-    neutral = {"temperature": (args.temperature,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-    neutral |= {"repetition_penalty": (1.0,)}
+    neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
     is_neutral = all(others.pop(name) in values for name, values in neutral.items())
-    return is_neutral and others.keys() <= {"max_tokens", "stop", "stop_token_ids", "ignore_eos"}
+    return is_neutral and others.keys() <= {"temperature", "max_tokens", "stop", "stop_token_ids", "ignore_eos"}

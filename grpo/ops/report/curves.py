@@ -72,8 +72,8 @@ LEARNING = (
         unit="nats",
         metrics=(
             ("push/logprob_gap_mean", "verified tokens, mean"),
-            ("push/logprob_gap_judged", "verified tokens, as held to the limit"),
-            ("sampling/logprob_gap", "trained tokens"),
+            ("push/logprob_gap_judged", "what is held to the limit"),
+            ("sampling/logprob_gap", "trained tokens, mean"),
         ),
         limit="push/logprob_gap_limit",
     ),

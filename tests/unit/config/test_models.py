@@ -68,7 +68,6 @@ def test_every_sampling_option_of_trl_reaches_vllm() -> None:
 SHAPED: list[dict[str, Any]] = [
     {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"vllm_structured_outputs_regex": "a+"},
     {"generation_kwargs": {"presence_penalty": 0.5}}, {"generation_kwargs": {"min_tokens": 3}},
-    {"generation_kwargs": {"temperature": 0.3}},
 ]  # fmt: skip
 
 
