@@ -8,10 +8,18 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import parse_flag_from_env
 from datasets import IterableDataset
-from transformers import ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 
 from grpo.config import GRPOConfig
 from grpo.config.checks import SHARED_MODEL, check_data_parallel
+from grpo.config.models import model_config
+
+# Of `model_init_kwargs`, what changes nothing that a model computes in an engine.
+_OF_LOADING = {
+    *("revision", "trust_remote_code", "dtype", "torch_dtype", "attn_implementation", "device_map"),
+    *("low_cpu_mem_usage", "use_safetensors", "use_cache", "pad_token_id", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+}
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
@@ -58,26 +66,41 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
             "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
-    check_init_kwargs(args)
+    check_init_kwargs(args, arguments["model"])
     check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
 
 
-def check_init_kwargs(args: GRPOConfig) -> None:
+def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -> None:
     """Refuse ways of loading a model that the engines could not follow.
 
     Raises:
         ValueError: names the key.
     """
+    given = {key: value for key, value in (args.model_init_kwargs or {}).items() if value is not None}
     for key in ("subfolder", "config", "cache_dir", "gguf_file", "code_revision", "token"):
-        if (args.model_init_kwargs or {}).get(key) is not None:
+        if key in given:
             raise ValueError(
                 f"model_init_kwargs holds {key!r}, which would not reach the engines: they load configuration and "
                 "tokenizer themselves; give a local folder, or set HF_HOME and HF_TOKEN"
             )
-
     for key in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
-        if (args.model_init_kwargs or {}).get(key) is not None:
+        if key in given:
             raise ValueError(f"model_init_kwargs holds {key!r}, which splits the model over ranks: {SHARED_MODEL}")
+    if "quantization_config" in given:
+        raise ValueError("model_init_kwargs holds 'quantization_config': local mode cannot push quantised weights yet")
+    if not isinstance(model, str) or given.keys() <= _OF_LOADING:
+        return
+    try:
+        config = model_config(model, args)
+    except (OSError, ValueError):
+        return  # `check_model` says it better
+    for key in sorted(given.keys() - _OF_LOADING):
+        if getattr(config, key, given[key]) != given[key] and "dropout" not in key:
+            raise ValueError(
+                f"model_init_kwargs holds {key!r}, which the engines do not see: they read config.json, where it is "
+                f"{getattr(config, key)!r}; change it there, in a local folder, or give the trainer a model "
+                "object, whose configuration the engines get"
+            )
 
 
 def check_text_only(processing_class: Any, *datasets: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, ProcessorMixin
+from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config.refusals import check_init_kwargs, ddp_memory_message
@@ -107,7 +107,7 @@ def test_data_parallel_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_is_split_over_ranks_is_refused(tiny_model: Path) -> None:
     for key, value in {"tp_plan": "auto", "tp_size": 2, "distributed_config": {"tp_size": 2}}.items():
         with pytest.raises(ValueError, match=rf"model_init_kwargs holds '{key}', which splits the model over ranks"):
-            check_init_kwargs(config(model_init_kwargs={key: value}))
+            check_init_kwargs(config(model_init_kwargs={key: value}), str(tiny_model))
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model._tp_size = 2  # as `from_pretrained(..., tp_plan="auto")` leaves it
     with pytest.raises(ValueError, match=r"the model is split over 2 ranks \(tp_size\)"):
@@ -122,8 +122,28 @@ def test_trls_own_config_is_named() -> None:
 
 def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
     with pytest.raises(ValueError, match="model_init_kwargs holds 'subfolder'"):
-        check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}))
-    check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}))
+        check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}), "some-model")
+    check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}), "some-model")
+
+
+def test_a_configuration_that_engines_would_not_see_is_refused(tiny_model: Path) -> None:
+    """transformers puts such arguments into the configuration of the model that it loads; vLLM reads config.json."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    for key, value in {"rope_parameters": rope, "rms_norm_eps": 1e-3}.items():
+        assert getattr(AutoConfig.from_pretrained(tiny_model, **{key: value}), key) == value
+        with pytest.raises(
+            ValueError, match=rf"model_init_kwargs holds '{key}', .* config.json, .* give the trainer a model"
+        ):
+            check_init_kwargs(config(model_init_kwargs={key: value}), str(tiny_model))
+    harmless = {"attention_dropout": 0.1, "use_cache": False, "low_cpu_mem_usage": True, "rms_norm_eps": 1e-6}
+    check_init_kwargs(config(model_init_kwargs=harmless), str(tiny_model))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    check_init_kwargs(config(model_init_kwargs={"rms_norm_eps": 1e-3}), model)  # which TRL leaves as it is
+
+
+def test_weights_that_are_quantised_as_they_are_loaded_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model_init_kwargs holds 'quantization_config'.*quantised weights"):
+        check_init_kwargs(config(model_init_kwargs={"quantization_config": {"load_in_4bit": True}}), "some-model")
 
 
 def test_ddp_warns_of_a_model_that_cannot_fit() -> None:

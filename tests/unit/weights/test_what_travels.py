@@ -1,4 +1,4 @@
-"""Which weights the real trainer brings to its engines, and which it refuses to train; with engines that keep nothing."""
+"""Which weights the real trainer brings to its engines, and which it refuses; with engines that keep nothing."""
 
 import contextlib
 from collections.abc import Callable

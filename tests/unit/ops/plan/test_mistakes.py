@@ -37,6 +37,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "FSDP": ({"fsdp": "full_shard"}, [], ["fsdp", "not supported"]),
     "another model in the engines": ({"vllm_engine_kwargs": {"hf_overrides": {"rope_theta": 1e6}}}, [],
                                      ["vllm_engine_kwargs holds 'hf_overrides'", "change config.json"]),
+    "a configuration of the trainer's alone": ({"model_init_kwargs": {"rms_norm_eps": 0.5}}, [],
+                                               ["model_init_kwargs holds 'rms_norm_eps'", "config.json"]),
     "two temperatures": ({"generation_kwargs": {"temperature": 0.5}}, [], ["temperature 0.5, but temperature is 1"]),
     "groups that do not divide": ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}, [],
                                   ["must be divisible", "set per_device_train_batch_size to 8"]),
