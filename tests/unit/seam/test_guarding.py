@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from grpo import GRPOTrainer
 from grpo.faults.failure import StepFailed
@@ -135,6 +136,16 @@ def test_what_an_older_policy_has_sampled_is_not_judged(train: Train, engine: Co
     engine.off = np.ones
     trainer = train(max_steps=3, generation_lookahead=1, vllm_max_logprob_gap=1e-3)
     assert not logged(trainer)
+
+
+def test_tokens_of_tools_padding_and_what_no_engine_has_scored_are_left_out() -> None:
+    batch = {
+        "sampling_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0], [float("nan"), -1.0, 0.0]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1], [1, 1, 1]]),
+    }
+    own = torch.tensor([[-1.5, -9.0, -2.0], [-1.0, -1.25, -7.0]])
+    assert guarding.gap_of_rows(batch, own).tolist() == [[1.5, 2.0], [0.25, 1.0]]
 
 
 def test_a_node_has_sampled_what_its_engines_did_with_the_present_weights() -> None:
