@@ -1,7 +1,7 @@
 """Training that can be stopped and goes on exactly where it was: `ResumableTrainer` stands between TRL's and ours.
 
-What TRL 1.16 and transformers 5.17 leave open here: the order of prompts after a resume (`GenerationSampler`), and a
-way to ask for a checkpoint and an end. What is in a checkpoint, and whether it is whole: `saving`, `resuming`.
+What TRL 1.16 and transformers 5.17 leave open here: a way to ask for a checkpoint and an end. Beside it
+stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and whether it is whole (`resuming`).
 """
 
 import contextlib
@@ -9,8 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from grpo.checkpoints.checkpoints import CompleteRecord, check_reshaped, newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
-from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
@@ -37,14 +35,15 @@ from grpo.record.progress import ProgressOnScreen
 from grpo.record.provenance import arguments_of, where_it_runs
 from grpo.record.screen import what_came_of_it
 from grpo.record.trackers import naming_run, open_tensorboard
-from grpo.seam.saving import SavingTrainer, sampling_of
+from grpo.seam.ordering import OrderedTrainer
+from grpo.seam.saving import sampling_of
 
 KEPT_RESPAWNS = 20
 
 _log = logging.getLogger(__name__)
 
 
-class ResumableTrainer(SavingTrainer):
+class ResumableTrainer(OrderedTrainer):
     """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
 
     `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a
@@ -246,50 +245,6 @@ class ResumableTrainer(SavingTrainer):
         if first_step and self._resumes_by_itself:  # what a person's start lays aside, a person deletes
             for folder in bound_set_aside(run.path):
                 self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
-
-    @property
-    def _batch_layout(self) -> dict[str, int]:
-        """What samplers have to know."""
-        return {
-            "prompts_per_batch": self.args.generation_batch_size // self.num_generations,
-            "num_generations": self.num_generations,
-            "repeats": self._steps_per_batch,
-            "seed": self.args.seed,
-        }
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        rows = self.train_dataset if dataset is None else dataset
-        self._sampler = GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
-        return self._sampler
-
-    def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
-        """transformers'. What a subclass's `_get_train_sampler` returns can be read ahead, and again after a resume."""
-        known = partial(self._known_order, sampler_fn) if is_training else sampler_fn
-        return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
-
-    def _known_order(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
-        self._sampler = None
-        sampler = sampler_fn(dataset)
-        if not isinstance(sampler, GenerationSampler):
-            sampler = DrawnSampler(sampler, inside=self._sampler, **self._batch_layout)
-        self._sampler = sampler
-        return sampler
-
-    def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)
-            self.control.should_training_stop = True
-            return
-        # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
-        passes, began = self._stream_pass
-        if self._sampler is not None:
-            self._sampler.set_epoch(kwargs["epoch"])
-        elif kwargs["epoch"] < passes:  # over a stream; transformers resumes in the first, however short it is (5.17)
-            return
-        elif kwargs["epoch"] == passes:
-            kwargs |= {"epochs_trained": passes, "steps_trained_in_current_epoch": self._step - began}
-        else:
-            self._stream_pass = kwargs["epoch"], self._step
-        super()._run_epoch(**kwargs)
 
     @property
     def is_stopping(self) -> bool:

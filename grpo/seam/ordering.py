@@ -1,0 +1,60 @@
+"""Between TRL's trainer and ours: the order of prompts, which can be read ahead, and again after a resume.
+
+What TRL 1.16 and transformers 5.17 leave open here: `RepeatSampler` has one running generator and no epochs, a
+subclass's own sampler is drawn from as training goes on, and a stream is resumed in its first pass.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
+from grpo.seam.saving import SavingTrainer
+
+
+class OrderedTrainer(SavingTrainer):
+    """A trainer whose prompts come in an order that follows from seed, epoch and position."""
+
+    @property
+    def _batch_layout(self) -> dict[str, int]:
+        """What samplers have to know."""
+        return {
+            "prompts_per_batch": self.args.generation_batch_size // self.num_generations,
+            "num_generations": self.num_generations,
+            "repeats": self._steps_per_batch,
+            "seed": self.args.seed,
+        }
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        rows = self.train_dataset if dataset is None else dataset
+        self._sampler = GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
+        return self._sampler
+
+    def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
+        """transformers'. What a subclass's `_get_train_sampler` returns can be read ahead, and again after a resume."""
+        known = partial(self._known_order, sampler_fn) if is_training else sampler_fn
+        return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
+
+    def _known_order(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
+        self._sampler = None
+        sampler = sampler_fn(dataset)
+        if not isinstance(sampler, GenerationSampler):
+            sampler = DrawnSampler(sampler, inside=self._sampler, **self._batch_layout)
+        self._sampler = sampler
+        return sampler
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)
+            self.control.should_training_stop = True
+            return
+        # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
+        passes, began = self._stream_pass
+        if self._sampler is not None:
+            self._sampler.set_epoch(kwargs["epoch"])
+        elif kwargs["epoch"] < passes:  # over a stream; transformers resumes in the first, however short it is (5.17)
+            return
+        elif kwargs["epoch"] == passes:
+            kwargs |= {"epochs_trained": passes, "steps_trained_in_current_epoch": self._step - began}
+        else:
+            self._stream_pass = kwargs["epoch"], self._step
+        super()._run_epoch(**kwargs)
