@@ -30,6 +30,7 @@ from grpo.weights.shm import ShmTransport
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
 from tests.jobs.gather_ways import both_ways
+from tests.jobs.padded_scores import changed_by_pads
 from tests.support.nccl_stand_in import StandInEngine, StandInTransport, Wire, only_streams_stand_in
 from tests.support.tiny_models import tiny_config
 
@@ -246,6 +247,7 @@ def resident(name: str) -> int:
 
 results = {"memory": peak_of_a_push(settings["layers"])}  # first: what others freed would hide what this takes
 results["ways"] = both_ways()
+results["padding"] = changed_by_pads()
 results["broken wire"] = over_a_wire_that_breaks()
 results["frozen"] = writes_to_what_is_frozen()
 results |= {name: compare(case) for name, case in settings["cases"].items()}

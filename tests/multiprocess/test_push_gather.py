@@ -107,3 +107,11 @@ def test_writes_to_frozen_parameters_are_seen_where_their_shards_are(found: list
     for rank, results in enumerate(found):
         seen = {"a step": [], "by a gather": norm, "to a shard": norm if rank == 1 else []}
         assert results["frozen"] == seen, f"rank {rank}"
+
+
+def test_all_ranks_give_positions_where_pads_change_what_one_computes(found: list[dict]) -> None:
+    """In training, too, whose forwards ZeRO-3 gathers ahead in the order that it has seen."""
+    for rank, results in enumerate(found):
+        changed = results["padding"]
+        assert changed["before"] > 0.1, f"rank {rank}: the fault is TRL's own"
+        assert max(changed["after 1"], changed["after 2"]) < 1e-5, f"rank {rank}: {changed}"
