@@ -24,10 +24,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     def weights() -> torch.Tensor:
         return models[0].get_input_embeddings().weight.detach().clone()
 
-    def noted_push(pusher: Pusher, version: int) -> Any:
+    def noted_push(pusher: Pusher, version: int, **settings: Any) -> Any:
         models[:] = [pusher.source._model]
         pushed[:] = [weights()]
-        return push(pusher, version)
+        return push(pusher, version, **settings)
 
     def noted_submit(pool: EnginePool, requests: Any) -> Any:
         script.story.append(("sample", (weights() - pushed[0]).abs().max().item()))
