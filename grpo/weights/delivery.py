@@ -240,8 +240,8 @@ class WeightDelivery:
         gap, client = found
         report = replace(report, gap=gap)
         verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
-        _log.debug("weight sync %d: a gap of %s (%s)", self._num_pushes, gap, verdict)
         if verdict is Verdict.PASS:
+            _log.debug("weight sync %d is verified: a gap of %s", self._num_pushes, gap)
             return None, report, None
         what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
         if verdict is Verdict.REFUSE:

@@ -224,7 +224,7 @@ EVENTS = {
         r"engine 0 of node 0 starts: pid \d+",
         r"training begins after step 0, of 6",
         r"engine 0 of node 0 takes work, after",
-        r"weight sync 1 is proved",
+        r"weight sync 1 is verified",
         r"weight sync 3 begins: policy version 2",
         r"weight sync 3 ends: policy version 2, \d+ bytes in [\d.]+ s",
         r"generation for step 2 \(train\) begins: 6 prompts",

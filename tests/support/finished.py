@@ -37,7 +37,7 @@ def finish_on_policy(job: Job, num_steps: int = 3) -> list[dict]:
     """Of a job in float32 that samples on-policy: engine and trainer computed the same in every step."""
     steps = finish(job)
     assert [line["step"] for line in steps] == [*range(1, num_steps + 1)], job.fail("not every step was logged")
-    assert job.output().count("the first push is proved: ") == 1, job.fail("the first proof is not told")
+    assert job.output().count("the first weight sync is verified: ") == 1, job.fail("no line says so")
     for line in steps:
         assert line["push/logprob_gap_limit"] == 1e-4  # a tenth of float32's, once the first gap is known
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
