@@ -48,6 +48,7 @@ class Scoring:
     Args:
         timeout_s: of one call.
         beside: whether functions run beside the main thread at all; else each runs where TRL calls it.
+        in_main_thread: whether a synchronous one is called there all the same, with those behind it.
         loop: of asynchronous functions.
         prepare: called first in the thread.
         say: prints a line for the user.
@@ -60,6 +61,7 @@ class Scoring:
         *,
         timeout_s: float,
         beside: bool,
+        in_main_thread: Callable[[Any], bool] = lambda func: False,
         loop: Callable[[], asyncio.AbstractEventLoop],
         timeline: Recorder | None = None,
         prepare: Callable[[], None] = lambda: None,
@@ -83,6 +85,8 @@ class Scoring:
         self._calls: defaultdict[RewardFunction, list[_Call]] = defaultdict(list)
         self._queued: dict[RewardFunction, _Call] = {}
         """Calls that have not begun; more rows may join them."""
+        may_move = [number for number, function in enumerate(self._functions) if _may_move(function)]
+        self.move([number for number in may_move if in_main_thread(funcs[number])], None)
 
     def is_of(
         self, funcs: Sequence[Any], rows: Rows, completions: Sequence[Any], completion_ids: Sequence[Any]

@@ -1,5 +1,6 @@
 """Between TRL's trainer and ours: rewards that begin when their completions are there."""
 
+import inspect
 import logging
 import weakref
 from collections import defaultdict
@@ -15,6 +16,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.place.log import EVERY_RANK
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
+from grpo.rollout.turns.environments import home_of
 from grpo.seam.engines import LocalEngines
 from grpo.seam.observing import ObservedTrainer
 
@@ -51,11 +53,19 @@ class ScoringTrainer(ObservedTrainer):
             self._watch,
             timeout_s=self.args.reward_timeout,
             beside=self.args.overlap_rewards,
+            in_main_thread=self._asks_environments,
             loop=lambda: me.async_loop,
             timeline=self.timeline,
             prepare=partial(use_device, self.accelerator.device),
             say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
         )
+
+    def _asks_environments(self, func: Any) -> bool:
+        """Whether it is given environments that live in the main thread, as `get_reward` in TRL's wrapper is (1.16)."""
+        code = getattr(inspect.unwrap(func), "__code__", None)
+        if not self.environment_factories or code is None or "environments" not in inspect.getargs(code).args:
+            return False
+        return any(home_of(each.reset) is None for pool in self._environment_pool.values() for each in pool)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._inputs = inputs

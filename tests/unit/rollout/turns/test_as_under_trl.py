@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "disable_tqdm": True,
     "shuffle_dataset": False,
 }
-OURS = {"vllm_max_model_length": 500, "check_rewards": False, "vllm_max_logprob_gap": 1e9, "tool_timeout": TIMEOUT_S}
+OURS = {"vllm_max_model_length": 500, "vllm_max_logprob_gap": 1e9, "tool_timeout": TIMEOUT_S}
 PROBLEMS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{10 + row}*11"}]} for row in range(ROWS)])
 
 
@@ -123,7 +123,7 @@ class Notes:
     def reset(self, **columns: Any) -> None:
         self.database = sqlite3.connect(":memory:")
         self.database.execute("create table notes (a integer, b integer)")
-        self.home = threading.get_ident()
+        self.home, self.asked = threading.get_ident(), 0
 
     def notes(self, a: int, b: int) -> str:
         """Keep both.
@@ -137,6 +137,9 @@ class Notes:
         return f"{count} notes, {'at home' if self.home == threading.get_ident() else 'elsewhere'}"
 
     def get_reward(self) -> float:
+        self.asked += 1
+        if (self.asked, self.home) != (1, threading.get_ident()):
+            return -100.0
         return float(self.database.execute("select count(*) from notes").fetchone()[0])
 
 
@@ -193,7 +196,7 @@ def trained(kind: Any, config: type, model: Path, folder: Path, users: dict[str,
     """What each tool has answered to each row of each step, and the rewards of the steps."""
     answers: dict[str, list[list[str]]] = defaultdict(list)
 
-    def reward(completions: list[Any], **_: Any) -> list[float]:
+    async def reward(completions: list[Any], **_: Any) -> list[float]:  # which is called once, whatever is compared
         for said in completions:
             for name in {*CALLED, "hangs"}:
                 answers[name].append([message["content"] for message in said if message.get("name") == name])
