@@ -82,7 +82,8 @@ class LocalVLLM:
         self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
         """Of the last batch, this rank's conversations and how often they called tools."""
         self._timeline = timeline or Recorder()
-        self._pushes = self._num_refused = 0
+        self._versions = self._num_refused = 0
+        self._newest_version: int | None = None
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
         self._serving: Serving | None = None
         self._is_closed = False
@@ -132,7 +133,9 @@ class LocalVLLM:
         serving = self._serving
         self.wait_for_batch()
         self.last_push = self._deliver(serving)
-        self._pushes += 1
+        step, _ = self._progress()
+        self._versions += step != self._newest_version  # once more around an evaluation, which makes no batch older
+        self._newest_version = step
 
     def _deliver(self, serving: Serving) -> PushReport:
         step, _ = self._progress()
@@ -328,7 +331,7 @@ class LocalVLLM:
 
     def _progress_now(self) -> Progress:
         step, mode = self._progress()
-        return Progress(step=step, mode=mode, pushes=self._pushes)
+        return Progress(step=step, mode=mode, versions=self._versions)
 
     @property
     def policy_version(self) -> int:

@@ -23,8 +23,8 @@ class Progress:
     """Optimizer steps that are done."""
     mode: str
     """`train` or `eval`."""
-    pushes: int
-    """That the engines have had."""
+    versions: int
+    """Policy versions that the engines have had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +87,8 @@ class GenerationBatches:
             reports=reports,
             policy_version=submitted.at.step,
             lag=PolicyLag(
-                pushes=(now.pushes - submitted.at.pushes) * old_share, steps=(now.step - submitted.at.step) * old_share
+                versions=(now.versions - submitted.at.versions) * old_share,
+                steps=(now.step - submitted.at.step) * old_share,
             ),
         )
 

@@ -42,8 +42,8 @@ class GenerationReport(Wire):
 class PolicyLag:
     """How old the policy is that sampled a batch, when the batch is first used."""
 
-    pushes: float
-    """Between sampling and first use; mean over the job's completions, as for the other."""
+    versions: float
+    """Policy versions between sampling and first use; mean over the job's completions, as for the other."""
     steps: float
     """Optimizer steps, likewise."""
 
@@ -67,7 +67,7 @@ def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> d
         of_nodes["engine/idle_share"] = [report.idle_s / period_s for report, period_s in periods]
     metrics = {"engine/requests_reissued": float(sum(report.num_reissued for report in reports))}
     metrics["rollout/refused"] = float(sum(report.num_refused for report in reports))
-    metrics |= {"rollout/policy_lag": lag.pushes, "rollout/policy_lag_steps": lag.steps}
+    metrics |= {"rollout/policy_lag": lag.versions, "rollout/policy_lag_steps": lag.steps}
     for name, values in of_nodes.items():
         metrics[name] = sum(values) / len(values)
         metrics[f"{name}_min"] = min(values)

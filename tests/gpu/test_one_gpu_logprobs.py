@@ -18,7 +18,7 @@ def test_trainer_logprobs_are_log_softmax(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from grpo.weights.proof import probe_prompts, trainer_logprobs
+    from grpo.weights.probe import probe_prompts, trainer_logprobs
     from tests.support.tiny_models import VOCAB_SIZE, tiny_config
 
     torch.manual_seed(0)

@@ -64,6 +64,8 @@ def test_weights_that_a_callback_swaps_in_are_evaluated_and_not_trained_with(
         trainer.close()
     assert len(of_kind(script.story, "evaluate")) == 3 * 2  # each time both groups of the evaluation's prompts
     assert set(of_kind(script.story, "sample")) == {0.0}
+    lags = [line["rollout/policy_lag"] for line in trainer.state.log_history if "reward" in line]
+    assert lags == [0, ahead, ahead]  # the same weights once more make no batch older
 
 
 def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, tmp_path: Path, script: Script) -> None:

@@ -198,7 +198,7 @@ class RankConversations:
             ),
             reports=of_nodes(reports),
             policy_version=now.step,
-            lag=PolicyLag(pushes=0.0, steps=0.0),
+            lag=PolicyLag(versions=0.0, steps=0.0),
         )
 
     def delivered(self) -> None:
