@@ -19,11 +19,13 @@ _NAMES = ("stdout", "stderr", "stdin")
 class _Call:
     """What one call, with the threads that it has started, has put in the place of the streams."""
 
-    __slots__ = ("depth", "targets")
+    __slots__ = ("before", "depth", "targets")
 
     def __init__(self) -> None:
         self.depth = 0
         self.targets: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
+        """What stood there when the call put the first one in its place; brought back, it is the process's again."""
 
 
 class _Stream:
@@ -144,9 +146,12 @@ def _assign(name: str, stream: Any) -> None:
     """A `_Stream` is what code has found in the namespace, and brings back (`unittest.mock`)."""
     call = _calls.get(threading.get_ident())
     if call is not None and call.depth:
+        if isinstance(stream, _Stream) or (name in call.targets and stream is call.before[name]):
+            call.targets.pop(name, None)
+            return
+        if name not in call.targets:
+            call.before[name] = _stream(name)
         call.targets[name] = stream
-        if isinstance(stream, _Stream):
-            del call.targets[name]
         return
     with _lock:
         is_plain = isinstance(stream, _Stream) or not isinstance(vars(sys)[name], _Stream)

@@ -149,7 +149,8 @@ class Sampler:
                 self._look()
             return await asked
         finally:
-            asked.cancel()  # where this call is
+            if not asked.get_loop().is_closed():  # it is, where a batch that has failed is collected as garbage
+                asked.cancel()  # where this call is
 
     def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> "Future[Answer]":
         if self._is_over:

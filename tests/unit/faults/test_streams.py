@@ -94,6 +94,16 @@ def test_the_main_thread_redirects_as_ever() -> None:
     assert mine.getvalue() == "mine\nanother thread\n"
 
 
+def test_a_call_that_ends_while_the_main_thread_redirects_has_left_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    turn = Turns("tool", "main", "main", "tool")
+    collected = in_thread(lambda: run_program("print(1)\nturn('tool')\nturn('tool')", turn=turn))
+    turn("main")
+    with contextlib.redirect_stdout(io.StringIO()) as mine:
+        turn("main")
+        assert collected.result(PATIENCE_S) == "1\n"
+    assert (mine.getvalue(), caplog.messages) == ("", [])
+
+
 def test_redirects_are_nested() -> None:
     def call() -> list[str]:
         outer, inner = io.StringIO(), io.StringIO()

@@ -322,8 +322,8 @@ def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(mak
             b: the other
         """
         failing = threading.Thread(target=trainer._watch.fail, args=["a fault elsewhere"])
-        failing.start()
         try:
+            failing.start()
             while True:
                 time.sleep(0.01)
         except Exception as error:  # noqa: BLE001  as users write it
