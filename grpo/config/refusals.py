@@ -59,6 +59,9 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         )
     if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         check_data_parallel(ParallelismConfig(), "the launcher's parallelism_config")  # which reads the environment
+    deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
+    if (size := (deepspeed.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
+        raise ValueError(f"DeepSpeed's tensor_parallel.autotp_size is {size}: {SHARED_MODEL}")
     if (size := getattr(arguments["model"], "tp_size", None) or 1) > 1:
         raise ValueError(f"the model is split over {size} ranks (tp_size): {SHARED_MODEL}")
     if args.generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):

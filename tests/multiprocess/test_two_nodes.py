@@ -94,19 +94,21 @@ def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> Non
     folder, steps = unbalanced.job.output_dir, unbalanced.steps
     timelines = read_timelines(folder)
     assert [(timeline.node, timeline.unreadable) for timeline in timelines] == [(0, 0), (1, 0)]
+    tokens = []
     for node, timeline in enumerate(timelines):
         (attempt,) = timeline.attempts
         assert attempt.ranks == [node]
         assert abs(attempt.clock_offset_s) < 0.5, "both nodes have this machine's clock"
         of_engine = [span for span in timeline.spans if span.lane == "engine 0"]
         assert [(span.requests, span.policy_version) for span in of_engine] == [(6, step) for step in range(STEPS)]
-        for span, line in zip(of_engine, steps, strict=True):
-            assert span.tokens == pytest.approx(
-                line["by_node"]["rollout/tokens_per_s"][node] * (span.end - span.begin), rel=0.2
-            )
+        tokens.append([span.tokens for span in of_engine])
+        for span, line in zip(of_engine, steps, strict=True):  # on a busy machine a batch waits to be sent, and longer
+            assert line["by_node"]["rollout/tokens_per_s"][node] * (span.end - span.begin) < 1.2 * span.tokens
         phases = {span.phase for span in timeline.spans if span.lane == f"rank {node}"}
         assert phases >= {START, WAIT_GENERATE, SCORE, FORWARD, BACKWARD, OPTIMIZER, PUSH}
         assert {usage.device for usage in timeline.usages} == {"node", f"rank {node}", "engine 0"}
+    sampled = [12 * line["completions/mean_length"] for line in steps]
+    assert [sum(of_nodes) for of_nodes in zip(*tokens, strict=True)] == pytest.approx(sampled)
     pushes = [[span for span in timeline.spans if span.phase == PUSH] for timeline in timelines]
     for one, other in zip(*pushes, strict=True):
         assert one.begin < other.end, "a push is of all nodes at once"

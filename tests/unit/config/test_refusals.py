@@ -1,6 +1,7 @@
 """What local mode refuses before anything is started, and the warning of plain DDP."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,13 @@ def test_ranks_that_share_a_model_are_refused(kind: str, monkeypatch: pytest.Mon
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
     with pytest.raises(ValueError, match=rf"the launcher's parallelism_config has {kind.lower()}_size 2: .*remove it"):
         GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_ranks_that_share_a_model_by_deepspeed_are_refused() -> None:
+    args = config()
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(ValueError, match=r"DeepSpeed's tensor_parallel.autotp_size is 2: .*remove it"):
+        GRPOTrainer("no-such-model", reward_funcs=print, args=args, train_dataset=DATA)
 
 
 def test_data_parallel_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
