@@ -69,7 +69,7 @@ _STAND_INS = {name: functools.partial(_note, name) for name in stdlib.SIGNALS}
 
 
 def _forget_in_child() -> None:
-    """A forked child, of a pool that a reward function has, say: signals are its own, and nobody holds the lock."""
+    """A forked child, of a pool that a reward function has, say: signals are its own, and the lock is free."""
     global _patching
     _patching = threading.Lock()
     _noticed.clear()

@@ -144,7 +144,7 @@ class WeightDelivery:
 
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
-        self._pusher.source.forget_sent()
+        self.forget_sent()
         self._must_prove = True
 
     def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> PushReport:

@@ -47,7 +47,7 @@ def described_units(convert: Conversion, placeholders: Tensors) -> list[Unit]:
 def _stacked(convert: Conversion, name: str, placeholder: torch.Tensor, num_outputs: int) -> StackedExperts | None:
     """Whether `num_outputs` tensors of the checkpoint are equal parts of each expert's rows, as they stand.
 
-    Told from what the conversion makes of a small tensor with a different number in every place.
+    Derived from what the conversion makes of a small tensor with a different number in every place.
     """
     if placeholder.dim() != 3 or num_outputs < 2 or num_outputs % len(placeholder):
         return None

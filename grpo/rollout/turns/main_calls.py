@@ -64,7 +64,7 @@ class MainThread:
                 result = call.run()
         except (JobFailed, KeyboardInterrupt):
             raise
-        except BaseException as raised:  # noqa: BLE001  whoever waits for the future raises it
+        except BaseException as raised:  # noqa: BLE001  the caller that waits for it raises it
             # No future of asyncio's takes the first.
             error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
         finally:
