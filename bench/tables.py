@@ -12,6 +12,7 @@ from bench.report import RESULTS, Figure, Ratio, goal, is_plain, number, spread
 
 BENCHMARKS = (
     "push",
+    "padding",
     "overlap",
     "dispatch",
     "balance",

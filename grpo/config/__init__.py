@@ -93,6 +93,15 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "which importance sampling corrects."
         },
     )
+    trim_padding: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute each micro-batch only as wide as its rows, and deal the rows of an optimizer step out to "
+            "its micro-batches by length, longest first. False: as TRL does, all as wide as the longest row of the "
+            "generation batch, in random order. Rows keep that order where the loss depends on it: loss_type 'bnpo', "
+            "entropy_coef, top_entropy_quantile below 1, router_aux_loss_coef, a subclass's own _compute_loss."
+        },
+    )
     completions_per_step: int | None = field(
         default=None,
         metadata={

@@ -34,7 +34,7 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
-from grpo.seam.lazy_vllm import TRLTrainer
+from grpo.seam.trimming import TrimmingTrainer
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def sampling_of(args: TrainingArguments) -> dict[str, int]:
     }
 
 
-class SavingTrainer(TRLTrainer):
+class SavingTrainer(TrimmingTrainer):
     """TRL's trainer with checkpoints that say when they are complete."""
 
     _node_groups: NodeGroups

@@ -60,6 +60,7 @@ TABLE: tuple[PrivateName, ...] = (
         _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, ...)
         _get_train_sampler(self, dataset=None)
         _load_optimizer_and_scheduler(self, checkpoint)
+        _prepare_inputs(self, generation_batch)
         _save_checkpoint(self, model, trial)
         _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields)
         compute_loss(self, model, inputs, ...)
@@ -70,12 +71,16 @@ TABLE: tuple[PrivateName, ...] = (
         _TRL,
         "calls",
         """
+        _compute_loss(self, model, inputs)
         _get_tool_suffix_ids(self, tool_messages)
         _tokenize_prompts(self, prompts)
         """,
     ),
     *_values(
         _TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _is_vlm _logs _metrics"
+    ),
+    *_values(
+        _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"
     ),
     *_values(_TRL, "reads", "_sync_tool_dicts _tokenizer environment_factories environments eos_token_ids"),
     *_values(_TRL, "reads", "log_completions max_completion_length max_tool_calling_iterations num_generations"),

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,21 @@ import numpy as np
 import torch
 import trl
 from datasets import Dataset, IterableDataset
+from deepspeed.runtime.zero import GatheredParameters
+from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
 from grpo import trainer as own_module
 from grpo.engine.messages import Sample
-from grpo.groups.process_groups import let_gloo_rest
+from grpo.groups.process_groups import join_deepspeed, let_gloo_rest
 from tests.support.engines import Script
 from tests.support.loss_cases import BASE, CASES, MAX_TOKENS, Case
 from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
 
 settings = json.loads(Path(sys.argv[1]).read_text())
+MAX_RELATIVE = 1e-5  # of a gradient, in float32
 END = tiny_tokenizer().eos_token_id
 NUM_GENERATIONS = BASE["num_generations"]
 LONG = 12  # tokens of a prompt that an engine with little room takes
@@ -107,7 +110,9 @@ class Seen(TrainerCallback):
         self.of[f"{place}: loss"] = loss.detach().clone()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for name, parameter in kwargs["model"].named_parameters():
+        for name, parameter in trained(kwargs["model"]):
+            if hasattr(parameter, "ds_id"):
+                continue  # DeepSpeed has cut it up, and made its step
             assert parameter.grad is not None, name
             self.of[f"step {state.global_step}: gradient of {plain_name(name)}"] = parameter.grad.clone()
 
@@ -122,6 +127,15 @@ class Seen(TrainerCallback):
             if ": gradient of " in name:
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    with GatheredParameters([parameter]):  # where DeepSpeed has cut it up
+        return parameter.detach().clone()
 
 
 def plain_name(name: str) -> str:
@@ -176,8 +190,10 @@ def train(case: Case, kind: type, config: type, options: dict[str, Any], folder:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        deepspeed=settings.get("deepspeed"),
         **{**BASE, **case.options, **options},
     )
+    join_deepspeed(args.deepspeed)  # as our trainer does: beside a file, DeepSpeed counts one rank otherwise
     trainer = recorded(kind, sampler=case.sampler)(
         model=settings["model"],
         reward_funcs=score if case.rewards == "function" else reward_model(),
@@ -185,12 +201,16 @@ def train(case: Case, kind: type, config: type, options: dict[str, Any], folder:
         args=args,
         train_dataset=rows,
         callbacks=[seen],
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if case.lora else None,
     )
     trainer.seen = seen
+    before = {name: whole(parameter) for name, parameter in trained(trainer.model)}
     try:
         trainer.train()
         for name, parameter in trainer.model.named_parameters():
-            seen.of[f"in the end: {plain_name(name)}"] = parameter.detach().clone()
+            seen.of[f"in the end: {plain_name(name)}"] = whole(parameter)
+        for name, parameter in trained(trainer.model):
+            seen.of[f"in all: change of {plain_name(name)}"] = whole(parameter) - before[name]
     finally:
         if isinstance(trainer, GRPOTrainer):
             trainer.close()
@@ -212,6 +232,24 @@ def first_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
             most = (own.float() - value.float()).abs().max().item()
             return f"{name}: differs by up to {most:.3g}, of {value.float().abs().max().item():.3g}"
     return ""
+
+
+def difference_but_for_rounding(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """As `first_difference`, of what is learnt: losses, and all parameters' gradients and changes at once."""
+    for name in (name for name in theirs if any(part in name for part in ("logged loss", "logged reward"))):
+        if abs(ours[name] - theirs[name]) > 1e-5 * max(1.0, abs(theirs[name])):
+            return f"{name}: {theirs[name]} with TRL's trainer, {ours[name]} with ours"
+    for what in dict.fromkeys(name.partition(" of ")[0] for name in theirs if " of " in name):
+        names = [name for name in theirs if name.startswith(f"{what} of ")]
+        value, own = (torch.cat([found[name].flatten() for name in names]) for found in (theirs, ours))
+        if not torch.dist(own, value) < MAX_RELATIVE * value.norm():
+            return f"{what}: differs by {torch.dist(own, value):.3g}, of {value.norm():.3g}"
+    return ""
+
+
+def columns(seen: dict[str, Any]) -> int:
+    """Of all micro-batches together."""
+    return sum(value.shape[1] for name, value in seen.items() if name.endswith((": completion_ids", ": prompt_ids")))
 
 
 def script_of(case: Case) -> Script:
@@ -236,12 +274,14 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     StandIn.refuses = False
     GRPOTrainer.start_engine = script_of(case).start
     computes_no_probabilities = {"vllm_max_logprob_gap": 1e9}
-    ours = train(case, GRPOTrainer, GRPOConfig, {**computes_no_probabilities, **case.own}, folder / "ours")
+    own = {**computes_no_probabilities, "trim_padding": case.trims, **case.own}
+    ours = train(case, GRPOTrainer, GRPOConfig, own, folder / "ours")
     compared = {
         name: value for name, value in theirs.of.items() if not case.refuses or any(part in name for part in LEARNT)
     }
     return {
-        "difference": first_difference(compared, ours.of),
+        "difference": (difference_but_for_rounding if case.trims else first_difference)(compared, ours.of),
+        "width": columns(ours.of) / columns(theirs.of),
         "compared": len(compared),
         "gradients": theirs.digest_of_gradients(),
     }

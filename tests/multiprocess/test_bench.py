@@ -22,6 +22,10 @@ SHORT_FORMS = {
             "experts at once": "s",
         },
     ),
+    "padding": (
+        ("as TRL pads / trimmed",),
+        {"training, as TRL pads": "s", "training, trimmed": "s", "share of padding, trimmed": ""},
+    ),
     "overlap": (
         ("steps/s, lookahead 1 / lookahead 0", "the same, at the bound", "bound of a step"),
         {"step, lookahead 0": "s", "step, lookahead 1": "s"},
@@ -76,7 +80,7 @@ LONG = (
     "lora",
 )
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("timeline", "scale")
+IN_ONE_PROCESS = ("timeline", "scale", "padding")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:

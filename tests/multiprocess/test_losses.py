@@ -4,11 +4,13 @@ One launch of two ranks for all cases, a table in `tests/support/loss_cases.py`;
 """
 
 import json
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
 from tests.support.launching import ROOT, start, torchrun_command
-from tests.support.loss_cases import CASES
+from tests.support.loss_cases import CASES, UNDER_ZERO3
 from tests.support.tiny_models import save_tiny_model
 
 JOB = ROOT / "tests" / "jobs" / "losses_job.py"
@@ -19,15 +21,13 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 DIFFERENT = {name for name, case in CASES.items() if case.spoilt}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def run_cases(folder: Path, names: Collection[str], **settings: str) -> list[dict]:
     """What each rank found, by case."""
-    folder = tmp_path_factory.mktemp("losses")
-    model = save_tiny_model("qwen2-tied", folder / "model")
-    settings = folder / "settings.json"
-    settings.write_text(json.dumps({"model": str(model), "out": str(folder), "cases": [*CASES]}))
+    folder.mkdir()
+    path, model = folder / "settings.json", save_tiny_model("qwen2-tied", folder / "model")
+    path.write_text(json.dumps({"model": str(model), "out": str(folder), "cases": [*names], **settings}))
     job = start(
-        lambda _: torchrun_command([str(JOB), str(settings)]),
+        lambda _: torchrun_command([str(JOB), str(path)]),
         folder,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
@@ -36,6 +36,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     finally:
         job.end()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_cases(tmp_path_factory.mktemp("losses") / "ddp", CASES)
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - DIFFERENT))
@@ -50,6 +55,22 @@ def test_what_a_case_changes_shows_in_the_gradients(name: str, found: list[dict]
     """Otherwise it would show nothing."""
     beside = CASES[name].beside
     assert found[0][name]["gradients"] != found[0][beside]["gradients"], f"case {name} is as {beside}"
+
+
+@pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.trims))
+def test_less_is_computed_where_padding_is_trimmed(name: str, found: list[dict]) -> None:
+    for results in found:
+        assert results[name]["width"] < 1
+
+
+def test_less_is_computed_under_zero3_too(tmp_path: Path) -> None:
+    settings = json.loads((ROOT / "configs" / "zero3.json").read_text())
+    zero3 = tmp_path / "zero3.json"
+    zero3.write_text(json.dumps({**settings, "zero_allow_untested_optimizer": True}))  # torch's SGD
+    for results in run_cases(tmp_path / "zero3", UNDER_ZERO3, deepspeed=str(zero3)):
+        for name in UNDER_ZERO3:
+            assert results[name]["difference"] == "", name
+            assert results[name]["width"] < 1
 
 
 def test_what_the_engine_answers_is_compared(found: list[dict]) -> None:

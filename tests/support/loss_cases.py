@@ -23,6 +23,22 @@ BASE: Mapping[str, Any] = {
 
 _TOKEN_TRUNCATE = {"vllm_importance_sampling_mode": "token_truncate"}
 _TWO_BATCHES = {"steps_per_generation": 1}
+_TRIMMED: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo")},
+    "vespo": {"loss_type": "vespo", **_TOKEN_TRUNCATE},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.4},
+    "entropy_coef": {"entropy_coef": 0.1},
+    "mask_truncated_completions": {"mask_truncated_completions": True},
+    "off_policy_mask_threshold": {"off_policy_mask_threshold": 0.05},
+    "pad_to_multiple_of": {"pad_to_multiple_of": 4},
+    "beta": {"beta": 0.1},
+    "num_iterations": {"num_iterations": 2},
+    "accumulation over two batches": {"gradient_accumulation_steps": 4},
+    "two steps for each batch": {"steps_per_generation": 4},
+    "lora": {"beta": 0.1},
+}
+"""What changes the loss, or which micro-batches a step has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,10 @@ class Case:
     """Beside `BASE`, for either trainer."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """For ours alone; they change nothing."""
+    trims: bool = False
+    """Whether ours computes without padding, rows by their lengths: what is learnt is the same but for rounding."""
+    lora: bool = False
+    """Whether an adapter is trained."""
     beside: str | None = "plain"
     """The case from which it differs in one thing, which has to show in the gradients; None: there is none."""
     rewards: Literal["function", "model"] = "function"
@@ -85,7 +105,20 @@ CASES: Mapping[str, Case] = {
     "stream": Case(data="stream"),
     "own sampler": Case(sampler=True),
     "refused prompts": Case(options={"beta": 0.1, "mask_truncated_completions": True}, refuses=True),
+    **{
+        f"trimmed, {name}": Case(
+            # Adam would turn the rounding of a small gradient into a step of full size.
+            options={"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options},
+            trims=True,
+            lora=name == "lora",
+            own={"vllm_lora": "merge"} if name == "lora" else {},  # no engine is there to try an adapter on
+            beside=None if name in ("dapo", "pad_to_multiple_of") else "trimmed, dapo",
+        )
+        for name, options in _TRIMMED.items()
+    },
     "torch_compile": Case(options={"torch_compile": True}),
     "another token": Case(spoilt="token", beside=None),
     "log-probabilities in another order": Case(spoilt="order", beside=None),
 }
+
+UNDER_ZERO3 = ("trimmed, dapo", "trimmed, lora")

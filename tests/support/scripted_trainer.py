@@ -42,6 +42,7 @@ def make_trainer(
     stop_at: int = 0,
     prompts: list[str] | None = None,
     is_stream: bool = False,
+    peft_config: Any = None,
     **config: Any,
 ) -> GRPOTrainer:
     def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -73,6 +74,7 @@ def make_trainer(
         train_dataset=rows.to_iterable_dataset() if is_stream else rows,
         eval_dataset=rows.select(range(4)),
         callbacks=[Steps(story, stop_at, output_dir)],
+        peft_config=peft_config,
     )
     assert vars(args) == as_given  # the user's object
     return trainer

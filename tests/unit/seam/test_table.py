@@ -155,7 +155,7 @@ def test_what_the_trainers_share_with_trls_is_listed() -> None:
                 used |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value)
-                if owner in ("self", "super()", "own", "trainer", "self._trainer"):
+                if owner in ("self", "type(self)", "super()", "own", "trainer", "self._trainer"):
                     used.add(node.attr)
     of_trainers = {row.name for row in TABLE if row.owner in TRAINERS}
     assert used & theirs - of_trainers == set(), "used, and not in the table"

@@ -1,0 +1,153 @@
+"""Between TRL's trainer and ours: no padding is computed that no row of a micro-batch needs.
+
+TRL 1.16 pads a rank's generation batch to its longest prompt and its longest completion, shuffles the rows, and
+computes every micro-batch at that width.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from trl.trainer.utils import split_tensor_dict
+
+from grpo.seam.lazy_vllm import TRLTrainer
+
+Batch = dict[str, Any]
+_NOT_OF_TEXT = ("num_images", "pixel_values", "token_type_ids", "mm_token_type_ids")
+
+
+class TrimmingTrainer(TRLTrainer):
+    """A trainer whose forward passes are as wide as the rows that they are of; see `GRPOConfig.trim_padding`."""
+
+    args: Any
+    _buffered_inputs: list[Batch] | None
+
+    @property
+    def _trims(self) -> bool:
+        """TRL's other modes are left as they are."""
+        return self.args.local_mode and self.args.trim_padding
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        batches = self._buffered_inputs
+        if batches is None or batches is before or not _is_of_text(inputs):
+            return inputs
+        if self._trims:
+            if not self._depends_on_grouping():
+                # Blocks of so many never reach over an optimizer step's end, whichever of the two numbers is larger.
+                batches = sorted_in_blocks(batches, math.gcd(len(batches), self.args.gradient_accumulation_steps))
+            batches = self._buffered_inputs = [trimmed(batch, self.pad_to_multiple_of) for batch in batches]
+        self._note_padding(batches)
+        return batches[self._step % len(batches)]
+
+    def _depends_on_grouping(self) -> bool:
+        """Whether the loss is another one where a step's rows are dealt out to its micro-batches otherwise: it is a
+        mean over the tokens of each, or a subclass's own. Rows in the order of their lengths would shift it then."""
+        is_own = type(self)._compute_loss is not TRLTrainer._compute_loss
+        of_tokens = self.loss_type == "bnpo" or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
+        return is_own or of_tokens or self.aux_loss_enabled
+
+    def _note_padding(self, batches: list[Batch]) -> None:
+        """The share of pads in what training computes, over all ranks. Collective."""
+        masks = [batch[name].flatten() for batch in batches for name in ("prompt_mask", "completion_mask")]
+        share = torch.cat(masks).eq(0).double()
+        sums = self.accelerator.reduce(torch.stack([share.sum(), share.new_tensor(len(share))]), reduction="sum")
+        self._metrics["train"]["train/padding_share"].append((sums[0] / sums[1]).item())
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's. Rows that come in several chunks, which are those of a whole generation batch, are scored in the order
+        of their lengths, each chunk as wide as its rows; [rows, logits_to_keep] in the order given, 0 where a chunk had
+        no column."""
+        score = partial(super()._get_per_token_logps_and_entropies, model)
+        is_plain = not any(value for name, value in kwargs.items() if name != "compute_entropy" and value is not None)
+        if not self._trims or not is_plain or batch_size is None or batch_size >= len(input_ids):
+            return score(input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        num_prompt = input_ids.shape[1] - logits_to_keep
+        prompt_mask, completion_mask = attention_mask[:, :num_prompt], attention_mask[:, num_prompt:]
+        found: list[torch.Tensor] = []
+        for rows in by_length(attention_mask).split(batch_size):
+            width = _width(prompt_mask[rows].flip(1), self.pad_to_multiple_of)
+            kept = _width(completion_mask[rows], self.pad_to_multiple_of)
+            columns = slice(num_prompt - width, num_prompt + kept)
+            chunk = score(input_ids[rows, columns], attention_mask[rows, columns], kept, **kwargs)
+            of_chunk = [each for each in chunk[:2] if each is not None]
+            found = found or [each.new_zeros(len(input_ids), logits_to_keep) for each in of_chunk]
+            for whole, part in zip(found, of_chunk, strict=True):
+                whole[rows, :kept] = part
+        logps, *entropies = found
+        return logps, entropies[0] if entropies else None, None
+
+
+def trimmed(batch: Mapping[str, Any], multiple: int | None = None) -> Batch:
+    """A micro-batch without the columns in which no row has a token: prompts' on the left, completions' on the right.
+
+    Args:
+        multiple: of which the number of columns is one, as far as there are so many.
+
+    Example:
+        >>> mask = torch.tensor([[0, 0, 1], [0, 1, 1]])
+        >>> trimmed({"prompt_ids": mask * 7, "prompt_mask": mask, "completion_mask": mask.flip(1)})["prompt_ids"]
+        tensor([[0, 7],
+                [7, 7]])
+    """
+    prompts, completions = batch["prompt_mask"], batch["completion_mask"]
+    left = prompts.shape[1] - _width(prompts.flip(1), multiple)
+    right = _width(completions, multiple)
+
+    def cut(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+            return value
+        if name.startswith("prompt") and value.shape[:2] == prompts.shape:
+            return value[:, left:]
+        return value[:, :right] if value.shape[:2] == completions.shape else value
+
+    return {name: cut(name, value) for name, value in batch.items()}
+
+
+def sorted_in_blocks(batches: list[Batch], size: int) -> list[Batch]:
+    """The same rows, those of each block of so many micro-batches in the order of their lengths, longest first: what
+    does not fit a device's memory shows at once."""
+    blocks = [batches[start : start + size] for start in range(0, len(batches), size)]
+    return [batch for block in blocks for batch in split_tensor_dict(_sorted(block), size)]
+
+
+def by_length(mask: torch.Tensor) -> torch.Tensor:
+    """Rows of an attention mask [rows, columns], longest first; of equals the first one."""
+    return mask.sum(1).argsort(descending=True, stable=True)
+
+
+def _is_of_text(batch: Mapping[str, Any]) -> bool:
+    return all(batch.get(name) is None for name in _NOT_OF_TEXT)
+
+
+def _width(mask: torch.Tensor, multiple: int | None) -> int:
+    """Up to the last column in which a row has a token; at least one."""
+    used = mask.any(0).nonzero()
+    width = int(used[-1]) + 1 if len(used) else 1
+    return min(mask.shape[1], math.ceil(width / (multiple or 1)) * (multiple or 1))
+
+
+def _sorted(batches: list[Batch]) -> Batch:
+    """One batch of all rows, by their lengths; what is not of rows is the same in all."""
+    masks = [torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) for batch in batches]
+    order = by_length(torch.cat(masks))
+
+    def join(values: list[Any]) -> Any:
+        if isinstance(values[0], list):
+            rows = [*chain.from_iterable(values)]
+            return [rows[row] for row in order.tolist()]
+        return torch.cat(values)[order] if isinstance(values[0], torch.Tensor) and values[0].ndim else values[0]
+
+    return {name: join([batch[name] for batch in batches]) for name in batches[0]}
