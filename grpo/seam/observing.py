@@ -124,7 +124,7 @@ class ObservedTrainer(ResumableTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.timeline.span(SAVE):
+        with self.timeline.span(SAVE), self._during("save"):
             super()._save_checkpoint(*args, **kwargs)
 
     def after_step(self, control: TrainerControl) -> None:

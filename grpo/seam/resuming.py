@@ -85,7 +85,7 @@ class ResumableTrainer(OrderedTrainer):
         Raises:
             ValueError: another job is in the folder, or the checkpoint does not fit this job.
         """
-        self._signals = signals
+        self._signals, self._failure_watch = signals, watch
         launch = read_launch(os.environ)
         self._node_groups = NodeGroups(topology or as_one_node(launch), max_wait_s=max_wait_s, watch=watch)
         self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
@@ -210,6 +210,8 @@ class ResumableTrainer(OrderedTrainer):
         first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
+            if self._failure_watch is not None:
+                self._failure_watch.enter("resume")  # until `train_begins`
             self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
         if (kept := kept_limit(self.args.save_total_limit)) != self.args.save_total_limit and kept is not None:
             self._say(f"save_total_limit {self.args.save_total_limit}: {kept} are kept, in case one is damaged")
@@ -257,6 +259,11 @@ class ResumableTrainer(OrderedTrainer):
             return
         with self._screen.aside(), plain_tool_calls(self._logs):  # TRL prints a table, and writes one
             super().log(logs, start_time)
+
+    def train_begins(self) -> None:
+        """What was resumed from is loaded."""
+        if self._failure_watch is not None and self._failure_watch.phase == "resume":
+            self._failure_watch.enter("train")
 
     # -- the end of a step ----------------------------------------------------------------------------------------
 
@@ -328,10 +335,15 @@ class ResumableTrainer(OrderedTrainer):
 
 
 class _StepEnds(TrainerCallback):
-    """Brings the end of a step, and of a save, to the trainer."""
+    """Brings the beginning of training, and the end of a step, to the trainer."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.train_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer.after_step(control)

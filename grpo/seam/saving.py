@@ -30,6 +30,7 @@ from grpo.checkpoints.rank_state import load_own_shards, own_shards
 from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, size_of, to_rotate
 from grpo.faults.failure import JobFailed
 from grpo.faults.signals import StopLead, StopRequest
+from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.record.durable import FileSum
@@ -68,6 +69,8 @@ class SavingTrainer(TrimmingTrainer):
     """How often a stream was read to its end, and the number of the first micro-batch since."""
     _run: RunFolder | None = None
     """On global rank 0."""
+    _failure_watch: FailureWatch | None = None
+    """Where this rank has one."""
     _stop: StopRequest | None = None
     """What every rank has agreed on."""
     _pending_save: Callable[[], BackgroundSave] | None = None
@@ -209,12 +212,17 @@ class SavingTrainer(TrimmingTrainer):
             saved = (parameter for parameter in saved if parameter.requires_grad)
         return sum(getattr(p, "ds_numel", p.numel()) for p in saved) * BYTES_PER_PARAMETER
 
+    def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Name what this rank is doing, for the record of a failure."""
+        return contextlib.nullcontext() if self._failure_watch is None else self._failure_watch.during(phase)
+
     def _finish_saving(self) -> None:
         """Until the last save is on this rank's disk, on rank 0 until it is complete. Raises what went wrong."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.wait()
+        with self._during("save"):
+            saving.wait()
         if self._run is not None:  # rank 0, which completes
             self._metrics["train"]["run/save_until_complete_s"] = [self._lead.save_s]
 
