@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -97,6 +98,7 @@ class Sentinel:
         self._first = self._ranks[min(self._ranks)]
         self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
         self._agent = None if settings["agent"] is None else WatchedProcess(settings["agent"])
+        self._agent_folder: str | None = settings.get("agent_folder")
         self._failed_s: float | None = None
         """Since when the job has a record."""
         self._enders: list[threading.Thread] = []
@@ -152,6 +154,9 @@ class Sentinel:
         if self.between.record is not None and self._agent is not None and self._agent.is_stopped():
             self._say(f"kills the launcher (pid {self._agent.pid}), which is stopped")
             self._agent.kill()
+            self._agent.close()
+        if self._agent is not None and self._agent.is_dead and self._agent_folder is not None:
+            shutil.rmtree(self._agent_folder, ignore_errors=True)  # nobody else is left to do it
 
     # -- once an interval -----------------------------------------------------------------------------------------
 
@@ -352,7 +357,8 @@ def _answer(**values: Any) -> None:
 
 def main() -> int:
     """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
-    timeout_s, and between nodes secret, join_s, addresses, port. One line of JSON answers: error, or port."""
+    agent_folder (which goes behind a launcher that died), timeout_s, and between nodes secret, join_s, addresses, port.
+    One line of JSON answers: error, or port."""
     start_log()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,7 @@ from grpo.faults.hub import JOIN_S
 from grpo.faults.interrupt import on_expiry
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel_link import SentinelLink
-from grpo.place.launch import Launch, agent_pid, head_address
+from grpo.place.launch import Launch, agent_folder, agent_pid, head_address
 
 START_S = 60.0
 MAX_ADDRESSES = 8
@@ -73,7 +73,8 @@ def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store
     if launch.local_rank != 0:
         return _wait(store, mine, patience)["name"]
     hub = {"secret": secrets.token_hex(32)} if launch.node == 0 else _wait(store, "hub", patience)
-    settings |= {"node": launch.node, "host": host, "num_nodes": launch.num_nodes, "agent": agent_pid(), **hub}
+    settings |= {"node": launch.node, "host": host, "num_nodes": launch.num_nodes, **hub}
+    settings |= {"agent": agent_pid(), "agent_folder": None if (folder := agent_folder()) is None else str(folder)}
     name, port = start_sentinel(settings)
     if launch.node == 0 and launch.num_nodes > 1:
         store.set("hub", json.dumps({**hub, "port": port, "addresses": _addresses()}))

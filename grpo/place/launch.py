@@ -99,9 +99,19 @@ def head_address() -> str:
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
+LAUNCH_FOLDER = "grpo-launch-"
+"""How the name of a launch's own folder for temporary files begins."""
+
+
 def agent_pid() -> int | None:
     """Of torchrun's agent, which has started this process; None when it was started by other means."""
     return os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
+
+
+def agent_folder() -> Path | None:
+    """What `grpo launch` has for temporary files, the ranks' error files among them; None under another launcher."""
+    parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "/").parents
+    return next((folder for folder in parents if folder.name.startswith(LAUNCH_FOLDER)), None)
 
 
 def parent_argv() -> list[str]:

@@ -47,6 +47,11 @@ class Fault:
     """Of the job script."""
 
     @property
+    def holds_ranks(self) -> bool:
+        """Whether ranks stay where they are when it has come: what it takes is noticed beside them, in any phase."""
+        return self.target.startswith("agent")
+
+    @property
     def is_engines(self) -> bool:
         """Whether it takes an engine and nothing else."""
         return self.target in ("host", "core", "worker")
@@ -82,10 +87,11 @@ FAULTS = (
     Fault(name="shm-full", shown="no room in /dev/shm", act="fill", target="shm"),
     Fault(
         name="prompt-refused",
-        shown="a prompt longer than the engine holds, seconds from the job's first moment",
+        shown="prompts of a stream, longer than the engine holds",
         act="asked",
         phases=("generate",),
         settings={"prompt_words": 40},
+        config={"vllm_max_refused": 0},
     ),
     Fault(
         name="reward-raises",
@@ -178,11 +184,7 @@ _REASONS = {  # by patterns of cells' names; the first one holds
 }
 
 
-_SAID = {
-    "generate": "phase 'generate'",
-    "push": "phase 'push'",
-    "train": "phase 'train'",
-}  # others go by many
+_SAID = {phase: f"phase '{phase}'" for phase in PHASES} | {"start": "phase 'start'|phase 'engine start'"}
 
 
 def _reason(name: str) -> str:
@@ -196,7 +198,7 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
     if fault.act == "asked":
         return {
             "engine-refuses": Expected(says=("node 0", "rank 0", "engine start", "no-such-type")),
-            "prompt-refused": Expected(says=("vllm_max_model_length",)),
+            "prompt-refused": Expected(says=("phase 'generate'", "vllm_max_refused", "GRPO-412")),
             "reward-raises": Expected(says=("node 0", "rank 1", "train|reward", "went wrong")),
         }.get(fault.name, Expected(says=(node, "reward"), within_s=PROMISED_S + REWARD_S))
     if fault.act == "fill":
@@ -205,10 +207,12 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
         return Expected(says=(node, "engine start|start", "GRPO-404|GRPO-406" if fault.act == "kill" else "stopped"))
     if fault.target.startswith("node"):
         spared = fault.target if fault.act == "stop" else ""
-        return Expected(says=(node, "phase '", "GRPO-604|GRPO-605"), spared=spared)  # as it said last
-    if fault.target.startswith("agent"):  # ranks train on until its end is noticed
-        return Expected(says=(node, "phase '", "GRPO-602|GRPO-603|store"))
-    place = (node, _SAID.get(phase, "phase '"))
+        return Expected(says=(node, _SAID[phase], "GRPO-604|GRPO-605"), spared=spared)  # as it said last
+    if fault.target.startswith("agent"):
+        # Completions come while a stopped one is waited for, and ranks go on.
+        said = "phase '" if (fault.act, phase) == ("stop", "generate") else _SAID[phase]
+        return Expected(says=(node, said, "GRPO-602|GRPO-603|store"))
+    place = (node, _SAID[phase])
     rank = {"main": "rank 0" if layout == "one" else "rank 1", "other": "rank 1"}[fault.target]
     return Expected(says=(*place, rank, "GRPO-601" if fault.act == "kill" else "GRPO-603"))
 

@@ -1,16 +1,19 @@
 """`docs/faults.md`, written from the matrix and from what was found."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.faults.matrix import FAULTS, LAYOUTS, PHASES, PROMISED_S, Cell, cells
+from tests.faults.stamps import code_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "faults.md"
 NOT_RUN = "not run"
+HOLDS, STALE, WRONG = "holds", "stale", "wrong"
 
 HEAD = f"""# Faults
 
@@ -21,9 +24,10 @@ nothing left behind; or, where a cell says "goes on", to the next step. A deadli
 on top.
 
 A number: seconds, all as promised. "goes on": the job went on, with the seconds to its next step. "!": not as
-promised, below. "not run": nobody has yet. A letter: why the cell is never run, below. `make faults` runs all of
-it, two to three hours on two cores; this page is written by it (`python -m tests.faults.run 'host-*/push/*'` runs
-some).
+promised, below. "*": stale, for code that the cell exercises has changed since (comments aside;
+`tests/faults/stamps.py` says which code that is). "not run": nobody has yet. A letter: why the cell is never run,
+below. `make faults` runs all of it, two to three hours on two cores, `python -m tests.faults.run --stale` what no
+longer holds, and `python -m tests.faults.run 'host-*/push/*'` some; this page is written by it.
 """
 
 
@@ -42,7 +46,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     by_place = {(cell.fault.name, cell.phase, cell.layout): cell for cell in cells()}
     reasons = list(dict.fromkeys(cell.why_not for cell in by_place.values() if cell.why_not))
     letters = {why: _letter(number) for number, why in enumerate(reasons)}
-    parts = [HEAD]
+    parts = [HEAD, f"\n{_how_old(results)}\n"]
     for layout, shown in LAYOUTS.items():
         parts += [
             f"\n## {layout.capitalize()} node{'s' if layout == 'two' else ''}\n",
@@ -63,6 +67,24 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def state_of(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is known of a cell that can be run: nothing, or whether its result is of this code, and good."""
+    result = results.get(cell.name)
+    if result is None:
+        return NOT_RUN
+    if result["wrong"]:
+        return WRONG
+    return HOLDS if result.get("code") == code_of(cell) else STALE
+
+
+def _how_old(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many cells hold, and of which commits all of them are."""
+    states = [state_of(cell, results) for cell in cells() if cell.expected is not None]
+    seen = Counter((each.get("commit") or "unknown", each.get("date") or "unknown") for each in results.values())
+    commits = "; ".join(f"{count} of commit {commit} ({day})" for (commit, day), count in sorted(seen.items()))
+    return f"{states.count(HOLDS)} of {len(states)} cells are of the code as it is. Results: {commits}."
+
+
 def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
     PAGE.write_text(page(results))
 
@@ -78,6 +100,8 @@ def _shown(cell: Cell, results: Mapping[str, Mapping[str, Any]], letters: Mappin
     if result is None:
         return NOT_RUN
     seconds = "!" if result["seconds"] is None else f"{result['seconds']:.0f}{' !' if result['wrong'] else ''}"
+    if result.get("code") != code_of(cell):
+        seconds += "\\*"
     return f"goes on, {seconds}" if cell.expected.goes_on and not result["wrong"] else seconds
 
 

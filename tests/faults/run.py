@@ -1,8 +1,9 @@
 """Runs cells of the matrix on real jobs: `python -m tests.faults.run [PATTERN …]`, all without one (`make faults`).
 
 A cell is FAULT/PHASE/LAYOUT, as in `matrix.py`; patterns are a shell's: `'host-*/push/*'`. What was found goes into
-`results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone,
-`--missing` leaves out those with a good result.
+`results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone, and
+what is known of each; `--stale` takes those alone that have no good result of the code as it is, so that a run that
+was broken off goes on.
 """
 
 import argparse
@@ -15,38 +16,25 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 
+from grpo.faults.liveness import MAX_INTERVAL_S
 from tests.faults import page
-from tests.faults.matrix import NODES, Cell, Expected, find
-from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, seen_by, send, targets
+from tests.faults.judge import PATIENCE_S, RANKS, Result, judge, judge_going_on, until_gone
+from tests.faults.matrix import NODES, Cell, find
+from tests.faults.stamps import code_of, commit
+from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, rank_pid, seen_by, send, targets
 from tests.support.contract import STARTUP_S, inner_process
 from tests.support.launching import BIN, ROOT, Job, free_port, start, torchrun_command
 from tests.support.left_over import left_over, processes_in
 from tests.support.tiny_models import save_tiny_model
 
 JOB = ROOT / "tests" / "jobs" / "fault_job.py"
-PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
-FINISH_S = 180.0  # of a job that goes on
-POLL_S = 0.2
+TOLD_S = 2 * MAX_INTERVAL_S  # until a node has told the others what it does
 DISK, SHM = "16m", "4m"  # of the file systems that are filled
-RECORD_LINES = 6
-_TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
 _OF_BOTH = ("train", "save", "resume")  # phases in which every rank waits, not the local mains alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What a cell has shown."""
-
-    wrong: list[str]
-    """What was not as expected; empty when all was."""
-    seconds: float | None
-    """From the fault to the job's last process, or to the next step; None: not in the time."""
-    record: str
-    left: list[str]
-    """Lines of `left_over`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +122,15 @@ def run_cell(cell: Cell, ground: Ground, out: Path) -> Result:
         if cell.expected.spared:
             spared = struck
         if cell.expected.goes_on:
-            return _judge_going_on(cell, job, run, began)
-        seconds = _until_gone(job, began + cell.expected.within_s + PATIENCE_S, spared)
+            return judge_going_on(cell, job, run, began)
+        seconds = until_gone(job, began + cell.expected.within_s + PATIENCE_S, spared)
         ended = None if seconds is None else seconds - began
         running = processes_in(job.temporary)
         send(struck, signal.SIGKILL)
         lose_memory(lost)
         left = sorted(left_over(job.temporary, job.orphans_before | lost)) if ended is not None else []
-        return _judge(cell.expected, job, ended, running, left, spares=bool(spared))
+        ranks = [rank for rank in RANKS if (marks / f"rank-{rank}.json").exists() and rank_pid(marks, rank) in struck]
+        return judge(cell.expected, job, ended, running, left, struck=ranks, spares=bool(spared))
     finally:
         send(processes_in(job.temporary), signal.SIGKILL)
         job.end(may_leave=True)
@@ -157,6 +146,8 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
     if fault.act == "asked":
         if fault.settings.get("reward"):
             _await(job, marks / "at-reward-1")
+        elif fault.settings.get("prompt_words"):
+            _await(job, marks / "at-long-prompts-0")
         elif cell.phase == "start":
             _await(job, marks / "engine-0-1.json")
         return set(), set()
@@ -170,19 +161,23 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
         (marks / "go-on").touch()
         return set(), set()
     taken = targets(job, marks, cell)
+    if fault.target.startswith("node"):
+        time.sleep(TOLD_S)  # the others know a node's phase by its last beat
     held = [inner_process(engine_pid(marks, rank)).pid for rank in ranks] if cell.phase == "generate" else []
     send(held, signal.SIGSTOP)  # so that nothing is answered before the fault comes
     if cell.phase == "generate":
         (marks / "go-on").touch()
         for rank in ranks:
             _await(job, marks / f"submitted-{rank}")
-    lost = own_files(taken, job.temporary) if fault.target.startswith(("node", "agent")) else set()
+    lost = own_files(taken, job.temporary) if fault.target.startswith("node") else set()
     send(taken, signal.SIGSTOP)  # all at once, as a machine goes: or some would hear of the others' end
     send(taken, SIGNALS[fault.act])
     if SIGNALS[fault.act] == signal.SIGKILL:
         lose_memory(lost)
-    send(set(held) - set(taken), signal.SIGCONT)
-    (marks / "go-on").touch()
+    if not (fault.holds_ranks and fault.act == "kill"):
+        send(set(held) - set(taken), signal.SIGCONT)
+    if not fault.holds_ranks:
+        (marks / "go-on").touch()
     return set(taken), lost
 
 
@@ -190,113 +185,27 @@ def _await(job: Job, path: Path) -> None:
     job.wait_for(str(path.relative_to(job.output_dir)), STARTUP_S)
 
 
-def _until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
-    """When the last process was gone, those spared aside, by `time.monotonic`; None: not by the deadline."""
-    while processes_in(job.temporary).keys() - spared:
-        if time.monotonic() > deadline:
-            return None
-        for launcher in job.launchers:
-            launcher.poll()
-        time.sleep(POLL_S)
-    return time.monotonic()
-
-
-def _records(job: Job) -> list[str]:
-    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler.
-
-    Records differ by their first line, behind which a launcher says what follows. Some have more, as what pydantic says
-    of a wrong value.
-    """
-    lines, found = job.output().splitlines(), {}
-    for number, line in enumerate(lines):
-        if _TOLD in line:
-            first = line.partition(_TOLD)[2]
-            found[first] = "\n".join([first, *lines[number + 1 : number + RECORD_LINES]]).partition(_LOGS_END)[0]
-    if found:
-        own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
-        return [found[first] for first in own]
-    state = job.output_dir / "run" / "run_state.json"
-    kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
-    return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
-
-
-def _judge(
-    expected: Expected, job: Job, seconds: float | None, running: dict[int, str], left: list[str], *, spares: bool
-) -> Result:
-    records, wrong = _records(job), []
-    if seconds is None:
-        wrong.append(f"processes run after {expected.within_s + PATIENCE_S:.0f} s: {running}")
-    elif seconds > expected.within_s:
-        wrong.append(f"took {seconds:.0f} s")
-    if len(records) != 1:
-        wrong.append(f"{len(records)} records" if records else "no record")
-    for words in expected.says:
-        if not any(word in record for word in words.split("|") for record in records):
-            wrong.append(f"the record has no {words}")
-    if seconds is not None and not spares and any(launcher.poll() == 0 for launcher in job.launchers):
-        wrong.append("a launcher ended well")
-    return Result(
-        wrong=wrong + [f"left: {line}" for line in left],
-        seconds=None if seconds is None else round(seconds, 1),
-        record=_first_lines(records),
-        left=left,
-    )
-
-
-def _first_lines(records: list[str]) -> str:
-    return " / ".join(record.splitlines()[0] for record in records)
-
-
-def _judge_going_on(cell: Cell, job: Job, run: Path, began: float) -> Result:
-    """Of a job that is to train on: the next step, all steps, a good end."""
-    assert cell.expected is not None
-    before = len(_steps(run))
-    next_step = None
-    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() - began < FINISH_S:
-        if next_step is None and len(_steps(run)) > before:
-            next_step = time.monotonic() - began
-        time.sleep(POLL_S)
-    codes, steps, wrong = [launcher.poll() for launcher in job.launchers], _steps(run), []
-    if next_step is None and len(steps) > before:
-        next_step = time.monotonic() - began
-    if any(codes) or None in codes:
-        wrong.append(f"launchers ended with {codes}")
-    if next_step is None or next_step > cell.expected.within_s:
-        wrong.append("no step in the time")
-    if steps != sorted(set(steps)) or steps[-1:] != [4]:
-        wrong.append(f"steps {steps}")
-    left = [] if None in codes else sorted(left_over(job.temporary, job.orphans_before))
-    return Result(
-        wrong=wrong + [f"left: {line}" for line in left],
-        seconds=None if next_step is None else round(next_step, 1),
-        record=_first_lines(_records(job)),
-        left=left,
-    )
-
-
-def _steps(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [each["step"] for each in map(json.loads, lines) if "reward" in each]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__.splitlines()[0])
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="FAULT/PHASE/LAYOUT, as a shell's pattern")
     parser.add_argument("--list", action="store_true", help="show the cells, and run none")
-    parser.add_argument("--missing", action="store_true", help="those alone that have no good result yet")
+    parser.add_argument("--stale", action="store_true", help="those alone without a good result of this code")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once; most of a cell is a start, on two cores")
     args = parser.parse_args()
     results, chosen = page.read_results(), find(args.patterns)
-    if args.missing:
-        chosen = [cell for cell in chosen if results.get(cell.name, {"wrong": ["not run"]})["wrong"]]
+    known = {cell.name: page.state_of(cell, results) for cell in chosen}
+    if args.stale:
+        chosen = [cell for cell in chosen if known[cell.name] != page.HOLDS]
     if not chosen:
+        if args.stale and known:
+            print("every result holds")
+            return 0
         print(f"no cell is called {' or '.join(args.patterns)}: --list shows them all", file=sys.stderr)
         return 2
     if args.list:
-        print("\n".join(cell.name for cell in chosen))
+        print("\n".join(f"{known[cell.name]:8} {cell.name}" for cell in chosen))
         return 0
-    failed = 0
+    failed, stamp = 0, commit()
     with tempfile.TemporaryDirectory(prefix="grpo-faults-") as folder, contextlib.ExitStack() as at_end:
         pool = ThreadPoolExecutor(args.jobs)
         at_end.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits for those that run, and begins no more
@@ -307,7 +216,7 @@ def main() -> int:
         for number, future in enumerate(as_completed(under_way)):
             cell, (result, took) = under_way[future], future.result()
             failed += bool(result.wrong)
-            results[cell.name] = asdict(result)
+            results[cell.name] = asdict(replace(result, commit=stamp, date=f"{date.today()}", code=code_of(cell)))
             page.write_results(results)
             how = "ok" if not result.wrong else f"WRONG: {'; '.join(result.wrong)} (logs: {_folder(cell)})"
             print(f"{number + 1}/{len(chosen)} {cell.name}: {result.seconds} s, {how} ({took:.0f} s)", flush=True)

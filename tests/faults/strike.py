@@ -95,7 +95,7 @@ def lose_memory(files: Collection[str]) -> None:
 
 
 def own_files(pids: Collection[int], temporary: Path) -> set[str]:
-    """What goes with these processes and with nobody else: their shared memory, and their folders in `temporary`."""
+    """What goes with a machine and with nobody else: its processes' shared memory, their folders in `temporary`."""
     found = {str(path) for path in temporary.glob("grpo-launch-*")}
     for pid in pids:
         with contextlib.suppress(OSError):

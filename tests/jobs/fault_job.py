@@ -1,10 +1,10 @@
 """A training job that waits at one point of one phase, so that a fault can be put there; for `tests/faults`.
 
 `python fault_job.py SETTINGS.json`: `model`, `marks` (a folder), `hold` (a phase, or nothing), `prompt_words` (of the
-longest prompt), `reward` (what rank 1's does behind the first step: "raises", "hangs"; "all hang": every rank's), and
-`config` for `GRPOConfig`. Writes `marks/rank-<rank>.json` and `marks/engine-<rank>-<n>.json` with pids, and
-`marks/at-<phase>-<rank>` where it waits, until `marks/go-on` is there; `marks/submitted-<rank>` when an engine has got
-the requests that it waited with.
+prompts that a stream has behind the first ones), `reward` (what rank 1's does behind the first step: "raises", "hangs";
+"all hang": every rank's), and `config` for `GRPOConfig`. Writes `marks/rank-<rank>.json` and
+`marks/engine-<rank>-<n>.json` with pids, and `marks/at-<phase>-<rank>` where it waits, until `marks/go-on` is there;
+`marks/submitted-<rank>` when an engine has got the requests that it waited with.
 """
 
 import json
@@ -16,9 +16,10 @@ from pathlib import Path
 from grpo import GRPOConfig, GRPOTrainer  # first: it imports what others import, in less time
 
 # isort: split
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from grpo.engine.client import EngineClient
+from grpo.preflight.data import SAMPLED_ROWS
 
 HOLD_S = 300.0
 LOCAL = {  # with engines
@@ -103,8 +104,20 @@ class Trainer(GRPOTrainer):
 
 write(f"rank-{rank}.json", pid=os.getpid())
 numbers = [f"{a}+{b}=" for a in range(10, 30) for b in range(10, 20)]
-if settings["prompt_words"]:  # behind the first row, which is tried before anything starts
-    numbers = [numbers[0], *(" ".join(["1+1="] * settings["prompt_words"]) for _ in numbers[1:])]
+rows = Dataset.from_dict({"prompt": numbers})
+if settings["prompt_words"]:  # which nobody sees before they come: a stream
+    seen = 0  # of passes together: the checks before a start read the first rows
+
+    def stream():
+        global seen
+        for row in range(1000):
+            seen += 1
+            is_long = seen > SAMPLED_ROWS + 20
+            if is_long:
+                write(f"at-long-prompts-{rank}")
+            yield {"prompt": " ".join(["1+1="] * settings["prompt_words"]) if is_long else numbers[row % len(numbers)]}
+
+    rows = IterableDataset.from_generator(stream)
 trainer = Trainer(
     model=settings["model"],
     reward_funcs=reward,
@@ -127,6 +140,6 @@ trainer = Trainer(
             **settings["config"],
         }
     ),
-    train_dataset=Dataset.from_dict({"prompt": numbers}),
+    train_dataset=rows,
 )
 trainer.train()

@@ -31,7 +31,7 @@ def test_a_killed_rank_ends_the_others_out_of_a_collective(rank: int, phase: str
         output = expect_the_contract(job, time.monotonic(), everyone)
     finally:
         job.end()
-    the_record(job, output, says=[f"rank {rank}", phase, "[GRPO-601]"])
+    the_record(job, output, says=[f"rank {rank}", phase, "[GRPO-601]"], ranks=[1 - rank])
 
 
 def test_what_one_rank_says_at_the_end_of_a_phase_raises_everywhere(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced:
     """After the last step that is whole has been saved."""
     job = balanced
     says = ["node 1", "rank 1", "phase 'generate'", "[GRPO-408]", "engine 0 of node 1 ", "[GRPO-406]"]
-    record = the_record(job, job.output(), says=says)
+    record = the_record(job, job.output(), says=says, ranks=[0, 1])
     (attempt,) = json.loads((job.output_dir / "run.json").read_text())["attempts"]
     assert attempt["state"] == "failed"
     assert str(FailureRecord(**attempt["failure"])).splitlines()[0] == record

@@ -1,7 +1,8 @@
 """The failure contract as tests hold jobs to it: everybody is gone in time, with one record, and nothing stays."""
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 STARTUP_S = 240  # until a job is where a test wants it; it takes about 25 s alone
 CONTRACT_S = 30  # promised, from the death on
+_TOLD = re.compile(
+    r"^(?:\[rank(?P<rank>\d+)\]: .*|\[grpo\] rank (?P<ended>\d+) ends: |\[grpo\] the sentinel of node \d+ kills rank "
+    r"(?P<killed>\d+) .*)the job failed on (?P<record>.*)$",
+    re.MULTILINE,
+)
 
 
 def inner_process(host: int) -> "psutil.Process":
@@ -61,10 +67,25 @@ def until_it_ends(job: Job, timeout_s: float) -> str:
     return expect_the_contract(job, time.monotonic(), everyone)
 
 
-def the_record(job: Job, output: str, *, says: Sequence[str]) -> str:
-    """The one failure record that all ranks tell."""
+def told_by_ranks(output: str) -> dict[int, set[str]]:
+    """The first lines of the records that ranks tell, by rank: each in its last words, or, of a rank that says nothing
+    any more, its node's sentinel for it."""
+    found: dict[int, set[str]] = {}
+    for match in _TOLD.finditer(output):
+        found.setdefault(int(match["rank"] or match["ended"] or match["killed"]), set()).add(match["record"])
+    return found
+
+
+def the_record(job: Job, output: str, *, says: Sequence[str], ranks: Collection[int] = ()) -> str:
+    """The one failure record that all ranks tell.
+
+    Args:
+        ranks: those that have to tell it, each for itself.
+    """
+    told = told_by_ranks(output)
     records = {line.partition("the job failed on ")[2] for line in output.splitlines() if "the job failed on" in line}
     assert len(records) == 1, job.fail(f"not one record: {records}")
+    assert told.keys() >= set(ranks), job.fail(f"rank {sorted(set(ranks) - told.keys())} did not tell")
     (record,) = records
     for part in says:
         assert part in record, job.fail(f"no {part!r} in {record}")

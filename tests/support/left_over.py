@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-# torch's: a launcher's folder for error files, which a killed one leaves, and what a job is given; and lasting caches.
+# torchrun's folder for error files, which it leaves however it ends (2.13), what a job is given, and lasting caches.
 LASTING = ("torch", f"vllm_{os.getuid()}")
 
 

@@ -27,6 +27,7 @@ from grpo.ops.launch.ranks import Asked
 from grpo.ops.meeting import expected
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
+from grpo.place.launch import LAUNCH_FOLDER
 from grpo.place.patches.stdlib import temporary_files_in
 from grpo.place.startup import process_age_s
 from grpo.record.provenance import command_without_secrets
@@ -275,7 +276,7 @@ def _launch(
     from grpo.ops.launch.attempt import Attempt
     from grpo.ops.launch.last_words import outlast_head, tell_waiting_ranks
 
-    with tempfile.TemporaryDirectory(prefix="grpo-launch-") as notes:
+    with tempfile.TemporaryDirectory(prefix=LAUNCH_FOLDER) as notes:
         attempt = Attempt(
             output_dir=args.output_dir,
             notes=Path(notes),

@@ -1,0 +1,160 @@
+"""What a cell has shown, held against what is promised: when all were gone, who told which record, what is left."""
+
+import json
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.matrix import Cell, Expected
+from tests.support.contract import told_by_ranks
+from tests.support.launching import Job
+from tests.support.left_over import left_over, processes_in
+
+PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
+FINISH_S = 180.0  # of a job that goes on
+POLL_S = 0.2
+RANKS = (0, 1)
+"""Of every layout."""
+RECORD_LINES = 6
+_TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
+_LOG = re.compile(r"rank-node\d+-(\d+)\.attempt-\d+\.log")
+_DIED = re.compile(r"the process of rank (\d+) .*\[GRPO-601\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a cell has shown."""
+
+    wrong: list[str]
+    """What was not as expected; empty when all was."""
+    seconds: float | None
+    """From the fault to the job's last process, or to the next step; None: not in the time."""
+    record: str
+    left: list[str]
+    """Lines of `left_over`."""
+    commit: str = ""
+    """Of the working tree in which it was seen, with `-dirty` where files differed."""
+    date: str = ""
+    code: str = ""
+    """See `stamps.code_of`."""
+
+
+def until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
+    """When the last process was gone, those spared aside, by `time.monotonic`; None: not by the deadline."""
+    while processes_in(job.temporary).keys() - spared:
+        if time.monotonic() > deadline:
+            return None
+        for launcher in job.launchers:
+            launcher.poll()
+        time.sleep(POLL_S)
+    return time.monotonic()
+
+
+def records(job: Job) -> list[str]:
+    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler.
+
+    Records differ by their first line, behind which a launcher says what follows. Some have more, as what pydantic says
+    of a wrong value.
+    """
+    lines, found = job.output().splitlines(), {}
+    for number, line in enumerate(lines):
+        if _TOLD in line:
+            first = line.partition(_TOLD)[2]
+            found[first] = "\n".join([first, *lines[number + 1 : number + RECORD_LINES]]).partition(_LOGS_END)[0]
+    if found:
+        own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
+        return [found[first] for first in own]
+    state = job.output_dir / "run" / "run_state.json"
+    kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
+    return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
+
+
+def silent_ranks(job: Job, struck: Collection[int]) -> list[int]:
+    """Ranks that have told no record, on the screen or in their logs, and should have.
+
+    Args:
+        struck: ranks that the fault itself has taken.
+    """
+    output = job.output()
+    told = {*told_by_ranks(output), *(int(number) for number in _DIED.findall(output)), *struck}
+    for path in (job.output_dir / "run" / "logs").glob("rank-*.log"):
+        if _TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
+            told.add(int(match[1]))
+    return [rank for rank in RANKS if rank not in told]
+
+
+def judge(
+    expected: Expected,
+    job: Job,
+    seconds: float | None,
+    running: dict[int, str],
+    left: list[str],
+    *,
+    struck: Collection[int],
+    spares: bool,
+) -> Result:
+    """Of a job that is to end.
+
+    Args:
+        seconds: from the fault to its last process.
+        running: what ran then, those spared aside.
+        struck: see `silent_ranks`.
+    """
+    found, wrong = records(job), []
+    if seconds is None:
+        wrong.append(f"processes run after {expected.within_s + PATIENCE_S:.0f} s: {running}")
+    elif seconds > expected.within_s:
+        wrong.append(f"took {seconds:.0f} s")
+    if len(found) != 1:
+        wrong.append(f"{len(found)} records" if found else "no record")
+    wrong += [f"rank {rank} told nothing" for rank in silent_ranks(job, struck)]
+    for words in expected.says:
+        if not any(word in record for word in words.split("|") for record in found):
+            wrong.append(f"the record has no {words}")
+    if seconds is not None and not spares and any(launcher.poll() == 0 for launcher in job.launchers):
+        wrong.append("a launcher ended well")
+    return Result(
+        wrong=wrong + [f"left: {line}" for line in left],
+        seconds=None if seconds is None else round(seconds, 1),
+        record=_first_lines(found),
+        left=left,
+    )
+
+
+def judge_going_on(cell: Cell, job: Job, run: Path, began: float) -> Result:
+    """Of a job that is to train on: the next step, all steps, a good end."""
+    assert cell.expected is not None
+    before = len(_steps(run))
+    next_step = None
+    while any(launcher.poll() is None for launcher in job.launchers) and time.monotonic() - began < FINISH_S:
+        if next_step is None and len(_steps(run)) > before:
+            next_step = time.monotonic() - began
+        time.sleep(POLL_S)
+    codes, steps, wrong = [launcher.poll() for launcher in job.launchers], _steps(run), []
+    if next_step is None and len(steps) > before:
+        next_step = time.monotonic() - began
+    if any(codes) or None in codes:
+        wrong.append(f"launchers ended with {codes}")
+    if next_step is None or next_step > cell.expected.within_s:
+        wrong.append("no step in the time")
+    if steps != sorted(set(steps)) or steps[-1:] != [4]:
+        wrong.append(f"steps {steps}")
+    left = [] if None in codes else sorted(left_over(job.temporary, job.orphans_before))
+    return Result(
+        wrong=wrong + [f"left: {line}" for line in left],
+        seconds=None if next_step is None else round(next_step, 1),
+        record=_first_lines(records(job)),
+        left=left,
+    )
+
+
+def _first_lines(found: list[str]) -> str:
+    return " / ".join(record.splitlines()[0] for record in found)
+
+
+def _steps(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [each["step"] for each in map(json.loads, lines) if "reward" in each]
