@@ -49,8 +49,6 @@ from grpo.weights.adapters import Lora
 from grpo.weights.probe import TEXT_TOKENS
 from grpo.weights.trained import TrainedModel
 
-ARRIVAL_TIMEOUT_S = 300.0  # between the first and the last rank's arrival in the trainer
-
 
 def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]:
     """The present ones, while there are any, by whoever must not hold them."""
@@ -244,10 +242,12 @@ class GRPOTrainer(GuardedTrainer):
             ),
             args.process_index,
             args.world_size,
-            timeout_s=ARRIVAL_TIMEOUT_S,
+            timeout_s=args.start_timeout,
         )
         self._local_pids = {rank: pids[rank] for rank in topology.node_ranks}
-        return topology, watch_for(topology, self._local_pids, timeout_s=args.heartbeat_timeout)
+        return topology, watch_for(
+            topology, self._local_pids, timeout_s=args.heartbeat_timeout, start_timeout_s=args.start_timeout
+        )
 
     def _record_what_the_watch_learns(self) -> None:
         me = weakref.ref(self)  # the engines' threads hold the watch, and would keep this object alive

@@ -188,6 +188,13 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "found out and called there without this."
         },
     )
+    start_timeout: float = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds that processes of the job may come one after the other before the first step: into the "
+            "trainer, to the node's watch, into process groups. After 60 s a line a minute says who is waited for."
+        },
+    )
     heartbeat_timeout: float = field(
         default=20.0,
         metadata={

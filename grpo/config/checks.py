@@ -216,6 +216,8 @@ def check_local(args: Any) -> None:
     for name in ("vllm_max_respawns", "vllm_max_refused"):
         if getattr(args, name) < 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
+    if args.start_timeout <= 0:
+        raise ValueError(f"start_timeout is {args.start_timeout:g}; it must be above 0, in seconds")
     if args.heartbeat_timeout < 5:  # a busy machine is not a lost one
         raise ValueError(f"heartbeat_timeout is {args.heartbeat_timeout:g}; it must be 5 or more")
     waits = {"vllm_sync_timeout": ("a push", "the engine's"), "reward_timeout": ("another's rewards", "its")}

@@ -18,7 +18,6 @@ from grpo.faults.liveness import AwakeClock, Place
 
 _log = logging.getLogger(__name__)
 
-JOIN_S = 60.0  # from the first sentinel to the last one, where the ranks have met before
 GREETING_S = 10.0
 MAX_STRANGERS = 64
 GOODBYE_S = 3.0

@@ -11,6 +11,7 @@ from types import FrameType
 
 from grpo.faults.failure import FailureRecord, JobFailed
 
+TELL_EVERY_S = 60.0
 AGAIN_S = 5.0  # after which code that has caught `DeadlinePassed` and goes on gets it once more
 _calls: set[threading.Event] = set()
 """Of the calls in `interrupted_after`: set, the main thread is woken from a system call."""
@@ -30,6 +31,22 @@ def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[float], None]) -> Iterator[None]:
+    """Around a wait for others in a library: once a minute `tell` gets the seconds so far, in another thread."""
+    begun, is_over = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(TELL_EVERY_S):
+            tell(time.monotonic() - begun)
+
+    threading.Thread(target=repeat, name="grpo-telling", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 @contextlib.contextmanager

@@ -18,13 +18,11 @@ import psutil
 import torch.distributed as dist
 
 from grpo.faults.failure import GrpoError
-from grpo.faults.hub import JOIN_S
 from grpo.faults.interrupt import on_expiry
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import START_TIMEOUT_S, Place
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.place.launch import Launch, agent_folder, agent_pid, head_address
 
-START_S = 60.0
 MAX_ADDRESSES = 8
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +39,7 @@ def link_to_sentinel(
     store: dist.Store,
     *,
     timeout_s: float,
-    join_s: float = JOIN_S,
+    join_s: float,
 ) -> SentinelLink:
     """Start this node's sentinel, on its local main, and hang on it. Collective over the job, through the store.
 
@@ -49,7 +47,7 @@ def link_to_sentinel(
         local_pids: of each rank on this node, this one's included, by global rank.
         store: with keys of these sentinels alone.
         timeout_s: without a word of a node until it is taken for lost.
-        join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node `START_S` more.
+        join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node as long.
 
     Raises:
         SentinelError: a sentinel does not start, or cannot reach the first node's.
@@ -60,8 +58,8 @@ def link_to_sentinel(
         os._exit(1)
 
     place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
-    patience_s = START_S + join_s  # who comes last has as long for its start as the others
-    with on_expiry(START_S + patience_s, give_up):
+    patience_s = 2 * join_s  # who comes last has as long for its start as the others
+    with on_expiry(join_s + patience_s, give_up):
         settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
         name = _meet(launch, host, settings, store, timedelta(seconds=patience_s))
         return SentinelLink(name, launch.rank, place, timeout_s=timeout_s)
@@ -75,7 +73,7 @@ def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store
     hub = {"secret": secrets.token_hex(32)} if launch.node == 0 else _wait(store, "hub", patience)
     settings |= {"node": launch.node, "host": host, "num_nodes": launch.num_nodes, **hub}
     settings |= {"agent": agent_pid(), "agent_folder": None if (folder := agent_folder()) is None else str(folder)}
-    name, port = start_sentinel(settings)
+    name, port = start_sentinel(settings, timeout_s=settings["join_s"] / 2)
     if launch.node == 0 and launch.num_nodes > 1:
         store.set("hub", json.dumps({**hub, "port": port, "addresses": _addresses()}))
     store.set(mine, json.dumps({"name": name}))
@@ -91,8 +89,8 @@ def _wait(store: dist.Store, key: str, patience: timedelta) -> Any:
     return json.loads(store.get(key))
 
 
-def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Start a node's sentinel; see its `main` for the settings.
+def start_sentinel(settings: Mapping[str, Any], *, timeout_s: float = START_TIMEOUT_S) -> tuple[str, int | None]:
+    """Start a node's sentinel, within the time; see its `main` for the settings.
 
     Its socket has a name, and no file: it goes with the process. Who connects is known by the kernel's word.
 
@@ -121,8 +119,10 @@ def start_sentinel(settings: Mapping[str, Any]) -> tuple[str, int | None]:
     with process.stdin, process.stdout, contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(settings).encode())
         process.stdin.close()
-        is_there = _is_read_within(process.stdout, START_S)
-        answer = json.loads(process.stdout.readline() or "{}") if is_there else {"error": f"silent for {START_S:.0f} s"}
+        is_there = _is_read_within(process.stdout, timeout_s)
+        answer = {"error": f"silent for {timeout_s:.0f} s"}
+        if is_there:
+            answer = json.loads(process.stdout.readline() or "{}")
         if "port" in answer:
             _started.append(process)  # else `Popen` would complain that it still runs
             return name, answer["port"]

@@ -27,7 +27,7 @@ from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.foreign import may_be_an_echo
 from grpo.faults.interrupt import on_expiry, raise_in_main_thread
 from grpo.faults.limits import CallLimits
-from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
+from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S
 from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
@@ -373,7 +373,11 @@ class FailureWatch:
 
 
 def watch_for(
-    topology: NodeTopology, local_pids: Mapping[int, int], *, timeout_s: float = HEARTBEAT_TIMEOUT_S
+    topology: NodeTopology,
+    local_pids: Mapping[int, int],
+    *,
+    timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> FailureWatch:
     """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
 
@@ -382,6 +386,7 @@ def watch_for(
     Args:
         local_pids: of each rank on this node, this one's included, by global rank.
         timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
+        start_timeout_s: from the first rank's coming to its node's watch to the last one's.
 
     Raises:
         SentinelError: a node's sentinel does not start, or cannot reach the first node's.
@@ -392,6 +397,6 @@ def watch_for(
     link = None
     if dist.is_initialized() and topology.world_size > 1:
         store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
-        link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s)
+        link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s, join_s=start_timeout_s)
     _current = FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
     return _current

@@ -13,12 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.interrupt import on_expiry
+from grpo.faults.interrupt import on_expiry, telling
 from grpo.place.same_everywhere import check_same
 from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
@@ -85,7 +86,12 @@ def agree_on_topology(
     number = next(_agreements)
     store = _store_of(number, _job_store())
     store.set(f"rank{rank}", _Word(topology=topology, problem=problem, pid=os.getpid()).dumps())
-    with _last_words(number, topology, rank, world_size), on_expiry(timeout_s + STORE_S, _end_without_store):
+    with contextlib.ExitStack() as around:
+        around.enter_context(_last_words(number, topology, rank, world_size))
+        around.enter_context(on_expiry(timeout_s + STORE_S, _end_without_store))
+        if rank == 0:
+            words = _store_of(number, _job_store().clone())  # the job's is in the wait
+            around.enter_context(telling(partial(_tell_of_missing, words, world_size)))
         verdict = _find_verdict(store, rank, world_size, timedelta(seconds=timeout_s))
     if verdict.failure is not None:
         raise JobFailed(verdict.failure)
@@ -119,14 +125,22 @@ def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timede
     return _Verdict.loads(store.get("verdict"))
 
 
-def _say_at_the_end(line: str) -> None:
-    """There is no log yet, and this process is about to end."""
+def _tell_of_missing(words: dist.Store, world_size: int, seconds: float) -> None:
+    if missing := [rank for rank in range(world_size) if not words.check([f"rank{rank}"])]:
+        _say(
+            f"for {seconds:.0f} s ranks {missing} have been waited for: they are not in the trainer yet, but at "
+            "imports, data or a model before it"
+        )
+
+
+def _say(line: str) -> None:
+    """There is no log yet."""
     with contextlib.suppress(OSError):
         os.write(1, f"[grpo] {line}\n".encode())  # in one piece: all write
 
 
 def _end_without_store() -> None:
-    _say_at_the_end("the job's store does not answer: is the launcher of the first node stopped?")
+    _say("the job's store does not answer: is the launcher of the first node stopped?")
     os._exit(1)
 
 
@@ -162,7 +176,7 @@ def _last_words(number: int, topology: NodeTopology | None, rank: int, world_siz
     def listen() -> None:
         while numbers := heard.recv(64):
             if signal.SIGTERM in numbers:
-                _say_at_the_end(f"rank {rank} ends: {cause}")
+                _say(f"rank {rank} ends: {cause}")
                 with on_expiry(LAST_WORDS_S, lambda: os._exit(128 + signal.SIGTERM)):
                     give_up(record, world_size, store, number)
                 os._exit(128 + signal.SIGTERM)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed
+from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.faults.mistakes import record_of
 from grpo.faults.signals import StopRequest
 from grpo.faults.watch import FailureWatch
@@ -50,13 +51,21 @@ class NodeGroups:
 
     Args:
         max_wait_s: the longest deadline that any wait on these groups is given; `MEETING_TIMEOUT_S` at least.
+        start_timeout_s: until all ranks have met in the groups.
         watch: is told when the groups cannot be made.
 
     Raises:
         TimeoutError: ranks did not come to make the groups; names them.
     """
 
-    def __init__(self, topology: Launch, *, max_wait_s: float = 0.0, watch: FailureWatch | None = None) -> None:
+    def __init__(
+        self,
+        topology: Launch,
+        *,
+        max_wait_s: float = 0.0,
+        start_timeout_s: float = START_TIMEOUT_S,
+        watch: FailureWatch | None = None,
+    ) -> None:
         self.topology = topology
         self._watch = watch
         self._alone = not dist.is_initialized() or topology.world_size == 1
@@ -66,7 +75,9 @@ class NodeGroups:
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
         leaders = [ranks[0] for ranks in nodes]
         timeout_s = max(max_wait_s, MEETING_TIMEOUT_S) + MARGIN_S
-        groups = new_gloo_groups([*nodes, leaders], timeout_s=timeout_s, watch=watch)
+        groups = new_gloo_groups(
+            [*nodes, leaders], timeout_s=timeout_s, creation_timeout_s=start_timeout_s, watch=watch
+        )
         self._node, self._leaders = groups[topology.node], groups[-1]
         self._leader = topology.node * size  # global rank of this node's local main
 

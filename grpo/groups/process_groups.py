@@ -3,6 +3,8 @@
 import atexit
 import contextlib
 import itertools
+import logging
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo.faults.interrupt import telling
 from grpo.faults.watch import FailureWatch
 from grpo.place.patches.torch import unbound_default_group
 
-CREATION_TIMEOUT_S = 120.0  # until all ranks have met in the new groups; ranks come within seconds of each other
+_log = logging.getLogger(__name__)
+
 STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
 REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
 
@@ -23,12 +27,17 @@ _creations = itertools.count()
 
 
 def new_gloo_groups(
-    memberships: Sequence[Sequence[int]], *, timeout_s: float, watch: FailureWatch | None = None
+    memberships: Sequence[Sequence[int]],
+    *,
+    timeout_s: float,
+    creation_timeout_s: float,
+    watch: FailureWatch | None = None,
 ) -> list[dist.ProcessGroup | None]:
     """A group for each list of global ranks. Collective over the job: every rank calls it with the same lists.
 
     Args:
         timeout_s: of each operation on the groups.
+        creation_timeout_s: until all ranks have met in the new groups.
         watch: is told when this rank is stuck where no deadline holds.
 
     Returns:
@@ -42,14 +51,23 @@ def new_gloo_groups(
     )  # a connection of its own: the job's is busy while the groups are made
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
+    def missing_ranks() -> list[int]:
+        return [other for other in range(world_size) if not arrivals.check([str(other)])]
+
+    def tell(seconds: float) -> None:
+        if missing := missing_ranks():
+            phases = {} if watch is None else watch.not_come(sys.maxsize)
+            what = ", ".join(f"{other} ({phases.get(other, 'before its first phase')})" for other in missing)
+            _log.warning("for %.0f s the process groups have waited for ranks %s", seconds, what)
+
     def complaint() -> str:
-        missing = [other for other in range(world_size) if not arrivals.check([str(other)])]
+        missing = missing_ranks()
         why = (
             f"ranks {missing} did not come"
             if missing
             else "all ranks came, but cannot connect: look at GLOO_SOCKET_IFNAME and at the firewall between the nodes"
         )
-        return f"the process groups were not made within {CREATION_TIMEOUT_S:.0f} s [GRPO-307]: {why}"
+        return f"the process groups were not made within {creation_timeout_s:.0f} s [GRPO-307]: {why}"
 
     atexit.unregister(let_gloo_rest)  # once is enough
     atexit.register(let_gloo_rest)
@@ -58,11 +76,13 @@ def new_gloo_groups(
     try:
         with contextlib.ExitStack() as around:
             around.enter_context(unbound_default_group())
+            if rank == 0:
+                around.enter_context(telling(tell))
             if watch is not None:
                 around.enter_context(watch.during("process groups"))
-                around.enter_context(watch.within(CREATION_TIMEOUT_S + STUCK_S, complaint))
+                around.enter_context(watch.within(creation_timeout_s + STUCK_S, complaint))
             for ranks in memberships:
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=CREATION_TIMEOUT_S), backend="gloo")
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=creation_timeout_s), backend="gloo")
                 groups.append(group if rank in ranks else None)
     except RuntimeError as error:  # gloo's, and the store's
         raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error

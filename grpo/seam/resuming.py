@@ -22,6 +22,7 @@ from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed, StepFailed
+from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.faults.mistakes import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.faults.watch import FailureWatch
@@ -87,7 +88,12 @@ class ResumableTrainer(OrderedTrainer):
         """
         self._signals, self._failure_watch = signals, watch
         launch = read_launch(os.environ)
-        self._node_groups = NodeGroups(topology or as_one_node(launch), max_wait_s=max_wait_s, watch=watch)
+        self._node_groups = NodeGroups(
+            topology or as_one_node(launch),
+            max_wait_s=max_wait_s,
+            start_timeout_s=getattr(args, "start_timeout", START_TIMEOUT_S),
+            watch=watch,
+        )
         self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
         self._at_step_end: dict[str, Any] | None = None
 

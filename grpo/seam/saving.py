@@ -40,7 +40,7 @@ from grpo.seam.trimming import TrimmingTrainer
 _log = logging.getLogger(__name__)
 
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
-VISIBLE_S = 60.0  # until rank 0 sees what the others have written
+VISIBLE_S = 180.0  # until rank 0 sees what the others have written: NFS keeps what it knows of a folder for 60 s
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
 """Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made room."""
 NEARLY_FULL_BYTES = 2**24  # a write of torch's that failed with so little left has failed for want of space

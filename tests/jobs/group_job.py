@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo.faults import interrupt
 from grpo.faults.failure import JobFailed
 from grpo.faults.watch import watch_for
 from grpo.groups import process_groups
@@ -57,11 +58,11 @@ with watch.guard():
         found["sprung"] = True
 
     store = dist.distributed_c10d._get_default_store()
-    process_groups.CREATION_TIMEOUT_S = 2.0
+    interrupt.TELL_EVERY_S = 0.5
     late = "nothing raised"
     if rank != 1:
         try:
-            new_gloo_groups([range(world_size)], timeout_s=60, watch=watch)
+            new_gloo_groups([range(world_size)], timeout_s=60, creation_timeout_s=2.0, watch=watch)
         except TimeoutError as error:
             late = str(error)
         found["late"] = late
@@ -69,8 +70,8 @@ with watch.guard():
     store.set(f"written/{rank}", "1")
     store.wait([f"written/{other}" for other in range(world_size)], timedelta(seconds=120))
 
-    process_groups.CREATION_TIMEOUT_S = process_groups.STUCK_S = 1.0
+    process_groups.STUCK_S = 1.0
     if rank == 1:
         dist.new_group = lambda *args, **kwargs: time.sleep(600)
-        new_gloo_groups([range(world_size)], timeout_s=60, watch=watch)
+        new_gloo_groups([range(world_size)], timeout_s=60, creation_timeout_s=1.0, watch=watch)
     time.sleep(600)  # until the watch has the record

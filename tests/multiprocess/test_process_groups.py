@@ -46,6 +46,7 @@ def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_nod
         assert results["sprung"] == (rank != "0")
         if rank != "1":
             assert "within 2 s [GRPO-307]: ranks [1] did not come" in late
+    assert "the process groups have waited for ranks 1 (" in job.output()
     assert all(codes), codes
     assert "node 0 (" in job.output()
     assert re.search(r"rank 1, phase 'process groups': .* within 1 s \[GRPO-307\]", job.output())
@@ -58,7 +59,7 @@ import torch.distributed as dist
 from grpo.groups.process_groups import new_gloo_groups
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-(group,) = new_gloo_groups([[0]], timeout_s=60)
+(group,) = new_gloo_groups([[0]], timeout_s=60, creation_timeout_s=60)
 backend = group._get_backend(torch.device("cpu"))
 tensors = [torch.ones(1) for _ in range(100_000)]  # whom gloo's thread lets go one by one, when all is done
 backend.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()

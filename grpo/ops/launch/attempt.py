@@ -12,7 +12,7 @@ from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_early_failure
 
-VISIBLE_S = 60.0  # until this node sees what rank 0 has written on another
+VISIBLE_S = 180.0  # until this node sees what rank 0 has written on another: NFS keeps what it knows for 60 s
 TOLD_S = 5.0  # the same, where this node's ranks know why they ended
 
 

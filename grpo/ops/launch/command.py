@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo.faults.decisions import Answer, answer_to
 from grpo.faults.failure import FailureKind
+from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.ranks import Asked
@@ -67,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--doctor", action="store_true", help="`grpo doctor` on every node first; a FAIL counts as a crash"
     )
     expected.add_arguments(parser, default_port=_default_port(os.environ), join_timeout_s=JOIN_TIMEOUT_S)
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=START_TIMEOUT_S,
+        help="from a node's coming to its report: torch may come over a slow file system (default: %(default)g)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
@@ -78,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     script = Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
     try:
         place = expected.find_place(args, os.environ, command="grpo launch")
+        place = replace(place, report_timeout_s=args.start_timeout)
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
         asked, is_readable = _asked(args, script, file)

@@ -12,6 +12,7 @@ from grpo.ops.meeting.addresses import is_local_address
 from grpo.ops.meeting.schedulers import Told, expand_hostlist, read_scheduler
 
 JOIN_TIMEOUT_S = 60.0
+REPORT_TIMEOUT_S = 120.0
 POD_JOIN_TIMEOUT_S = 900.0  # pods of a job are scheduled, and pull their images, minutes apart
 
 
@@ -33,6 +34,8 @@ class Place:
     """What is started on each of them, for messages: `grpo doctor`."""
     join_timeout_s: float = JOIN_TIMEOUT_S
     """How long nodes are waited for, from the first one that is up."""
+    report_timeout_s: float = REPORT_TIMEOUT_S
+    """How long a node may take from its coming to its report."""
     started: float = field(default_factory=time.monotonic)
     """When this one was up, by its `time.monotonic()`."""
 

@@ -24,13 +24,14 @@ from grpo.ops.meeting.trouble import Trouble
 
 T = TypeVar("T")
 
-REPORT_S = 120.0  # from a node's coming to its report
 GRACE_S = 5.0  # a head that comes last gives the others this long to find it
 _CONNECT_S = 10.0  # for the store's handshake, which has no deadline of its own against a port that never answers
 _OPEN_S = 30.0  # from the head's store being open to its first word
 _LEAVE_S = 10.0  # how long the head stays for the others to read the verdict
 _POLL_S = 0.05
 _CLOCK_SAMPLES = 3
+_CLOCK_S = 60.0  # for the head's answer
+_TELL_EVERY_S = 60.0  # who is waited for
 _CLOSED = 1 << 20  # more processes than ever come under one name: added to its count when the meeting is closed
 
 
@@ -79,7 +80,8 @@ def preside(
 ) -> tuple[Trouble, ...]:
     """The head's part: opens the store, waits for the others, decides and posts the verdict.
 
-    Returns within the join timeout, counted from the first node that was up, plus `REPORT_S` for the last that came.
+    Returns within the join timeout, counted from the first node that was up, plus the report timeout for the last that
+    came.
 
     Args:
         bring: makes the head's own report, while the others come.
@@ -90,7 +92,7 @@ def preside(
         Processes that came when the verdict stood: they have been told, but the others have not.
 
     Raises:
-        MeetingFailed: the store cannot be opened, or the head's own report takes longer than `REPORT_S`.
+        MeetingFailed: the store cannot be opened, or the head's own report takes longer than the report timeout.
     """
     try:
         store = dist.TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False)
@@ -102,11 +104,11 @@ def preside(
         ) from error
     store.set("opening", json.dumps([place.command, place.nodes, opening]))
     try:
-        own = within(REPORT_S, bring)
+        own = within(place.report_timeout_s, bring)
     except TimeoutError as error:
         raise MeetingFailed(
             place.node,
-            f"the head {place.node} did not report within {REPORT_S:.0f} s",
+            f"the head {place.node} did not report within {place.report_timeout_s:.0f} s",
             f"run {place.command} on it alone: what hangs there?",
         ) from error
     attendance, counts = _receive(store, place)
@@ -141,6 +143,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
     others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
     answers: dict[str, Arrival] = {}
+    told = opened
     while True:
         for node in others:
             if node not in came and store.check([f"hello/{node}"]):
@@ -155,10 +158,22 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
                 answers[node] = Arrival(node=node, report=report, clock_offset_s=offset_s, clock_error_s=error_s)
         now = time.monotonic()
         may_join = len(came) < len(others) and now < max(first_up + place.join_timeout_s, opened + GRACE_S)
-        may_report = any(node not in answers and now < at + REPORT_S for node, at in came.items())
+        may_report = any(node not in answers and now < at + place.report_timeout_s for node, at in came.items())
         if not may_join and not may_report:
             return answers, came, first_up
+        if now > told + _TELL_EVERY_S:
+            told = now
+            print(
+                f"[grpo] for {now - opened:.0f} s {place.command} waits for {_awaited(place, came, answers)}",
+                flush=True,
+            )
         time.sleep(_POLL_S)
+
+
+def _awaited(place: Place, came: Mapping[str, float], answers: Mapping[str, Arrival]) -> str:
+    """Who has not come, and who has and makes its report still."""
+    parts = [f"{node} to come" for node in place.nodes[1:] if node not in came]
+    return ", ".join([*parts, *(f"the report of {node}" for node in came if node not in answers)])
 
 
 def _troubles(
@@ -172,7 +187,7 @@ def _troubles(
         troubles.append(Trouble(nodes=missing, message=message, fix=fix))
     for node, count in counts.items():
         if node in came and node not in answers:
-            message = f"{node} came, but did not report within {REPORT_S:.0f} s"
+            message = f"{node} came, but did not report within {place.report_timeout_s:.0f} s"
             fix = f"run {place.command} on it alone: what hangs there?"
             troubles.append(Trouble(nodes=(node,), message=message, fix=fix))
         if count > 1:
@@ -207,7 +222,7 @@ def attend(place: Place, bring: Callable[[Any], str]) -> bytes:
     """
     until = place.started + place.join_timeout_s
     # A head whose machine goes dark leaves calls without an end of their own.
-    limit_s = place.join_timeout_s + 3 * REPORT_S
+    limit_s = place.join_timeout_s + 3 * place.report_timeout_s
     try:
         while True:
             _reach(place, until)
@@ -304,7 +319,7 @@ def _measure_clock(store: dist.Store, node: str) -> tuple[float | None, float]:
         asked = time.time()
         store.set(f"ask/{node}", "1")
         try:
-            store.wait([f"time/{node}"], timedelta(seconds=REPORT_S / 2))
+            store.wait([f"time/{node}"], timedelta(seconds=_CLOCK_S))
         except dist.DistStoreError:
             break  # the head is not listening: of that its own deadlines tell
         answered = time.time()

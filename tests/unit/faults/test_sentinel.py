@@ -16,7 +16,7 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel import MAX_PACKET_BYTES
 from grpo.faults.sentinel_link import SentinelLink
-from grpo.faults.sentinel_start import START_S, _started, link_to_sentinel, start_sentinel
+from grpo.faults.sentinel_start import _started, link_to_sentinel, start_sentinel
 from tests.support.launching import free_port
 from tests.support.made_up_jobs import launch
 
@@ -147,7 +147,8 @@ def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.Mo
         def set(self, key: str, value: str) -> None:
             pass
 
-    def start(settings: dict[str, Any]) -> tuple[str, int]:
+    def start(settings: dict[str, Any], *, timeout_s: float) -> tuple[str, int]:
+        assert timeout_s == 7.0
         started.append(settings)
         return "its name", 7
 
@@ -157,6 +158,6 @@ def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.Mo
     monkeypatch.setattr(sentinel_start, "SentinelLink", lambda *_, **__: None)
     for rank in (0, 1, 2):
         link_to_sentinel(launch(rank, 4, 2), "a", {}, Store(), timeout_s=20.0, join_s=7.0)  # type: ignore[arg-type]
-    patience_s = START_S + 7.0
+    patience_s = 14.0
     assert waited == dict.fromkeys(["node0", "hub"], timedelta(seconds=patience_s))
     assert [settings["join_s"] for settings in started] == [patience_s] * 2

@@ -13,6 +13,7 @@ from grpo.groups.agreement import (
     _find_verdict,
     _judge,
     _store_of,
+    _tell_of_missing,
     _Verdict,
     _Word,
     agree_on_topology,
@@ -111,6 +112,17 @@ def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> 
     assert (wrong.problem is not None, wrong.is_late, wrong.pids) == (True, False, (11, 12))
     say(1, topologies[1])
     assert _judge(store, 2, timedelta(seconds=1)) == _Verdict(pids=(11, 12))
+
+
+def test_who_is_waited_for_is_said(capfd: pytest.CaptureFixture) -> None:
+    words = dist.HashStore()
+    words.set("rank0", "")
+    _tell_of_missing(words, 3, 61.2)
+    assert capfd.readouterr().out.startswith("[grpo] for 61 s ranks [1, 2] have been waited for: they are not in the")
+    words.set("rank1", "")
+    words.set("rank2", "")
+    _tell_of_missing(words, 3, 121.2)
+    assert capfd.readouterr().out == ""
 
 
 def test_a_rank_that_is_ended_frees_those_that_wait_for_others() -> None:

@@ -123,22 +123,24 @@ def test_a_node_that_starts_too_late_is_told_what_to_set(monkeypatch: pytest.Mon
     assert [trouble.fix for trouble in late] == ["start all nodes together; slow starters: --join-timeout"]
 
 
-def test_a_node_that_comes_and_does_not_report_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "REPORT_S", 0.2)
+def test_a_node_that_comes_and_does_not_report_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "_TELL_EVERY_S", 0.1)
     store = dist.HashStore()
     store.set("hello/b", "0")
-    attendance, counts = meeting._receive(store, place(wait_s=0.0))
+    attendance, counts = meeting._receive(store, replace(place(wait_s=0.0), report_timeout_s=0.4))
     assert (attendance.arrivals, counts) == ((), {"b": 0})
+    assert "[grpo] for 0 s grpo test waits for the report of b\n" in capsys.readouterr().out
     (trouble,) = attendance.troubles
     assert (trouble.nodes, trouble.message) == (("b",), "b came, but did not report within 0 s")
 
 
-def test_a_head_whose_own_report_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_whose_own_report_hangs_is_named() -> None:
     """A driver that does not answer, say."""
-    monkeypatch.setattr(meeting, "REPORT_S", 0.2)
     hangs = threading.Event()
     with pytest.raises(MeetingFailed, match="the head a did not report within 0 s") as caught:
-        preside(place(wait_s=0.0), lambda: hangs.wait(5.0), messages)
+        preside(replace(place(wait_s=0.0), report_timeout_s=0.2), lambda: hangs.wait(5.0), messages)
     hangs.set()
     assert caught.value.trouble.nodes == ("a",)
     assert "run grpo test on it alone" in caught.value.trouble.fix
@@ -154,7 +156,7 @@ def test_what_a_thread_ends_with_ends_who_waits_for_it(error: type[BaseException
 
 
 def test_a_head_that_does_not_answer_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "REPORT_S", 0.02)
+    monkeypatch.setattr(meeting, "_CLOCK_S", 0.01)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     assert meeting._measure_clock(store, "b") == (None, 0.0)
