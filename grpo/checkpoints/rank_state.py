@@ -13,6 +13,12 @@ def own_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: _shard(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
+def first_not_finite(model: torch.nn.Module) -> str:
+    """The first trained parameter that has a NaN or an infinity in this rank's part of it; "" where none has."""
+    trained = (named for named in model.named_parameters() if named[1].requires_grad)
+    return next((name for name, parameter in trained if not _shard(parameter).isfinite().all()), "")
+
+
 def load_own_shards(model: torch.nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
     """Bring back what `own_shards` has given."""
     with torch.no_grad():

@@ -5,13 +5,15 @@ All of it is rank 0's, and none of it collective.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ STOP_REASONS = ("stop", "length", "refused")
 FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens", "stop_reason")
 """Six whole numbers for each completion, beside what TRL keeps; `stop_reason` is an index into `STOP_REASONS`."""
 
+_WRITTEN_OUT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _OURS = re.compile(r"step-(\d{8,})\.parquet")
 _ASIDE = re.compile(r"attempt-(\d+)")
 _TYPES = {
@@ -85,6 +88,31 @@ def plain_tool_calls(logs: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         logs["completion"] = kept
+
+
+def printable(value: Any) -> Any:
+    """A text, or texts in lists and mappings, without what a terminal takes for a command: control characters but line
+    feed and tab are written out.
+
+    Example:
+        >>> printable(["\\x1b[2Jred"])
+        ['\\\\x1b[2Jred']
+    """
+    if isinstance(value, str):
+        return value.translate(_WRITTEN_OUT)
+    if isinstance(value, Mapping):
+        return {printable(name): printable(each) for name, each in value.items()}
+    return [*map(printable, value)] if isinstance(value, list | tuple | deque) else value
+
+
+def print_printable(print_sample: Callable[..., None]) -> Callable[..., None]:
+    """TRL's printing of completions (1.16), for a terminal."""
+
+    @functools.wraps(print_sample)
+    def print_cleaned(prompts: Any, completions: Any, *args: Any, extra: Any = None, **kwargs: Any) -> None:
+        print_sample(printable(prompts), printable(completions), *args, extra=printable(extra), **kwargs)
+
+    return print_cleaned
 
 
 def _text_of_block(block: Any) -> str:

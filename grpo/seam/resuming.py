@@ -29,8 +29,9 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups, as_one_node
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY
+from grpo.place.patches.trl import SAMPLE_PRINTER
 from grpo.place.topology import NodeTopology
-from grpo.record.completions import plain_tool_calls
+from grpo.record.completions import plain_tool_calls, print_printable
 from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_early_failure
 from grpo.record.progress import ProgressOnScreen
 from grpo.record.provenance import arguments_of, where_it_runs
@@ -263,7 +264,8 @@ class ResumableTrainer(OrderedTrainer):
         if not self.log_completions:
             super().log(logs, start_time)
             return
-        with self._screen.aside(), plain_tool_calls(self._logs):  # TRL prints a table, and writes one
+        # TRL prints a table, and writes one.
+        with self._screen.aside(), plain_tool_calls(self._logs), SAMPLE_PRINTER.applied(print_printable):
             super().log(logs, start_time)
 
     def train_begins(self) -> None:

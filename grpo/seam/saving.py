@@ -7,6 +7,7 @@ A save holds training only while the ranks write. What they have written goes to
 import contextlib
 import errno
 import logging
+import math
 import os
 import shutil
 import time
@@ -26,9 +27,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from grpo.checkpoints.background import BackgroundSave, deadline_for
 from grpo.checkpoints.checkpoints import files_in, newest_complete, read_complete, write_complete, writer_of
 from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
-from grpo.checkpoints.rank_state import load_own_shards, own_shards
+from grpo.checkpoints.rank_state import first_not_finite, load_own_shards, own_shards
 from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, size_of, to_rotate
-from grpo.faults.failure import JobFailed
+from grpo.faults.failure import FailureKind, GrpoError, JobFailed
 from grpo.faults.signals import StopLead, StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
@@ -39,6 +40,8 @@ from grpo.seam.trimming import TrimmingTrainer
 
 _log = logging.getLogger(__name__)
 
+ODD_NORMS = 3  # in a row, until it is told
+MAX_NAMED = 5
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 VISIBLE_S = 180.0  # until rank 0 sees what the others have written: NFS keeps what it knows of a folder for 60 s
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
@@ -75,6 +78,10 @@ class SavingTrainer(TrimmingTrainer):
     """What every rank has agreed on."""
     _pending_save: Callable[[], BackgroundSave] | None = None
     """Of a save whose callbacks have not been heard yet."""
+    _norm_seen_at = 0
+    """The step of the newest gradient that was looked at."""
+    _odd_norms = 0
+    """Steps in a row whose gradient was not finite."""
     _callbacks_follow = False
     _saving: BackgroundSave | None = None
     """The last save, as long as it may be on its way to the disk."""
@@ -100,6 +107,7 @@ class SavingTrainer(TrimmingTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that says when it is complete; older ones go only after that. Collective."""
         self._finish_saving()
+        self._check_finite()
         begun = time.monotonic()
         args, step = self.args, self.state.global_step
         run_dir = Path(self._get_output_dir(trial=trial))
@@ -156,11 +164,40 @@ class SavingTrainer(TrimmingTrainer):
         if not self._callbacks_follow:
             self._start_background_save()
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _check_finite(self) -> None:
+        """Weights that are no numbers are not saved: the checkpoint before them is the one to go on from. Collective.
+
+        Raises:
+            GrpoError: on every rank; the next start goes on from that checkpoint, and another failure is the last.
+        """
+        names = self._node_groups.all_gather(first_not_finite(self.model))
+        if odd := [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]:
+            raise GrpoError(
+                f"after step {self.state.global_step} weights are not finite: {', '.join(odd[:MAX_NAMED])}: no "
+                "checkpoint is made of them; the last complete one is from before. Look at grad_norm and loss of the "
+                "steps since then: a lower learning_rate, or max_grad_norm [GRPO-711]",
+                kind=FailureKind.USER,
+            )
+
+    def _look_at_norm(self, grad_norm: Any) -> None:
+        """Warn where steps are lost: at a gradient that is not finite DeepSpeed leaves the step out, without a word."""
+        if grad_norm is None or self.state.global_step == self._norm_seen_at:  # it comes once more at an epoch's end
+            return
+        self._norm_seen_at = self.state.global_step
+        self._odd_norms = 0 if math.isfinite(grad_norm) else self._odd_norms + 1
+        if self._odd_norms and self._odd_norms % ODD_NORMS == 0:
+            _log.warning(
+                "WARNING: the gradients of the last %d steps were not finite [GRPO-712]: DeepSpeed leaves such steps "
+                "out, and without it the weights are no numbers by now",
+                self._odd_norms,
+            )
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         """transformers'. What callbacks add to a checkpoint in `on_save`, behind the save itself, belongs to it."""
+        self._look_at_norm(grad_norm)
         self._callbacks_follow = True
         try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         finally:
             self._callbacks_follow = False
         self._start_background_save()

@@ -32,6 +32,12 @@ GENERATION = Patch(
     tested="TRL 1.16",
     symptom="trl.generation lacks the class, as on a machine without vLLM",
 )
+SAMPLE_PRINTER = Patch(
+    symbol="trl.trainer.grpo_trainer.print_prompt_completions_sample",
+    looks="(prompts, completions, rewards, advantages, step, num_samples=None, extra=None)",
+    tested="TRL 1.16",
+    symptom="escape sequences that a model has written are the terminal's: they clear it, or write its clipboard",
+)
 
 
 def without_vllm() -> contextlib.AbstractContextManager[None]:

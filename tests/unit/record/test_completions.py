@@ -12,12 +12,16 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from trl.trainer import grpo_trainer
 
+from grpo.place.patches.trl import SAMPLE_PRINTER
 from grpo.record import completions
 from grpo.record.completions import (
     CompletionSamples,
     choose_prompts,
     plain_tool_calls,
+    print_printable,
+    printable,
     prompt_id,
     sampled_rows,
     text_of,
@@ -298,3 +302,19 @@ def test_a_folder_is_looked_through_when_it_is_full_and_not_at_every_log(
         if step == 1:
             looked.clear()
     assert not looked
+
+
+def test_no_control_character_of_a_completion_reaches_the_terminal(capsys: pytest.CaptureFixture) -> None:
+    text = "a\x1b[2J\x1b]52;c;aGk=\x07b\tc\nd\x9b31m\x7f é"
+    messages = [{"role": "assistant", "content": text}]
+    assert printable(messages) == [
+        {
+            "role": "assistant",
+            "content": "a\\x1b[2J\\x1b]52;c;aGk=\\x07b\tc\nd\\x9b31m\\x7f é",
+        }
+    ]
+    with SAMPLE_PRINTER.applied(print_printable):
+        grpo_trainer.print_prompt_completions_sample([text], [messages], {"r": [1.0]}, [0.0], 1, extra={"more": [text]})
+    printed = capsys.readouterr().out
+    assert "x1b" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b", "\x7f"}

@@ -1,0 +1,67 @@
+"""Weights and gradients that are no numbers."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo.checkpoints.checkpoints import newest_complete
+from grpo.faults.failure import FailureKind, GrpoError, JobFailed
+from tests.support.scripted_trainer import make_trainer, use_scripted_engines
+
+
+class Spoils(TrainerCallback):
+    """Makes one weight a NaN in the second step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            weight = kwargs["model"].model.layers[1].mlp.up_proj.weight
+            with torch.no_grad():
+                weight[3, 4] = float("nan")
+
+
+def test_weights_that_are_no_numbers_make_no_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_scripted_engines(monkeypatch)
+    folder = tmp_path / "run"
+    trainer = make_trainer(tiny_model, folder, [], save_strategy="steps", save_steps=1, vllm_max_logprob_gap=1e9)
+    trainer.add_callback(Spoils())
+    try:
+        with pytest.raises(
+            (GrpoError, JobFailed), match=r"after step 2 .*up_proj\.weight on rank 0.*\[GRPO-711\]"
+        ) as told:
+            trainer.train()
+    finally:
+        trainer.close()
+    assert told.value.kind == FailureKind.USER
+    assert newest_complete(folder) == folder / "checkpoint-1"
+    assert not (folder / "checkpoint-2").exists()
+
+
+def test_gradients_that_are_not_finite_are_told_after_three_in_a_row(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_scripted_engines(monkeypatch)
+    trainer = make_trainer(tiny_model, tmp_path / "run", [])
+    trainer.close()
+
+    def told(*norms: float) -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for norm in norms:
+                trainer.state.global_step += 1
+                trainer._look_at_norm(torch.tensor(norm))
+                trainer._look_at_norm(torch.tensor(norm))  # as at the end of an epoch
+        return sum("[GRPO-712]" in record.getMessage() for record in caplog.records)
+
+    nan, inf = float("nan"), float("inf")
+    assert told(1.0, nan, nan, 1.0, inf, nan) == 0
+    assert told(nan) == 1
+    assert "the gradients of the last 3 steps" in caplog.text
+    assert told(nan, nan) == 0
+    assert told(nan) == 1
+    assert told(0.5, nan) == 0
