@@ -28,6 +28,7 @@ from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Between, Hub, HubLink, Table
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
+from grpo.faults.oom import OomKills
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import read_stacks
 from grpo.place.log import open_log, start_log
@@ -61,6 +62,7 @@ class _Rank(WatchedProcess):
     def __init__(self, rank: int, pid: int) -> None:
         super().__init__(pid)
         self.rank = rank
+        self.oom_kills = OomKills(pid)
         self.connection: socket.socket | None = None
         self.stacks: int | None = None
         self.phase = "start"
@@ -162,6 +164,7 @@ class Sentinel:
 
     def _beat(self, now_s: float) -> None:
         for rank in self._ranks.values():
+            rank.oom_kills.look()
             stopped_s = rank.stopped_for_s(now_s)
             if stopped_s > self.timeout_s:
                 self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) {_stopped(stopped_s)}")
@@ -298,7 +301,11 @@ class Sentinel:
         self._hear(rank)  # its last words
         _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
-            cause = f"the process of rank {rank.rank} (pid {rank.pid}) died without a word: killed? [GRPO-601]"
+            cause = f"the process of rank {rank.rank} (pid {rank.pid}) died without a word"
+            if taken := rank.oom_kills.lately():
+                cause += f": out of memory, for the kernel's OOM killer has just taken {taken} process(es) [GRPO-628]"
+            else:
+                cause += ": killed? [GRPO-601]"
             self._report(rank, cause)
         for folder, session in rank.covered.items():
             end = remove_traces if session is None else lambda path, session=session: end_session(session, path)

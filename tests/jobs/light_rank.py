@@ -66,6 +66,8 @@ while True:
             case ["hang", seconds]:  # a minute longer than it may take, and no Python code runs meanwhile
                 with limits.around("reward", float(seconds), "the rewards take too long"):
                     ctypes.PyDLL(None).usleep(int((float(seconds) + 60) * 1e6))
+            case ["eat", mebibytes]:
+                eaten = b"x" * (int(mebibytes) << 20)
             case ["deaf"]:  # to the record, too
                 Path(f"/proc/{os.getpid()}/comm").write_text("deaf")
                 time.sleep(600)

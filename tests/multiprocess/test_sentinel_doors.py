@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,36 @@ def test_a_rank_and_a_launcher_that_are_dead_already() -> None:
         assert re.match(rf"the process of rank 0 \(pid {gone.pid}\) .*\[GRPO-601\]$", rank.record().cause)
     finally:
         rank.close()
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group in which a process may have 64 MiB."""
+    root = Path("/sys/fs/cgroup")
+    is_v1 = (root / "memory").exists()
+    folder = (root / "memory" if is_v1 else root) / f"grpo-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"needs a memory control group that may be written ({error})")
+    yield folder
+    folder.rmdir()
+
+
+def test_who_was_killed_for_want_of_memory_is_told_as_such(small_group: Path) -> None:
+    ranks = [LightRank(rank, LONG_S) for rank in (0, 1)]
+    try:
+        (small_group / "cgroup.procs").write_text(str(ranks[0].pid))
+        node = LightNode(0, ranks, {"num_nodes": 1, "agent": None, "timeout_s": LONG_S})
+        ranks[0].tell("eat 512")
+        cause = ranks[1].record().cause
+        assert re.match(rf"the process of rank 0 \(pid {ranks[0].pid}\) died .*OOM killer.*\[GRPO-628\]$", cause)
+        assert ranks[0].wait() == -signal.SIGKILL
+        assert node.sentinel.wait(PATIENCE_S) == 0
+    finally:
+        for rank in ranks:
+            rank.close()
 
 
 def test_a_node_that_comes_late_hears_of_what_has_happened() -> None:
