@@ -178,6 +178,7 @@ class GRPOTrainer(GuardedTrainer):
                 max_respawns=args.vllm_max_respawns,
                 standby=args.vllm_standby,
                 stopped_timeout_s=args.heartbeat_timeout,
+                stall_timeout_s=args.vllm_stall_timeout,
                 start_engine=self.start_engine,
             )
             try:

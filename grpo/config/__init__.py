@@ -168,6 +168,14 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
     vllm_start_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that an engine may take from its start until it is ready."}
     )
+    vllm_stall_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds without the end of a step after which an engine that has completions to sample is ended "
+            "as stuck, and started again; always ten times its slowest step so far where that is longer. None: 120, "
+            "and 600 on CPUs and in the first generation batch of an engine, which compiles."
+        },
+    )
     vllm_generate_timeout: float = field(
         default=3600.0, metadata={"help": "Seconds that one generation batch may take."}
     )

@@ -218,6 +218,8 @@ def check_local(args: Any) -> None:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
     if args.start_timeout <= 0:
         raise ValueError(f"start_timeout is {args.start_timeout:g}; it must be above 0, in seconds")
+    if args.vllm_stall_timeout is not None and args.vllm_stall_timeout < 5:
+        raise ValueError(f"vllm_stall_timeout is {args.vllm_stall_timeout:g}; it must be 5 or more, or None")
     if args.heartbeat_timeout < 5:  # a busy machine is not a lost one
         raise ValueError(f"heartbeat_timeout is {args.heartbeat_timeout:g}; it must be 5 or more")
     waits = {"vllm_sync_timeout": ("a push", "the engine's"), "reward_timeout": ("another's rewards", "its")}

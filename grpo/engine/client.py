@@ -15,6 +15,7 @@ from typing import Any
 from grpo.engine.early import take_host
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.process import END_S, SEND_TIMEOUT_S, deaf_to_sigchld
+from grpo.engine.progress import StallWatch
 from grpo.faults.failure import FailureKind, GrpoError
 from grpo.place.log import is_record
 
@@ -56,6 +57,7 @@ class EngineClient:
         log_path: the engine's own log; appended to.
         on_death: called once from another thread, with the error, when the engine ends unasked.
         stopped_timeout_s: after which an engine with a stopped process (SIGSTOP) is ended: nothing comes from it.
+        stall_timeout_s: after which one that owes completions and ends no step is ended, as `StallWatch` has it.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EngineClient:
         log_path: Path,
         on_death: Callable[[EngineDied], None] | None = None,
         stopped_timeout_s: float = STOPPED_TIMEOUT_S,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
@@ -75,6 +78,11 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
+        self._owed: set[int] = set()  # ids of completions that are neither answered nor aborted
+        self._num_answers = 0
+        self._has_generated = False
+        self._stalls = StallWatch(stall_timeout_s, on_cpu=not environment.get("CUDA_VISIBLE_DEVICES"))
+        self._stuck = ""  # since when, and its stacks
         self._ready: Future[Ready] = Future()
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
@@ -156,10 +164,14 @@ class EngineClient:
 
     def submit(self, sample: Sample) -> None:
         """Send completions to be sampled; `listen` says where they go."""
+        with self._lock:
+            self._owed.update(sample.ids)
         self._send(sample)
 
     def abort(self, ids: Sequence[int]) -> None:
         """Drop completions; those that have not been answered yet never will be."""
+        with self._lock:
+            self._owed.difference_update(ids)
         self._send(Abort(ids=tuple(ids)))
 
     def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
@@ -174,6 +186,8 @@ class EngineClient:
         try:
             return future.result(timeout_s)
         except FutureTimeout:
+            with self._lock:
+                self._calls.pop(call.call_id, None)
             raise self.error(f"did not answer {method} within {timeout_s:.0f} s") from None
 
     def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
@@ -222,6 +236,10 @@ class EngineClient:
                 case Ready():
                     self._ready.set_result(message)
                 case Answers():
+                    with self._lock:
+                        self._owed.difference_update(sampled.completion_id for sampled in message.sampled)
+                        self._num_answers += len(message.sampled)
+                        self._has_generated |= not self._owed
                     for sampled in message.sampled:
                         is_lost = sampled.error is not None and not sampled.is_refusal
                         self._hear(self.error(f"failed at a request: {sampled.error}") if is_lost else sampled)
@@ -237,9 +255,27 @@ class EngineClient:
                 case Died():
                     self._said = message
 
+    def _look_for_stall(self, passed_s: float) -> str | None:
+        steps, slowest_s = self._host.progress.read()
+        with self._lock:
+            num_owed = 0 if self._calls else len(self._owed)
+            answers, is_first = self._num_answers, not self._has_generated
+        stalled_s = self._stalls.look(
+            passed_s, owes=num_owed > 0, steps=steps, answers=answers, slowest_s=slowest_s, is_first=is_first
+        )
+        if stalled_s is None:
+            return None
+        self._stuck = (
+            f"is stuck: it has ended no step for {stalled_s:.0f} s (vllm_stall_timeout), with {num_owed} completions "
+            f"under way; its slowest of {steps} steps took {slowest_s:.1f} s [GRPO-415]\n"
+            f"where its processes are, the innermost call first:\n{self._host.stacks()}"
+        )
+        return self._stuck
+
     def _await_exit(self) -> None:
-        if stopped := self._host.wait_for_end(self._stopped_timeout_s):
-            self._said = Died(cause=f"{stopped} was stopped (SIGSTOP?) for {self._stopped_timeout_s:.0f} s")
+        if fault := self._host.wait_for_end(self._stopped_timeout_s, self._look_for_stall):
+            if not self._stuck:
+                self._said = Died(cause=fault)
             self._host.end()
         self.is_dead = True
         code = self._host.wait()
@@ -250,9 +286,12 @@ class EngineClient:
         self._host.end()
         self._receiver.join(2.0)  # its last words may still be in the socket
         how = f"was killed by signal {-code} [GRPO-406]" if code < 0 else f"ended with exit code {code} [GRPO-404]"
-        how = "was closed" if closing else how
+        how = "was closed" if closing else self._stuck or how
         said = f": {self._said.cause}" if self._said.cause else ""
         death = EngineDied(f"{self.name} {how}{said}", log=self._log(), kind=self._said.kind)
+        if self._stuck:
+            with contextlib.suppress(OSError), self.log_path.open("ab") as log:
+                log.write(f"{death.what}\n".encode())
         with self._lock:
             self._death, hear = death, self._hear
             waiting = [*self._calls.values()]

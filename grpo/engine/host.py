@@ -1,4 +1,4 @@
-"""The engine host: `python -m grpo.engine.host FD PARENT_PID`, one vLLM engine behind one socket.
+"""The engine host: `python -m grpo.engine.host FD PARENT_PID PROGRESS_FD`, one vLLM engine behind one socket.
 
 It imports vLLM, and waits to be told what to run. Then it drives vLLM's asynchronous engine, so that requests carry
 ids, finish one by one and can be aborted. Started by `grpo.engine.process.HostProcess`; nobody else on the node can
@@ -26,6 +26,7 @@ from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
+from grpo.engine.progress import count_steps
 from grpo.faults.failure import FailureKind, GrpoError
 from grpo.faults.mistakes import kind_of, text_of
 from grpo.place.importing import importing
@@ -342,14 +343,16 @@ def main() -> None:
     started = time.monotonic()
     inherited = dict(os.environ)
     start_log()
-    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    descriptor, parent_pid, progress = map(int, sys.argv[1:4])
     end_session_with(parent_pid, private_folder=Path(os.environ[HOST_MARK]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to the trainer, sent to all of its processes
-    os.set_inheritable(descriptor, False)
+    for inherited_fd in (descriptor, progress):
+        os.set_inheritable(inherited_fd, False)
     connection = Connection(descriptor)
     try:
         with importing():
             load()
+        count_steps(progress)
         loaded = time.monotonic()
         _log.debug("vLLM is imported, after %.1f s; waits to be told what to run", loaded - started)
         start: Start = connection.recv()

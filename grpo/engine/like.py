@@ -62,4 +62,5 @@ class StartEngine(Protocol):
         log_path: Path,
         on_death: Callable[[EngineDied], None] | None,
         stopped_timeout_s: float,
+        stall_timeout_s: float | None,
     ) -> EngineLike: ...

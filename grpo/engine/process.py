@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
+from grpo.engine.progress import Progress
 from grpo.faults.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
@@ -36,17 +37,19 @@ class HostProcess:
         # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
         # there. Not under output_dir: the path of a socket has 107 bytes at most.
         self.private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
+        self.progress = Progress()
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+        numbers = (theirs.fileno(), os.getpid(), self.progress.fd)
         try:
             with (self.private_folder / FIRST_OUTPUT).open("wb") as output, theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "grpo.engine.host", str(theirs.fileno()), str(os.getpid())],
+                    [sys.executable, "-m", "grpo.engine.host", *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=self.private(environment),
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self.progress.fd],
                     start_new_session=True,
                 )
         except BaseException:  # no room, or no more processes
@@ -64,14 +67,23 @@ class HostProcess:
         """`environment` with this host's own folder in it."""
         return {**environment, HOST_MARK: str(self.private_folder), "TMPDIR": str(self.private_folder)}
 
+    def stacks(self) -> str:
+        """Of all its processes that can show them, the host's behind the others."""
+        return self.progress.stacks(sorted(session_members(self.pid), key=lambda pid: (pid == self.pid, pid)))
+
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def wait_for_end(self, stopped_timeout_s: float) -> str | None:
-        """Until it ends, or until one of its processes has been stopped for so long.
+    def wait_for_end(
+        self, stopped_timeout_s: float, look: Callable[[float], str | None] = lambda passed_s: None
+    ) -> str | None:
+        """Until it ends, or until one of its processes has been stopped for so long, or `look` finds a fault.
+
+        Args:
+            look: called again and again, with the seconds since the last time.
 
         Returns:
-            The stopped process; None where the host has ended.
+            The fault; None where the host has ended.
         """
         try:
             end = ProcessEnd(self.pid)
@@ -87,7 +99,9 @@ class HostProcess:
                 # By looks, not by the clock: while we were stopped ourselves we did not see it.
                 stopped_s = {pid: stopped_s.get(pid, 0.0) + CHECK_S for pid in stopped_members(self.pid, members)}
                 if over := [pid for pid, seconds in stopped_s.items() if seconds > stopped_timeout_s]:
-                    return f"its process {over[0]}"
+                    return f"its process {over[0]} was stopped (SIGSTOP?) for {stopped_timeout_s:.0f} s"
+                if fault := look(CHECK_S):
+                    return fault
             return None
         finally:
             end.close()

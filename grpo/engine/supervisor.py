@@ -100,6 +100,7 @@ class EngineSupervisor:
         timeout_s: from the start of an engine until it is ready.
         max_respawns: of one engine in an hour.
         stopped_timeout_s: after which an engine with a stopped process is ended.
+        stall_timeout_s: after which one that is alive and does nothing is ended; see `EngineClient`.
         standby: keep a process ready that has imported vLLM, for the next engine that is started again.
         start_engine: `EngineClient`, or what a test puts in its place.
     """
@@ -116,6 +117,7 @@ class EngineSupervisor:
         max_respawns: int = 0,
         standby: bool = False,
         stopped_timeout_s: float = STOPPED_TIMEOUT_S,
+        stall_timeout_s: float | None = None,
         start_engine: StartEngine = EngineClient,
     ) -> None:
         self.topology = topology
@@ -140,6 +142,7 @@ class EngineSupervisor:
                 log_path=log_folder / log_file,
                 on_death=on_death,
                 stopped_timeout_s=stopped_timeout_s,
+                stall_timeout_s=stall_timeout_s,
             )
 
         self._environments = [

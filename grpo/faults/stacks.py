@@ -58,10 +58,19 @@ def read_stacks(fd: int, first: int) -> str:
     Args:
         first: the thread that is shown first, as `threading.get_ident` names it; the main thread's comes next.
     """
-    text = os.pread(fd, 1 << 18, 0).decode(errors="replace")
+    return arranged(os.pread(fd, 1 << 18, 0).decode(errors="replace"), first)
+
+
+def arranged(text: str, first: int | None = None) -> str:
+    """What faulthandler has written of a process's threads, the main thread's before the others', bounded.
+
+    Args:
+        first: as for `read_stacks`.
+    """
     threads = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
     threads.reverse()  # faulthandler writes the main thread's last
-    threads.sort(key=lambda stack: f"0x{first:016x} " not in stack)
+    if first is not None:
+        threads.sort(key=lambda stack: f"0x{first:016x} " not in stack)
     lines = "\n".join(threads).splitlines()
     lines = [line for line in lines if not line.startswith("Timeout (")]
     return "\n".join(lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "  ..."])

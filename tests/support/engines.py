@@ -67,6 +67,7 @@ class Script:
         log_path: Path,
         on_death: Callable[[EngineDied], None] | None,
         stopped_timeout_s: float,
+        stall_timeout_s: float | None,
     ) -> "ScriptedEngine":
         """In the place of `EngineClient`."""
         room = self.max_model_len or spec.engine_args.get("max_model_len", 4096)

@@ -1,6 +1,7 @@
 """vLLM's, in an engine host; its processes come out of it by fork."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,13 @@ WORKERS_ANSWER = Patch(
     contains=("isinstance(output, Exception)",),
     tested="vLLM 0.31",
     symptom=_UNHEARD,
+)
+STEP = Patch(
+    symbol="vllm.v1.engine.core.EngineCoreProc._process_engine_step",
+    looks="(self)",
+    contains=("self.step_fn()", "return model_executed"),
+    tested="vLLM 0.31",
+    symptom="an engine that is alive and ends no step is told from a slow one by nothing that it says of itself",
 )
 SPIN = Patch(
     symbol="vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",
@@ -61,6 +69,26 @@ def report_processes(
     ENGINE_CORE.apply(lambda run: reporting(run, "vLLM's EngineCore"))
     WORKER.apply(lambda run: reporting(run, "a worker of vLLM"))
     WORKERS_ANSWER.apply(make)
+
+
+def report_steps(on_end: Callable[[float], None]) -> None:
+    """Have EngineCore say when a step ends.
+
+    Args:
+        on_end: called in its process, with the seconds that the step took; not where nothing could be scheduled.
+    """
+
+    def make(process_step: Any) -> Any:
+        @functools.wraps(process_step)
+        def process_and_report(core: Any) -> bool:
+            begun = time.monotonic()
+            if is_executed := process_step(core):
+                on_end(time.monotonic() - begun)
+            return is_executed
+
+        return process_and_report
+
+    STEP.apply(make)
 
 
 def spin_for(seconds: float) -> None:

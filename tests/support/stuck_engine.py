@@ -1,0 +1,54 @@
+"""An engine whose next step takes as long as a test says: vLLM loads this beside our plugin, from a folder of the test's."""
+
+import os
+from pathlib import Path
+
+from tests.support.launching import ROOT
+
+FOR_EVER = 10**6
+_PLUGIN = """
+import ctypes, os, time
+from pathlib import Path
+
+WISH = Path(os.environ["NEXT_STEP_TAKES"])
+
+
+def register():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+
+    def take_long(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        if WISH.exists() and output.total_num_scheduled_tokens:
+            until = time.monotonic() + float(WISH.read_text())
+            WISH.unlink()
+            while time.monotonic() < until:  # again: a signal ends it
+                ctypes.PyDLL(None).sleep(1)  # with the interpreter's lock
+        return output
+
+    if schedule.__name__ == "schedule":
+        Scheduler.schedule = take_long
+"""
+
+
+class NextStep:
+    """What the next step of any engine takes that runs with these `variables`."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "slow_steps.py").write_text(_PLUGIN)
+        (folder / "slow_steps-0.dist-info").mkdir()
+        (folder / "slow_steps-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-steps\nVersion: 0\n")
+        entry = "[vllm.general_plugins]\nslow_steps = slow_steps:register\n"
+        (folder / "slow_steps-0.dist-info" / "entry_points.txt").write_text(entry)
+        self._wish = folder / "next-step-takes"
+        self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "NEXT_STEP_TAKES": str(self._wish)}
+
+    def takes(self, seconds: float) -> None:
+        new = self._wish.with_suffix(".new")
+        new.write_text(str(seconds))
+        new.rename(self._wish)
+
+    @property
+    def has_begun(self) -> bool:
+        return not self._wish.exists()
