@@ -72,7 +72,8 @@ def _can_show(pid: int) -> bool:
 
 def _title(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+        return " ".join(command.split())[:80]
     return "gone"
 
 
