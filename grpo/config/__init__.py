@@ -166,7 +166,11 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         },
     )
     vllm_start_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that an engine may take from its start until it is ready."}
+        default=1800.0,
+        metadata={
+            "help": "Seconds that an engine may take from its start until it is ready: a guard against one that hangs. "
+            "Of one that is late what it has compiled is kept, so that the next start is shorter."
+        },
     )
     vllm_stall_timeout: float | None = field(
         default=None,

@@ -87,7 +87,7 @@ class EngineClient:
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
         self._said = Died(cause="")  # the host's own last words
-        self._closing = False
+        self._closing = self._is_late = False
         self.is_dead = False
         """Whether its host has ended; `on_death` follows when all else of it has."""
         self._started = time.monotonic()
@@ -148,6 +148,7 @@ class EngineClient:
                 return self._ready.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
             except FutureTimeout:
                 if time.monotonic() > deadline:
+                    self._is_late = True
                     raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout) [GRPO-401]") from None
 
     def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
@@ -205,6 +206,8 @@ class EngineClient:
         """
         self._closing = True
         with deaf_to_sigchld():
+            if self._is_late and not self._ready.done():
+                self._host.end_late()
             self._host.end()
             if threading.current_thread() is not self._exit:  # which may hold the last reference to who closes us
                 self._exit.join(END_S)

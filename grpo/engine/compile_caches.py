@@ -3,24 +3,28 @@
 vLLM and torch's inductor write parts of their caches in place, and take what they find there for whole: a library of
 which a killed linker has left nothing ends every later start of the same model ("file too short"). So each engine that
 runs has a slot of its own, under a lock that ends with its processes, and the next one finds there what was compiled.
-Of a start that has ended before its engine was ready the slot is emptied. It holds for engines that start at once, and
+Of a start that has ended before its engine was ready the slot is emptied, but for one that was ended because it was
+late: of that what is whole stays, once, so that the next one gets further. It holds for engines that start at once, and
 in a folder that several nodes share.
 """
 
 import contextlib
 import fcntl
 import itertools
+import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")  # Triton puts whole folders in place by itself
-_STARTING = b"starting"
+_STARTING, _LATE, _AGAIN = b"starting", b"late", b"starting on what a late one has left"
+_NOTE = "slots.json"  # in the host's private folder: the slots that it has taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +79,14 @@ def take_slot(base: Path) -> CacheSlot:
 
 
 def _take(folder: Path) -> CacheSlot | None:
-    """The slot in `folder`, emptied where a start has ended in it; None where an engine holds it."""
+    """The slot in `folder`, emptied where a start has ended in it that was not late; None where an engine holds it."""
     lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.pread(lock, 1, 0) and folder.exists():
+        before = os.pread(lock, len(_AGAIN), 0)
+        if before not in (b"", _LATE) and folder.exists():
             shutil.rmtree(folder)
-        os.pwrite(lock, _STARTING, 0)
+        _mark(lock, _AGAIN if before == _LATE else _STARTING)
         folder.mkdir(exist_ok=True)
     except OSError as error:
         os.close(lock)
@@ -89,3 +94,53 @@ def _take(folder: Path) -> CacheSlot | None:
             return None
         raise
     return CacheSlot(folder=folder, lock=lock)
+
+
+def _mark(lock: int, state: bytes) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, state, 0)
+
+
+def note_slots(slots: Sequence[CacheSlot], private_folder: Path) -> None:
+    """In a host: where `end_late` finds its slots."""
+    (private_folder / _NOTE).write_text(json.dumps([str(slot.folder) for slot in slots]))
+
+
+def end_late(members: Callable[[], Iterable[int]], private_folder: Path, end: Callable[[], None]) -> None:
+    """End an engine that is not ready in time, and keep what it has compiled for the next one.
+
+    What one of its processes was writing goes. And of two late starts in a row the second one leaves nothing: it may be
+    what it had found there that it hangs of.
+
+    Args:
+        members: the engine's processes.
+        end: ends them.
+    """
+    folders: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):  # it has not come so far
+        folders = [Path(folder) for folder in json.loads((private_folder / _NOTE).read_text())]
+    half_written: set[Path] = set()
+    if folders:
+        pids = [*members()]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+        half_written = {path for pid in pids for path in _open_for_writing(pid)}
+    end()
+    for folder in folders:
+        with contextlib.suppress(OSError), folder.with_suffix(".lock").open("r+b", buffering=0) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.read() == _STARTING:
+                for path in half_written:
+                    if path.is_relative_to(folder):
+                        path.unlink(missing_ok=True)
+                _mark(lock.fileno(), _LATE)
+
+
+def _open_for_writing(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):  # it is gone
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError, IndexError):  # closed meanwhile
+                flags = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text().partition("flags:")[2].split()[0]
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    yield entry.readlink()

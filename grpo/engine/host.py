@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
-from grpo.engine.compile_caches import take_slots
+from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
 from grpo.engine.messages import Abort, Answers, Call, Died, EngineSpec, Ready, Reply, Sample, Sampled, Start
@@ -251,6 +251,7 @@ async def run(
             compile_nothing()  # on GPUs the compiled helper of vLLM's sampler saves memory
     folder = Path(os.environ[HOST_MARK])
     variables, slots = take_slots(os.environ, otherwise=folder)
+    note_slots(slots, folder)
     os.environ.update(variables)
     keep_headers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "precompiled_headers")
     watch = StartWatch(folder, fail)

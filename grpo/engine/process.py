@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from grpo.engine.compile_caches import end_late
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.engine.progress import Progress
 from grpo.faults.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
@@ -117,6 +118,10 @@ class HostProcess:
     def end(self) -> None:
         """Kill it and everything that it started, and remove what they leave behind. Safe to call twice."""
         end_session(self.pid, self.private_folder)
+
+    def end_late(self) -> None:
+        """As `end`, of one that was not ready in time; what it has compiled is kept."""
+        end_late(lambda: session_members(self.pid), self.private_folder, self.end)
 
     def close(self) -> None:
         """As `end`, with the socket; nobody else waits for it any more."""

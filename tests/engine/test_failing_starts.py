@@ -92,6 +92,20 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
         client.wait_ready(START_S)
 
 
+@pytest.mark.long
+def test_a_start_that_is_late_leaves_what_it_has_compiled(tiny_model: Path, tmp_path: Path) -> None:
+    with starting(tiny_model, tmp_path, enforce_eager=False) as client:
+        until(lambda: bool(libraries(tmp_path)) and compiles(client.pid), START_S, "nothing is compiled")
+        with pytest.raises(EngineError, match="GRPO-401"):
+            client.wait_ready(0.0)
+    compiled = {path: path.stat().st_mtime_ns for path in libraries(tmp_path)}
+    assert compiled
+    with starting(tiny_model, tmp_path, enforce_eager=False) as client:
+        client.wait_ready(START_S)
+    again = {path: path.stat().st_mtime_ns for path in libraries(tmp_path)}
+    assert {path: again[path] for path in compiled} == compiled, "they were not compiled again"
+
+
 def test_a_worker_that_cannot_load_the_model_is_told(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

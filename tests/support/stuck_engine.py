@@ -38,7 +38,9 @@ class NextStep:
     def __init__(self, folder: Path) -> None:
         (folder / "slow_steps.py").write_text(_PLUGIN)
         (folder / "slow_steps-0.dist-info").mkdir()
-        (folder / "slow_steps-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-steps\nVersion: 0\n")
+        (folder / "slow_steps-0.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: slow-steps\nVersion: 0\n"
+        )
         entry = "[vllm.general_plugins]\nslow_steps = slow_steps:register\n"
         (folder / "slow_steps-0.dist-info" / "entry_points.txt").write_text(entry)
         self._wish = folder / "next-step-takes"

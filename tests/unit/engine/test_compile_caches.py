@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.engine.compile_caches import CacheSlot, take_slot, take_slots
-from grpo.faults.sessions import session_members
+from grpo.engine.compile_caches import CacheSlot, end_late, note_slots, take_slot, take_slots
+from grpo.faults.sessions import end_session, session_members
 from grpo.place.patches.torch import keep_headers, write_libraries_whole
 from grpo.record.screen import show_log
 from tests.support.launching import ROOT
@@ -109,6 +109,78 @@ def test_a_start_that_fails_by_itself_is_a_start_that_was_not_ready(engines: Eng
     (failed.folder / "kernel.so").touch()
     engines.end(failed)
     assert not [*engines.start().folder.iterdir()]
+
+
+LATE = """
+import sys
+from pathlib import Path
+from grpo.engine.compile_caches import note_slots, take_slot
+slot = take_slot(Path(sys.argv[1]))
+note_slots([slot], Path(sys.argv[2]))
+(slot.folder / "whole.so").write_text("whole")
+half = (slot.folder / "half.so").open("w")
+half.write("ha")
+half.flush()
+print(slot.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def a_late_start(base: Path, private_folder: Path) -> Path:
+    """The slot that it had."""
+    private_folder.mkdir(exist_ok=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", LATE, str(base), str(private_folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as host:
+        assert host.stdout is not None
+        folder = Path(host.stdout.readline().strip())
+
+        def end() -> None:
+            end_session(host.pid, private_folder)
+            host.wait()
+
+        end_late(lambda: session_members(host.pid), private_folder, end)
+        assert host.returncode == -9
+    return folder
+
+
+def test_a_start_that_was_late_leaves_what_is_whole_once(engines: Engines, tmp_path: Path) -> None:
+    private_folder = tmp_path / "private"
+    folder = a_late_start(tmp_path, private_folder)
+    assert not private_folder.exists()
+    assert [path.name for path in folder.iterdir()] == ["whole.so"]
+    following = engines.start()
+    assert following.folder == folder
+    assert (folder / "whole.so").read_text() == "whole"
+    following.is_ready()
+    engines.end(following)
+    engines.end(engines.start())  # killed
+    assert a_late_start(tmp_path, private_folder) == folder
+    assert a_late_start(tmp_path, private_folder) == folder, "on what the one before has left"
+    assert not [*engines.start().folder.iterdir()]
+
+
+def test_a_slot_that_another_engine_has_taken_meanwhile_stays_as_it_is(engines: Engines, tmp_path: Path) -> None:
+    slot = engines.start()
+    note_slots([slot], tmp_path)
+    taken: list[CacheSlot] = []
+
+    def end() -> None:
+        engines.end(slot)
+        taken.append(engines.start())
+        (taken[0].folder / "new.so").touch()
+
+    with (slot.folder / "new.so").open("w"):
+        end_late(lambda: [], tmp_path, end)
+    assert taken[0].folder == slot.folder
+    assert (slot.folder / "new.so").exists()
+    engines.end(taken[0])
+    assert not [*engines.start().folder.iterdir()], "it was not ready either"
 
 
 def test_all_caches_of_an_engine(tmp_path: Path) -> None:

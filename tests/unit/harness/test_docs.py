@@ -28,7 +28,7 @@ def test_every_field_of_ours_is_there_with_its_default(options: dict[str, list[s
     ours = GRPOConfig.__dataclass_fields__.keys() - trl.GRPOConfig.__dataclass_fields__.keys()
     assert ours <= options.keys()
     assert options["generation_lookahead"][0] == "`0`"
-    assert options["vllm_start_timeout"][0] == "`600`"
+    assert options["vllm_start_timeout"][0] == "`1800`"
     assert options["vllm_sync_backend"][0] == "`'auto'`"
     assert options["vllm_max_logprob_gap"][0] == "`None`"
     assert all(len(cells[-1]) > 10 for name, cells in options.items() if name in ours)
