@@ -45,6 +45,9 @@ class EngineError(GrpoError):
 class EngineDied(EngineError):
     """The engine's processes have ended: nothing will come from it any more."""
 
+    is_requests_fault = False
+    """Whether whoever has heard of it says that it died of what it was asked, and not of itself."""
+
 
 class EngineClient:
     """One engine of this node, for one life.

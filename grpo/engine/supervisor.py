@@ -299,17 +299,17 @@ class EngineSupervisor:
             if self._closed:
                 return
             if self._supervises:
-                self._answer_death(self._slots[index], record, error.what, stops)
+                self._answer_death(self._slots[index], record, error, stops)
                 self._changed.notify_all()
                 return
         if not stops:
             self._watch.fail(error)
 
-    def _answer_death(self, slot: _Slot, record: FailureRecord, why: str, stops: bool) -> None:
+    def _answer_death(self, slot: _Slot, record: FailureRecord, error: EngineDied, stops: bool) -> None:
         cause = record.cause
         if slot.loss is None:
-            slot.loss = _Loss(since=time.monotonic(), record=record, why=why)
-            allowed = slot.limit.allows(slot.loss.since)
+            slot.loss = _Loss(since=time.monotonic(), record=record, why=error.what)
+            allowed = error.is_requests_fault or slot.limit.allows(slot.loss.since)
             if self._max_respawns:
                 cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns) [GRPO-408]: {cause}"
         else:

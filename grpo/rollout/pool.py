@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,27 +25,29 @@ from grpo.place.log import FILE_ONLY
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
-from grpo.rollout.queue import Chunk, RequestQueue
+from grpo.rollout.queue import Chunk, RequestQueue, ranges
+from grpo.rollout.search import KNOWN_GOOD, Trials, prompt_of
 from grpo.rollout.stints import IdleClock, Stints
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)
-MAX_DEATHS = 2  # of engines that were at work on the same completion
+MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
 _Outbox = queue.SimpleQueue[Sample | tuple[int, ...] | None]
 """What is sent to an engine: completions to sample, completions to drop; None ends its thread."""
 
 
 class DeadlyRequests(EngineError):
-    """Engines died again and again with the same requests in flight."""
+    """Engines died again and again with the same requests in flight, and no prompt was found to be to blame."""
 
 
 class EnginePool:
     """Samples batches of requests on all engines of the node.
 
     What an engine owes when it dies goes to the others; where there is none it waits for `take_up`. A request keeps its
-    seeds, so that it is sampled as it would have been.
+    seeds, so that it is sampled as it would have been. A prompt of which engines die is found by trials (`Trials`), and
+    refused.
 
     Args:
         max_num_seqs: of each engine, the sequences that it runs at once.
@@ -79,6 +81,8 @@ class EnginePool:
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
         self._queue = RequestQueue(max_num_seqs)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
+        known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(end_tokens[:1] or [0], np.int32), seed=0)
+        self._trials = Trials(self._queue, self._unsent, known_good)
         self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
         self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it
         self._num_reissued = 0
@@ -129,6 +133,9 @@ class EnginePool:
                 if len(request.token_ids) >= self._max_model_len:
                     why = f"a prompt has {len(request.token_ids)} tokens; the engine holds {self._max_model_len} with "
                     self._refuse(batch, ids, why + "the completion (vllm_max_model_length)")
+                    continue
+                if (deadly := self._trials.deadly.get(request.token_ids.tobytes())) is not None:
+                    self._refuse(batch, ids, deadly)
                     continue
                 for begin in range(0, request.n, fair_share):
                     chunk = ids[begin : begin + fair_share]
@@ -205,6 +212,7 @@ class EnginePool:
                     owed.pop(completion, None)
             for engine, completions in self._queue.forget(batch.ids):
                 self._outboxes[engine].put(tuple(completions))
+            self._trials.settle(batch.ids)
             self._feed()
 
     def take_up(self, clients: Sequence[EngineLike], *, policy_version: int) -> None:
@@ -222,6 +230,7 @@ class EnginePool:
             self._outboxes[engine].put(None)  # of one that was closed by us
             self._clients[engine], self._outboxes[engine] = client, queue.SimpleQueue()
             owed = self._queue.lose(engine)
+            self._trials.interrupt(owed)
             self._queue.regain(engine)
             self._issue_again(owed)
             for batch in {*self._batches.values()}:
@@ -269,7 +278,7 @@ class EnginePool:
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        chunks = self._queue.send()
+        chunks = self._trials.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
             sample = replace(self._unsent.pop(chunk[0]), together=together)
@@ -283,36 +292,45 @@ class EnginePool:
     def _lose(self, engine: int, error: EngineDied) -> None:
         self._outboxes[engine].put(None)
         owed = self._queue.lose(engine)
-        self._deaths.update(owed)
         _log.warning("engine %d is gone: %d completions go to others", engine, len(owed), extra=FILE_ONLY)
-        if deadly := [completion for completion in owed if self._deaths[completion] >= MAX_DEATHS]:
-            raise DeadlyRequests(self._about_deadly(deadly, error))
+        samples = {completion: self._sent[completion] for completion in owed}
+        if (why := self._trials.judge(samples, error)) is not None:
+            raise DeadlyRequests(self._about_deadly([*samples.values(), *self._trials.suspected()], why, error))
+        self._deaths.update(owed)
+        self._trials.suspect(samples[completion] for completion in owed if self._deaths[completion] >= MAX_DEATHS)
         self._issue_again(owed)
+        for sample in self._trials.take_deadly():
+            batch = self._batches[sample.ids.start]
+            self._refuse(batch, sample.ids, self._trials.deadly[prompt_of(sample)])
+            self._end_if_answered(batch)
         self._feed()
         self._say_trouble()
         self._changed.notify_all()
 
     def _issue_again(self, owed: Sequence[int]) -> None:
         """Put what an engine owed back into the queue, under its seeds."""
+        if KNOWN_GOOD.start in owed:
+            owed = []  # nothing was beside it
         chunks = []
         for _, run in itertools.groupby(owed, key=lambda completion: self._sent[completion].ids.start):
-            for ids in _ranges(run):
+            for ids in ranges(run):
                 old = self._sent[ids.start]
                 self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
                 chunks.append(Chunk(ids=ids, tokens=len(old.token_ids) + self._max_tokens))
         for completion in owed:
             del self._sent[completion]
         self._num_reissued += len(owed)
-        self._queue.add(chunks)
+        self._trials.add(chunks)
 
-    def _about_deadly(self, completions: Sequence[int], error: EngineDied) -> str:
+    def _about_deadly(self, samples: Sequence[Sample], why: str, error: EngineDied) -> str:
+        completions = sorted({completion for sample in samples for completion in sample.ids} & self._batches.keys())
         batches = {completion: self._batches[completion] for completion in completions}
         names = " and ".join(sorted({batch.name for batch in batches.values()}))
         rows = [completion - batch.ids.start for completion, batch in batches.items()]
-        tokens = sorted({len(self._sent[completion].token_ids) for completion in completions})
+        tokens = sorted({len(sample.token_ids) for sample in samples if sample.ids != KNOWN_GOOD})
         return (
-            f"engines died {MAX_DEATHS} times at work on the same completions: rows {rows} of {names}, with prompts of "
-            f"{tokens} tokens [GRPO-410]; the last one: {error}"
+            f"engines died {MAX_DEATHS} times at work on the same completions, {why}: rows {rows} of {names}, with "
+            f"prompts of {tokens} tokens [GRPO-410]; the last one: {error}"
         )
 
     # -- threads --------------------------------------------------------------------------------------------------
@@ -330,7 +348,9 @@ class EnginePool:
 
     def _note(self, engine: int, answer: Sampled) -> None:
         self._queue.answered(engine, answer.completion_id)
-        self._sent.pop(answer.completion_id, None)
+        if (sample := self._sent.pop(answer.completion_id, None)) is not None and not answer.is_refusal:
+            self._trials.known_good = sample
+        self._trials.settle([answer.completion_id])
         self._deaths.pop(answer.completion_id, None)
         batch = self._batches.pop(answer.completion_id, None)
         self._stints[engine].note(len(answer.token_ids))
@@ -374,10 +394,3 @@ class EnginePool:
                 self._say_trouble()
                 self._changed.notify_all()
             self._end()
-
-
-def _ranges(ascending: Iterable[int]) -> Iterator[range]:
-    """The same numbers as runs without gaps."""
-    for _, run in itertools.groupby(enumerate(ascending), key=lambda each: each[1] - each[0]):
-        numbers = [number for _, number in run]
-        yield range(numbers[0], numbers[-1] + 1)

@@ -1,6 +1,7 @@
 """Which engine samples which completion next: the decisions alone, without threads, clocks and engines."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -60,7 +61,17 @@ class RequestQueue:
                 break
             chunk = self._waiting.pop()
             number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
-            engine = self._engines[number]
+            sent += self._give(number, [chunk])
+        return sent
+
+    def send_alone(self, chunks: Sequence[Chunk]) -> list[tuple[int, Sequence[int]]]:
+        """As `send`, these chunks, which do not wait here, to one engine that holds nothing else; [] if there is none."""
+        idle = [number for number, engine in enumerate(self._engines) if engine.is_there and not engine.held]
+        return self._give(idle[0], chunks) if idle else []
+
+    def _give(self, number: int, chunks: Iterable[Chunk]) -> list[tuple[int, Sequence[int]]]:
+        engine, sent = self._engines[number], []
+        for chunk in chunks:
             engine.held.update(dict.fromkeys(chunk.ids, chunk.tokens))
             engine.tokens += chunk.tokens * len(chunk.ids)
             sent.append((number, chunk.ids))
@@ -107,3 +118,10 @@ class RequestQueue:
     def fullest(self) -> int:
         """The engine that holds most."""
         return max(range(len(self._engines)), key=lambda number: len(self._engines[number].held))
+
+
+def ranges(ascending: Iterable[int]) -> Iterator[range]:
+    """The same numbers as runs without gaps."""
+    for _, run in itertools.groupby(enumerate(ascending), key=lambda each: each[1] - each[0]):
+        numbers = [number for _, number in run]
+        yield range(numbers[0], numbers[-1] + 1)

@@ -52,6 +52,8 @@ class Script:
     """Tokens that engines hold; None: as many as they are started with."""
     deaths: list[tuple[str, int]] = field(default_factory=list)
     """What any engine is asked, and at which time that kills the one that is asked."""
+    dies_of: Callable[[Sample], bool] = lambda sample: False
+    """Whether an engine that is asked for this dies."""
     asked: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     story: list[tuple] = field(default_factory=list)
@@ -136,6 +138,9 @@ class ScriptedEngine:
             self._is_asked("submit")
         except EngineDied:
             return
+        if self.script.dies_of(sample):
+            self.die()
+            return
         self.script.samples.append(sample)
         for number, completion_id in enumerate(sample.ids):
             tokens = self.script.tokens_of(sample, number)
@@ -196,6 +201,7 @@ class ThreadedEngine(ScriptedEngine):
         self.samples: list[Sample] = []
         self.dies_after: int | None = None
         self.refuses: Callable[[Owed], bool] = lambda owed: False
+        self.dies_of: Callable[[Owed], bool] = lambda owed: False
         self.reads = threading.Event()
         self.reads.set()
         self.works = threading.Event()
@@ -240,6 +246,9 @@ class ThreadedEngine(ScriptedEngine):
                 continue
             with self._lock:
                 running = self._waiting[: self.num_slots]
+            if any(map(self.dies_of, running)):
+                self._tell_of_death()
+                return
             for owed in running:
                 tokens = answer_to(owed.token_ids, owed.seed)
                 self._ended.wait(self.token_s * len(tokens) / self.num_slots)

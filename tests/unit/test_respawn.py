@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import GRPOTrainer
 from grpo.engine import supervisor
@@ -189,9 +189,10 @@ def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, script:
     assert len(script.started) == 3
 
 
-def test_requests_that_kill_twice_are_named(tiny_model: Path, tmp_path: Path, script: Script) -> None:
-    with pytest.raises(StepFailed, match=r"died 2 times .* rows \[.*GRPO-410.*signal 9"):
-        trained(tiny_model, tmp_path, script, ("submit", 3), ("submit", 5))
+def test_engines_that_die_of_whatever_is_asked_end_the_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+    script.dies_of = lambda sample: script.asked["submit"] > 2
+    with pytest.raises(StepFailed, match=r"died 2 times .* answered before: rows \[.*GRPO-410.*signal 9"):
+        trained(tiny_model, tmp_path, script)
     state = state_of(tmp_path)
     assert state["step"] == 1
     assert state["checkpoint"].endswith("checkpoint-1")
@@ -226,6 +227,26 @@ def test_prompts_that_no_engine_takes_are_left_out(
     with pytest.raises(StepFailed, match=r"vllm_max_refused \(3\).* 8 completions .*GRPO-412"):
         trained(tiny_model, tmp_path / "few", script, prompts=[long] * 4, vllm_max_refused=3, **settings)
     assert state_of(tmp_path / "few")["kind"] == "user"
+
+
+def test_a_prompt_of_which_engines_die_is_left_out_and_the_run_goes_on(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
+    """In two epochs: in the second one it is known. Deaths in the search are none of the engine's."""
+    poison = "666+666="
+    length = len(AutoTokenizer.from_pretrained(tiny_model)(poison)["input_ids"])
+    script.dies_of = lambda sample: len(sample.token_ids) == length
+    prompts = [poison, *(f"{n}+{n}=" for n in range(10, 13))]
+    trainer = trained(tiny_model, tmp_path, script, prompts=prompts, vllm_max_respawns=2)
+    assert len(of_kind(story, "score")) == 4
+    assert not any(poison in seen for seen in of_kind(story, "score"))
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    assert sorted(line["rollout/refused"] for line in lines) == [0, 0, 4, 4]
+    assert lines[-1]["engine/respawns"] == len(script.started) - 1 > 2
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    (tmp_path / "few").mkdir()
+    with pytest.raises(StepFailed, match=r"vllm_max_refused \(3\).* 4 completions .*GRPO-412.*GRPO-416.*signal 9"):
+        trained(tiny_model, tmp_path / "few", script, prompts=prompts, vllm_max_refused=3)
 
 
 def test_an_engine_that_dies_after_a_stop_was_asked_for_is_not_missed(

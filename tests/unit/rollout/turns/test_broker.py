@@ -232,13 +232,13 @@ def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch
     broker.close()
 
 
-def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node, ranks_of: Any) -> None:
-    engines = [ThreadedEngine(f"engine {number}") for number in range(2)]
+def test_engines_that_die_of_any_turn_end_the_job_with_the_name_of_the_first(node: Node, ranks_of: Any) -> None:
+    engines = [ThreadedEngine(f"engine {number}") for number in range(3)]
     ranks = ranks_of(*engines, ranks=1)
     for engine in engines:
         engine.works.clear()
     ranks.channels[0].ask(np.array([1], np.int32), row=0, seed=5, name="turn 3 of row 0 of rank 7", overrides={})
-    for _ in range(2):
+    for _ in range(3):
         wait_until(lambda: any(engine.samples for engine in engines))
         at_work = next(engine for engine in engines if engine.samples)
         engines.remove(at_work)
@@ -246,6 +246,19 @@ def test_engines_that_die_of_the_same_turn_end_the_job_with_its_name(node: Node,
     wait_until(lambda: ranks.channels[0].trouble)
     assert "turn 3 of row 0 of rank 7" in str(ranks.channels[0].trouble)
     assert ranks.channels[0].is_stalled
+
+
+def test_a_turn_of_which_engines_die_is_refused(ranks_of: Any) -> None:
+    engines = [ThreadedEngine(f"engine {number}") for number in range(4)]
+    for engine in engines:
+        engine.dies_of = lambda owed: 666 in owed.token_ids
+    ranks = ranks_of(*engines, ranks=1)
+    asked = ranks.channels[0].ask(np.array([666], np.int32), row=0, seed=5, name="turn 3", overrides={})
+    answer = asked.result(DEADLINE_S)
+    assert answer.engine == REFUSED
+    assert "[GRPO-416]" in answer.refusal
+    assert sum(engine.is_dead for engine in engines) == 3
+    assert ranks.channels[0].trouble is None
 
 
 def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_of: Any) -> None:

@@ -1,0 +1,172 @@
+"""Which prompt ends any engine that samples it: how it is searched for, and what is sent meanwhile; without threads."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from grpo.engine.client import EngineDied
+from grpo.engine.messages import Sample
+from grpo.rollout.queue import Chunk, RequestQueue
+
+MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
+KNOWN_GOOD = range(-1, 0)  # the id of a completion that nobody has asked for
+Prompt = TypeVar("Prompt", bound=Hashable)
+
+
+class Search(Generic[Prompt]):
+    """One search among prompts at which engines have died. Each trial has an engine to itself.
+
+    The first trial is a prompt that was answered before: who dies of that one would die of any. Then come halves of
+    the suspects, and the last of them alone: dying beside others proves nothing.
+
+    Args:
+        suspects: different prompts, at least one.
+    """
+
+    def __init__(self, suspects: Sequence[Prompt]) -> None:
+        self.suspects = [*suspects]
+        self.trial: list[Prompt] = []
+        """What is to be sampled now; nothing: the prompt that was answered before."""
+        self.num_deaths = 0
+
+    def answered(self) -> None:
+        """The trial was: none of its prompts is to blame. It is over where no suspects are left."""
+        self.suspects = [prompt for prompt in self.suspects if prompt not in self.trial]
+        self._halve()
+
+    def died(self) -> Prompt | None:
+        """The engine has died of the trial: the prompt that is to blame, where there is only one in it.
+
+        All other suspects are let go: if there is a second one among them, it is searched for by itself.
+        """
+        self.num_deaths += 1
+        if len(self.trial) == 1:
+            self.suspects = []
+            return self.trial[0]
+        self.suspects = self.trial
+        self._halve()
+        return None
+
+    def _halve(self) -> None:
+        self.trial = self.suspects[: (len(self.suspects) + 1) // 2]
+
+
+def prompt_of(sample: Sample) -> bytes:
+    return sample.token_ids.tobytes()
+
+
+class Trials:
+    """Stands between a pool and its queue: holds back what is suspected while a search is on, and all else with it.
+
+    Args:
+        queue: where what is not suspected waits.
+        unsent: the pool's, by the first of their ids: what chunks are of.
+        known_good: tried first until something has been answered.
+    """
+
+    def __init__(self, queue: RequestQueue, unsent: dict[int, Sample], known_good: Sample) -> None:
+        self.known_good = known_good
+        self.deadly: dict[bytes, str] = {}
+        """By prompt: why no engine is given it again."""
+        self._queue, self._unsent = queue, unsent
+        self._search: Search[bytes] | None = None
+        self._held: list[Chunk] = []
+        self._under_way: set[int] = set()  # completions of the trial that an engine is at
+
+    def suspect(self, samples: Iterable[Sample]) -> None:
+        """Engines have died at work on these. Goes on with the search that is on, if there is one."""
+        prompts = [prompt for prompt in dict.fromkeys(map(prompt_of, samples)) if prompt not in self.deadly]
+        if self._search is None and prompts:
+            self._search = Search(prompts)
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that an engine has not answered, to be sampled again."""
+        self._held += chunks
+        self._let_go()
+
+    def send(self) -> list[tuple[int, Sequence[int]]]:
+        """As `RequestQueue.send`; while a search is on, the next trial, to an engine that holds nothing else."""
+        if self._search is None:
+            return self._queue.send()
+        if self._under_way:
+            return []
+        chunks = [chunk for chunk in self._held if self._is_among(self._search.trial, chunk)]
+        if not self._search.trial:
+            self._unsent[KNOWN_GOOD.start] = replace(self.known_good, ids=KNOWN_GOOD)
+            chunks = [Chunk(ids=KNOWN_GOOD, tokens=0)]
+        sent = self._queue.send_alone(chunks)
+        if sent:
+            self._held = [chunk for chunk in self._held if chunk not in chunks]
+            self._under_way = {completion for chunk in chunks for completion in chunk.ids}
+        return sent
+
+    def settle(self, completions: Iterable[int]) -> None:
+        """These are answered, or nobody wants them any more."""
+        if self._search is None:
+            return
+        was_under_way = bool(self._under_way)
+        self._under_way.difference_update(completions)
+        self._held = [chunk for chunk in self._held if chunk.ids[0] in self._unsent]
+        if was_under_way and not self._under_way:
+            self._search.answered()
+        self._let_go()
+
+    def judge(self, owed: Mapping[int, Sample], error: EngineDied) -> str | None:
+        """An engine is gone, which owed these.
+
+        Returns:
+            Why no prompt is to blame, if that is known now.
+        """
+        if self._search is None or not self._under_way.intersection(owed):
+            return None
+        self._under_way.clear()
+        if not self._search.trial:
+            return "and then at one that had been answered before"
+        error.is_requests_fault = True
+        prompt = self._search.died()
+        if prompt is not None:
+            told = error.what.partition("\n")[0]
+            length = len(next(iter(owed.values())).token_ids)
+            self.deadly[prompt] = (
+                f"engines die of a prompt of {length} tokens, which none is given again [GRPO-416]: {told}"
+            )
+        elif self._search.num_deaths == MAX_MORE_DEATHS:
+            return f"and {MAX_MORE_DEATHS} times at parts of them"
+        return None
+
+    def interrupt(self, owed: Iterable[int]) -> None:
+        """An engine was replaced that lived, and owed these: the trial is made once more."""
+        if self._under_way.intersection(owed):
+            self._under_way.clear()
+
+    def suspected(self) -> list[Sample]:
+        """What is held back."""
+        suspects = [] if self._search is None else self._search.suspects
+        return [self._unsent[chunk.ids[0]] for chunk in self._held if self._is_among(suspects, chunk)]
+
+    def take_deadly(self) -> list[Sample]:
+        """What waits, and is given to no engine."""
+        waiting = [sample for sample in self._unsent.values() if sample.ids != KNOWN_GOOD]
+        samples = [sample for sample in waiting if prompt_of(sample) in self.deadly]
+        for sample in samples:
+            del self._unsent[sample.ids.start]
+            self._queue.forget(sample.ids)
+        self._held = [chunk for chunk in self._held if chunk.ids[0] in self._unsent]
+        return samples
+
+    def _is_among(self, prompts: Sequence[bytes], chunk: Chunk) -> bool:
+        return prompt_of(self._unsent[chunk.ids[0]]) in prompts
+
+    def _let_go(self) -> None:
+        """What is held and not suspected any more waits with all else."""
+        search = self._search
+        while search is not None and search.trial and not self._under_way:
+            if any(self._is_among(search.trial, chunk) for chunk in self._held):
+                break
+            search.answered()  # nobody wants it any more
+        if search is not None and not search.suspects:
+            self._search = search = None
+        suspects = [] if search is None else search.suspects
+        free = [chunk for chunk in self._held if not self._is_among(suspects, chunk)]
+        self._held = [chunk for chunk in self._held if chunk not in free]
+        self._queue.add(free)
