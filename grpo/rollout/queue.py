@@ -65,7 +65,7 @@ class RequestQueue:
         return sent
 
     def send_alone(self, chunks: Sequence[Chunk]) -> list[tuple[int, Sequence[int]]]:
-        """As `send`, these chunks, which do not wait here, to one engine that holds nothing else; [] if there is none."""
+        """As `send`, these chunks, which do not wait here, to one engine that holds nothing; [] if there is none."""
         idle = [number for number, engine in enumerate(self._engines) if engine.is_there and not engine.held]
         return self._give(idle[0], chunks) if idle else []
 

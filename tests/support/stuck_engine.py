@@ -1,4 +1,4 @@
-"""An engine whose next step takes as long as a test says: vLLM loads this beside our plugin, from a folder of the test's."""
+"""An engine whose next step takes as long as a test says: vLLM loads this beside our plugin, from the test's folder."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What tells a slow engine from a stuck one, look by look; its count and its stacks, from processes that say nothing."""
+"""What tells a slow engine from a stuck one; a count and stacks, of processes that say nothing."""
 
 import faulthandler
 import multiprocessing
