@@ -215,7 +215,7 @@ class LocalVLLM:
             if now.mode == "train" and (following := self._next_prompts()) is not None:
                 batches.sample_ahead(pack_rows(following))
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
-        self._look_at_refusals(self.last_batch.reports)
+        self._look_at(self.last_batch.reports)
         for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
             completion_ids[row], engine_logprobs[row] = self._nothing()
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
@@ -288,10 +288,14 @@ class LocalVLLM:
         with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
-        self._look_at_refusals(self.last_batch.reports)
+        self._look_at(self.last_batch.reports)
 
-    def _look_at_refusals(self, reports: Sequence[GenerationReport]) -> None:
-        """Tell of prompts that no engine takes, and end the job where they are too many; the same on every rank."""
+    def _look_at(self, reports: Sequence[GenerationReport]) -> None:
+        """Tell of prompts that no engine takes, and end the job where they are too many, or where an engine does not
+        know what it samples; the same on every rank."""
+        for report in reports:
+            if report.not_finite is not None:
+                raise StepFailed(report.not_finite)
         refused = [report for report in reports if report.refusal is not None]
         if not refused:
             return

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.engine.client import EngineError
-from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
@@ -171,6 +171,7 @@ class LocalMainSampler(NodeSampler):
 
     def _report(self, pending: Pending, completions: Completions, begun: float) -> GenerationReport:
         refusals = pending.batch.refusals
+        num_not_finite, not_finite = self._pool.take_not_finite()
         return GenerationReport(
             generate_s=pending.batch.seconds,
             wait_s=time.monotonic() - begun,
@@ -182,6 +183,8 @@ class LocalMainSampler(NodeSampler):
             num_renewed=int((completions.policy_versions > pending.policy_version).sum()),
             num_refused=len(refusals),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,
+            num_not_finite=num_not_finite,
+            not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
         )
 
     def drop(self, pending: Pending | None) -> None:

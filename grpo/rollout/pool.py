@@ -24,9 +24,10 @@ from grpo.engine.messages import Sample, Sampled
 from grpo.place.log import FILE_ONLY
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.batch import Batch
+from grpo.rollout.finite import FiniteCheck
 from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
 from grpo.rollout.queue import Chunk, RequestQueue, ranges
-from grpo.rollout.search import KNOWN_GOOD, Trials, prompt_of
+from grpo.rollout.search import KNOWN_GOOD, Trials, about_deadly, prompt_of
 from grpo.rollout.stints import IdleClock, Stints
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class EnginePool:
         self._next_id = 0
         self._error: Exception | None = None
         self._on_trouble: Callable[[Exception | None], None] | None = None
+        self._finite = FiniteCheck(node)
         self._idle = [IdleClock() for _ in clients]
         self._stints = [Stints(timeline or Recorder(), engine) for engine in range(len(clients))]
         # What is decided under the lock is sent outside of it, in the same order: a socket may block.
@@ -257,6 +259,11 @@ class EnginePool:
             count, self._num_reissued = self._num_reissued, 0
         return count
 
+    def take_not_finite(self) -> tuple[int, str | None]:
+        """See `FiniteCheck.take`."""
+        with self._changed:
+            return self._finite.take()
+
     def take_idle_s(self) -> float:
         """Seconds since the last call in which an engine had nothing to sample, in the mean over engines."""
         with self._changed:
@@ -295,7 +302,8 @@ class EnginePool:
         _log.warning("engine %d is gone: %d completions go to others", engine, len(owed), extra=FILE_ONLY)
         samples = {completion: self._sent[completion] for completion in owed}
         if (why := self._trials.judge(samples, error)) is not None:
-            raise DeadlyRequests(self._about_deadly([*samples.values(), *self._trials.suspected()], why, error))
+            suspects = [*samples.values(), *self._trials.suspected()]
+            raise DeadlyRequests(about_deadly(suspects, self._batches, why, error))
         self._deaths.update(owed)
         self._trials.suspect(samples[completion] for completion in owed if self._deaths[completion] >= MAX_DEATHS)
         self._issue_again(owed)
@@ -322,17 +330,6 @@ class EnginePool:
         self._num_reissued += len(owed)
         self._trials.add(chunks)
 
-    def _about_deadly(self, samples: Sequence[Sample], why: str, error: EngineDied) -> str:
-        completions = sorted({completion for sample in samples for completion in sample.ids} & self._batches.keys())
-        batches = {completion: self._batches[completion] for completion in completions}
-        names = " and ".join(sorted({batch.name for batch in batches.values()}))
-        rows = [completion - batch.ids.start for completion, batch in batches.items()]
-        tokens = sorted({len(sample.token_ids) for sample in samples if sample.ids != KNOWN_GOOD})
-        return (
-            f"engines died {MAX_DEATHS} times at work on the same completions, {why}: rows {rows} of {names}, with "
-            f"prompts of {tokens} tokens [GRPO-410]; the last one: {error}"
-        )
-
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _hear(self, engine: int, client: EngineLike, answer: Sampled | EngineError) -> None:
@@ -354,6 +351,7 @@ class EnginePool:
         self._deaths.pop(answer.completion_id, None)
         batch = self._batches.pop(answer.completion_id, None)
         self._stints[engine].note(len(answer.token_ids))
+        self._finite.note(engine, answer.engine_logprobs)
         if batch is not None:  # else it was dropped
             batch.add(answer, engine=engine_id(self._node, engine), policy_version=self.policy_version)
             self._end_if_answered(batch)

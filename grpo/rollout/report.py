@@ -30,6 +30,10 @@ class GenerationReport(Wire):
     """Completions whose prompts no engine took."""
     refusal: FailureRecord | None = None
     """Why, for the first of them."""
+    num_not_finite: int = 0
+    """Tokens since the report before to which an engine gave a log-probability that is no finite number."""
+    not_finite: FailureRecord | None = None
+    """Which engine, where they are too many."""
     num_renewed: int = 0
     """Completions that were sampled by a newer policy than the batch was submitted to."""
 
@@ -66,6 +70,7 @@ def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> d
         of_nodes["rollout/wait_share"] = [report.wait_s / period_s for report, period_s in periods]
         of_nodes["engine/idle_share"] = [report.idle_s / period_s for report, period_s in periods]
     metrics = {"engine/requests_reissued": float(sum(report.num_reissued for report in reports))}
+    metrics["engine/nonfinite_logprobs"] = float(sum(report.num_not_finite for report in reports))
     metrics["rollout/refused"] = float(sum(report.num_refused for report in reports))
     metrics |= {"rollout/policy_lag": lag.versions, "rollout/policy_lag_steps": lag.steps}
     for name, values in of_nodes.items():

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from grpo.engine.client import EngineDied
 from grpo.engine.messages import Sample
+from grpo.rollout.batch import Batch
 from grpo.rollout.queue import Chunk, RequestQueue
 
 MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
@@ -170,3 +171,21 @@ class Trials:
         free = [chunk for chunk in self._held if not self._is_among(suspects, chunk)]
         self._held = [chunk for chunk in self._held if chunk not in free]
         self._queue.add(free)
+
+
+def about_deadly(samples: Sequence[Sample], batches: Mapping[int, Batch], why: str, error: EngineDied) -> str:
+    """What is told where the search has ended without a prompt.
+
+    Args:
+        samples: that engines died at work on.
+        batches: by completion id, of what is unanswered.
+        why: the search has ended.
+    """
+    completions = sorted({completion for sample in samples for completion in sample.ids} & batches.keys())
+    names = " and ".join(sorted({batches[completion].name for completion in completions}))
+    rows = [completion - batches[completion].ids.start for completion in completions]
+    tokens = sorted({len(sample.token_ids) for sample in samples if sample.ids != KNOWN_GOOD})
+    return (
+        f"engines died again and again at work on the same completions, {why}: rows {rows} of {names}, with prompts of "
+        f"{tokens} tokens [GRPO-410]; the last one: {error}"
+    )

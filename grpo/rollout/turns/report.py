@@ -33,6 +33,8 @@ class ConversationReport(Wire):
     """Of the local main, as in `GenerationReport`; likewise the others."""
     period_s: float | None = None
     num_reissued: int = 0
+    num_not_finite: int = 0
+    not_finite: FailureRecord | None = None
 
 
 def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
@@ -52,6 +54,8 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
                 num_reissued=sum(report.num_reissued for report in mine),
                 num_refused=sum(report.num_refused for report in mine),
                 refusal=refusals[0] if refusals else None,
+                num_not_finite=sum(report.num_not_finite for report in mine),
+                not_finite=next((report.not_finite for report in mine if report.not_finite is not None), None),
             )
         )
     return merged

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo.faults.failure import FailureKind
 from grpo.faults.main_thread import NeedsMainThreadError, noticing_main_thread
 from grpo.faults.streams import own_streams
 from grpo.faults.watch import FailureWatch
@@ -229,8 +230,11 @@ class RankConversations:
         )
         if self._pool is None:
             return report
+        num_not_finite, not_finite = self._pool.take_not_finite()
         return replace(
             report,
+            num_not_finite=num_not_finite,
+            not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
             idle_s=self._pool.take_idle_s(),
             period_s=self._period.take_s(),
             num_reissued=self._pool.take_num_reissued(),
