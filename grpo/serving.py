@@ -123,20 +123,22 @@ class ServingStart:
         batches = GenerationBatches(
             self._make_sampler(pool), seed=args.seed, user_seed=user_seed, progress=self.progress
         )
+        pusher = Pusher(
+            source,
+            clients,
+            backend=_backend(self.args, self.engines.topology),
+            tensor_parallel_size=self.engines.topology.tensor_parallel_size,
+            timeout_s=args.vllm_sync_timeout,
+            tell=self.watch.fail,
+            timeline=self.timeline,
+        )
+        self.engines.before_respawn = pusher.abort
         return Serving(
             batches=batches,
             conversations=self._converse(batches, pool, broker, of_nodes),
             delivery=WeightDelivery(
                 self.engines,
-                Pusher(
-                    source,
-                    clients,
-                    backend=_backend(self.args, self.engines.topology),
-                    tensor_parallel_size=self.engines.topology.tensor_parallel_size,
-                    timeout_s=args.vllm_sync_timeout,
-                    tell=self.watch.fail,
-                    timeline=self.timeline,
-                ),
+                pusher,
                 prover,
                 self.groups,
                 self.watch,

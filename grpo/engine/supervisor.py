@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.engine.client import STOPPED_TIMEOUT_S, EngineClient, EngineDied, EngineError
+from grpo.engine.client import POLL_S, STOPPED_TIMEOUT_S, EngineClient, EngineDied, EngineError
 from grpo.engine.early import drop_host, stand_by
 from grpo.engine.environment import engine_environment
 from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.messages import EngineSpec, Ready
+from grpo.faults.device_memory import free_bytes, wait_until_free
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.log import FILE_ONLY, log_name
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 WINDOW_S = 3600.0  # in which deaths are counted
 MAX_FAILED_STARTS = 2  # of one respawn
 NOTICE_S = 30.0  # from an engine's end until its supervisor has decided what follows
+FREE_S = 30.0  # for a driver to give back what a killed engine held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,9 @@ class _Loss:
 class _Slot:
     start: Callable[[], EngineLike]
     limit: RespawnLimit
+    devices: Sequence[str]
+    free_bytes: Sequence[int]
+    """Of the devices, before the first engine; [] where that is not known."""
     loss: _Loss | None = None
 
 
@@ -121,6 +126,9 @@ class EngineSupervisor:
         start_engine: StartEngine = EngineClient,
     ) -> None:
         self.topology = topology
+        self.before_respawn: Callable[[], None] = lambda: None
+        """Called before a successor is started, from the thread that starts it: lets go of what is shared with the
+        dead engine."""
         self._watch = watch
         self._timeout_s = timeout_s
         self._max_respawns = max_respawns
@@ -156,8 +164,13 @@ class EngineSupervisor:
             for devices in (topology.engines if topology.is_local_main else ())
         ]
         self._slots = [
-            _Slot(start=starter(index, environment), limit=RespawnLimit(max_respawns))
-            for index, environment in enumerate(self._environments)
+            _Slot(
+                start=starter(index, environment),
+                limit=RespawnLimit(max_respawns),
+                devices=devices,
+                free_bytes=free_bytes(devices),
+            )
+            for index, (environment, devices) in enumerate(zip(self._environments, topology.engines, strict=False))
         ]
         self.clients: list[EngineLike] = []
         self._every: list[EngineLike] = []  # whose processes may still be there
@@ -259,16 +272,14 @@ class EngineSupervisor:
             record = self._watch.make_record(why, kind=FailureKind.ENGINE)
             self.clients[index].close()
             with self._changed:
-                if slot.loss is None:  # else it has died by itself meanwhile
-                    slot.loss = _Loss(since=time.monotonic(), record=record, why=why)
-                    self._start_successor(slot, slot.loss)
+                if slot.loss is not None:  # it has died by itself meanwhile
+                    continue
+                loss = slot.loss = _Loss(since=time.monotonic(), record=record, why=why)
+            self._start_successor(slot, loss)
 
     def _await_successor(self, slot: _Slot, loss: _Loss) -> EngineLike:
         while True:
-            with self._changed:
-                if loss.given_up is not None or loss.successor is None:
-                    raise StepFailed(loss.given_up or loss.record)
-                successor = loss.successor
+            successor = self._next_successor(loss)
             try:
                 successor.wait_ready(self._timeout_s, self._watch.check)
                 return successor
@@ -280,6 +291,16 @@ class EngineSupervisor:
                     successor.close()
                 with self._changed:
                     loss.given_up = self._record(loss, f"{error}")
+
+    def _next_successor(self, loss: _Loss) -> EngineLike:
+        deadline = time.monotonic() + NOTICE_S + FREE_S
+        with self._changed:
+            while loss.given_up is None and loss.successor is None and time.monotonic() < deadline:
+                self._changed.wait(POLL_S)
+                self._watch.check()
+            if loss.given_up is not None or loss.successor is None:
+                raise StepFailed(loss.given_up or loss.record)
+            return loss.successor
 
     def _changes(self, loss: _Loss, successor: EngineLike) -> bool:
         with self._changed:
@@ -298,14 +319,16 @@ class EngineSupervisor:
         with self._changed:
             if self._closed:
                 return
-            if self._supervises:
-                self._answer_death(self._slots[index], record, error, stops)
-                self._changed.notify_all()
-                return
-        if not stops:
+            slot = self._slots[index]
+            loss = self._answer_death(slot, record, error, stops) if self._supervises else None
+            self._changed.notify_all()
+        if loss is not None:
+            if loss.given_up is None:
+                self._start_successor(slot, loss)
+        elif not stops:
             self._watch.fail(error)
 
-    def _answer_death(self, slot: _Slot, record: FailureRecord, error: EngineDied, stops: bool) -> None:
+    def _answer_death(self, slot: _Slot, record: FailureRecord, error: EngineDied, stops: bool) -> _Loss:
         cause = record.cause
         if slot.loss is None:
             slot.loss = _Loss(since=time.monotonic(), record=record, why=error.what)
@@ -322,16 +345,24 @@ class EngineSupervisor:
         loss.successor = None
         if stops or not allowed:
             loss.given_up = self._record(loss, record.cause if stops else cause)
-        else:
-            self._start_successor(slot, loss)
+        return loss
 
     def _start_successor(self, slot: _Slot, loss: _Loss) -> None:
-        if self._closed:
-            return
+        """Not with the lock held: nobody says how long a library and a driver take to let go."""
         try:
-            loss.successor = self._started(slot)
-        except OSError as error:  # no room for its log, say
-            loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
+            self.before_respawn()
+        except RuntimeError as error:  # NCCL's: the group is of no use in any case
+            _log.warning("the dead engine's push group was not closed: %s", error, extra=FILE_ONLY)
+        if not wait_until_free(slot.devices, slot.free_bytes, FREE_S):
+            _log.warning("GPUs %s have less memory free than at the start", ",".join(slot.devices), extra=FILE_ONLY)
+        with self._changed:
+            if self._closed:
+                return
+            try:
+                loss.successor = self._started(slot)
+            except OSError as error:  # no room for its log, say
+                loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
+            self._changed.notify_all()
 
     def _record(self, loss: _Loss, cause: str) -> FailureRecord:
         _log.warning("an engine does not come back: %s", _first_line(cause), extra=FILE_ONLY)

@@ -1,10 +1,16 @@
-"""Whose memory fills a device, where one has run out of it: this job's, or that of others."""
+"""Whose memory fills a device, where one has run out of it: this job's, or that of others; when it is free again."""
 
 import os
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OTHERS_SHARE = 0.02  # of the device: contexts of tools that only look do not count
+
+FREE_AGAIN = 0.995  # of what was free before: tools that only look come and go
+POLL_S = 0.1
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # torch's and vLLM's own words for what they asked for, and torch's for the device.
@@ -43,18 +49,49 @@ def device_in(text: str) -> int:
 def read_memory(device: int) -> DeviceMemory | None:
     """By NVML, which opens no context; None where it does not say, as in containers that see no other's processes."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
         name = [*os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), ""][device].strip() or str(device)
-        find = pynvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
-        handle = find(int(name) if name.isdecimal() else name)
+        pynvml, handle = _open(name)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         held = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
         own = held.pop(os.getpid())
         return DeviceMemory(total=int(memory.total), free=int(memory.free), own=int(own), others=sum(held.values()))
     except Exception:  # noqa: BLE001  no NVML, no such GPU, no figures of processes: nothing is known
         return None
+
+
+def _open(name: str) -> tuple[Any, Any]:
+    """NVML, and its handle of a device, as CUDA_VISIBLE_DEVICES names it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    find = pynvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
+    return pynvml, find(int(name) if name.isdecimal() else name)
+
+
+def free_bytes(devices: Sequence[str]) -> list[int]:
+    """Of each device, as CUDA_VISIBLE_DEVICES names it; [] where NVML does not say."""
+    try:
+        opened = [_open(name) for name in devices]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for pynvml, handle in opened]
+    except Exception:  # noqa: BLE001  as for `read_memory`
+        return []
+
+
+def wait_until_free(devices: Sequence[str], before: Sequence[int], timeout_s: float) -> bool:
+    """Until the devices have as much memory free as before somebody used them; False where the time is up.
+
+    The driver gives a killed process's memory back seconds after its end, and what processes share when the last of
+    them has let go.
+
+    Args:
+        before: as `free_bytes` gave it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(now < FREE_AGAIN * then for now, then in zip(free_bytes(devices), before, strict=False)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def explain(text: str) -> tuple[bool, str]:

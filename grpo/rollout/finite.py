@@ -36,6 +36,6 @@ class FiniteCheck:
         if worst is None or shares[worst] <= MAX_SHARE:
             return counts.total(), None
         return counts.total(), (
-            f"engine {worst} of node {self._node} gave log-probabilities that are no finite numbers to {counts[worst]} of "
-            f"{tokens[worst]} tokens; more than {MAX_SHARE:.0%} end the job [GRPO-417]"
+            f"engine {worst} of node {self._node} gave {counts[worst]} of {tokens[worst]} tokens log-probabilities "
+            f"that are no finite numbers; more than {MAX_SHARE:.0%} end the job [GRPO-417]"
         )

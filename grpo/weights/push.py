@@ -161,6 +161,11 @@ class Pusher:
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
 
+    def abort(self) -> None:
+        """End the push group, from any thread, whatever is under way; the next `connect` opens another one."""
+        if (transport := self._transport) is not None:
+            transport.abort()
+
     @property
     def packs_on_gpu(self) -> bool:
         """Whether buckets are packed on a GPU, where their sums cost next to nothing; on the local main."""

@@ -86,6 +86,7 @@ class StandIn(types.ModuleType):
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
         memory = pynvml.c_nvmlMemory_t()
         memory.total, memory.used = 80 * 2**30, self._asked(handle, "nvmlDeviceGetMemoryInfo").used
+        memory.free = memory.total - memory.used
         return memory
 
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:

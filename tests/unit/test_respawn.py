@@ -14,6 +14,8 @@ from grpo.engine import supervisor
 from grpo.engine.messages import EngineSpec
 from grpo.faults.failure import StepFailed
 from grpo.record.timeline.records import RESPAWN, read_timelines
+from grpo.weights.push import TRANSPORTS
+from grpo.weights.shm import ShmTransport
 from tests.support.engines import Script, ScriptedEngine
 from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 
@@ -150,6 +152,34 @@ def test_where_engines_do_not_come_back_no_step_is_lost(
     assert of_kind(story, "step") == [3, 4]
     assert of_kind(story, "score") == scored[2:]
     assert torch.equal(weights(trainer), weights(undisturbed))
+
+
+def test_the_push_group_of_a_dead_engine_is_closed_before_its_successor_starts(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold buffers on the engine's GPU."""
+
+    class Transport(ShmTransport):
+        def open(self, *args: Any) -> None:
+            super().open(*args)
+            story.append(("group", "opens"))
+
+        def abort(self) -> None:
+            story.append(("group", "is closed"))
+
+    def start(spec: EngineSpec, **more: Any) -> ScriptedEngine:
+        story.append(("engine", "starts"))
+        return script.start(spec, **more)
+
+    monkeypatch.setitem(TRANSPORTS, "shm", Transport)
+    monkeypatch.setattr(GRPOTrainer, "start_engine", staticmethod(start))
+    trained(tiny_model, tmp_path, script, idle_after=2)
+    events = [event for event in story if event[0] in ("engine", "group", "push")]
+    again = events.index(("group", "is closed"))
+    assert events[again : again + 4] == [
+        ("group", "is closed"), ("engine", "starts"), ("group", "opens"), ("push", 2)
+    ]  # fmt: skip
+    assert events[:3] == [("engine", "starts"), ("group", "opens"), ("push", 0)]
 
 
 def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, script: Script) -> None:

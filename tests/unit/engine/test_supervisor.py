@@ -1,16 +1,23 @@
-"""Who ends a node's engines."""
+"""Who ends a node's engines, and when the next one starts."""
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo.engine import supervisor as engine_supervisor
+from grpo.engine.client import EngineDied
 from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import EngineSupervisor
-from grpo.faults.failure import FailureRecord, JobFailed
+from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
-from grpo.place.topology import read_topology
-from tests.support.engines import ScriptedEngine
+from grpo.place.launch import Launch
+from grpo.place.topology import plan_node, read_topology
+from tests.support.engines import DEADLINE_S, Script, ScriptedEngine
+from tests.support.nvml_stand_in import MadeUpGpu, StandIn
+from tests.support.pools import wait_until
 
 FAILED = JobFailed(FailureRecord(node=1, rank=1, host="b", phase="push", cause="it died without a word"))
 
@@ -57,3 +64,109 @@ def test_what_the_jobs_failure_keeps_from_being_ended_stays_the_sentinels(tmp_pa
         engines.close()
     assert second.is_closed
     assert watch.covered == {first.private_folder}
+
+
+GIB = 2**30
+LAUNCH = Launch(rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, num_nodes=1)
+
+
+class Gpu(MadeUpGpu):
+    """Of 80 GiB, 2 of which are others'."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid="GPU-1", used=2 * GIB)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> MadeUpGpu:
+    """The second one of this node, reserved for an engine."""
+    gpu = Gpu()
+    monkeypatch.setitem(sys.modules, "pynvml", StandIn(MadeUpGpu(uuid="GPU-0"), gpu))
+    return gpu
+
+
+def supervise(tmp_path: Path, script: Script, **more: Any) -> EngineSupervisor:
+    topology = plan_node(LAUNCH, ("0", "1"), reserved_gpus=1, tensor_parallel_size=1, engines_per_node=None)
+    assert topology.engines == (("1",),)
+    engines = EngineSupervisor(
+        EngineSpec(engine_args={}, sampling={}),
+        topology,
+        FailureWatch(None, node=0, rank=0, host="a"),
+        log_folder=tmp_path,
+        attempt=0,
+        timeout_s=DEADLINE_S,
+        start_engine=script.start,
+        **more,
+    )
+    engines.supervise()
+    return engines
+
+
+def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: MadeUpGpu, tmp_path: Path) -> None:
+    script = Script()
+    engines = supervise(tmp_path, script, max_respawns=1)
+    order: list[tuple[str, int]] = []
+
+    def let_go() -> None:
+        order.append(("lets go", len(script.started)))
+        gpu.used = 3 * GIB  # the driver is not done yet
+
+    engines.before_respawn = let_go
+    gpu.used = 70 * GIB
+    script.started[0].die()
+    wait_until(lambda: order)
+    asked = gpu.asked
+    wait_until(lambda: gpu.asked > asked + 2)
+    assert order == [("lets go", 1)]
+    assert len(script.started) == 1
+    assert engines.has_lost()
+    gpu.used = 2 * GIB
+    (respawn,) = engines.replace_lost()
+    assert respawn.index == 0
+    assert engines.clients == [script.started[1]]
+    engines.close()
+
+
+def test_memory_that_stays_taken_is_waited_for_within_a_bound(
+    gpu: MadeUpGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "FREE_S", 0.3)
+    script = Script()
+    engines = supervise(tmp_path, script, max_respawns=1)
+    gpu.used = 70 * GIB
+    script.started[0].die()
+    wait_until(engines.has_lost)
+    assert len(engines.replace_lost()) == 1
+    engines.close()
+
+
+def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(
+    gpu: MadeUpGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's abort may hang."""
+    for name in ("FREE_S", "NOTICE_S"):
+        monkeypatch.setattr(engine_supervisor, name, 0.3)
+    end = threading.Event()
+    script = Script()
+    engines = supervise(tmp_path, script, max_respawns=1)
+    engines.before_respawn = end.wait  # type: ignore[assignment]
+    script.started[0].die()
+    wait_until(engines.has_lost)
+    with pytest.raises(StepFailed, match="was killed by signal 9"):
+        engines.replace_lost()
+    engines.close()
+    end.set()
+
+
+def test_a_death_that_is_no_fault_of_the_engine_is_not_counted(tmp_path: Path) -> None:
+    script = Script()
+    engines = supervise(tmp_path, script, max_respawns=1)
+    for number in range(3):
+        died = EngineDied("engine 0 of node 0 died of a prompt")
+        died.is_requests_fault = number > 0
+        script.started[-1]._on_death(died)
+        assert len(engines.replace_lost()) == 1
+    script.started[-1]._on_death(EngineDied("engine 0 of node 0 died"))
+    with pytest.raises(StepFailed, match="GRPO-408"):
+        engines.replace_lost()
+    engines.close()
