@@ -146,9 +146,9 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
     vllm_max_respawns: int = field(
         default=3,
         metadata={
-            "help": "How often in an hour an engine that dies is started again; it gets the weights, and its requests "
-            "are sampled again. At the next death, and with 0 at the first, the last finished step is saved and the "
-            "job ends."
+            "help": "How often in an hour an engine that dies, or is stuck, is started again; it gets the weights, and "
+            "its requests are sampled again. Deaths while it is searched for a prompt of which engines die do not count. "
+            "At the next death, and with 0 at the first, the last finished step is saved and the job ends."
         },
     )
     vllm_standby: bool = field(
@@ -162,7 +162,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=128,
         metadata={
             "help": "How many completions may be left out of training because no engine takes their prompts, which are "
-            "longer than vllm_max_model_length, say; with more the job ends."
+            "longer than vllm_max_model_length, say, or because engines die of them; with more the job ends."
         },
     )
     vllm_start_timeout: float = field(

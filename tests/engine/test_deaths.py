@@ -81,6 +81,33 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
         pool.close()
 
 
+@pytest.mark.long
+def test_a_prompt_of_which_a_real_engine_dies_is_found_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
+    """On CPUs vLLM dies of a prompt in several chunks that is sampled with a seed (0.31)."""
+    prompts = [Request(token_ids=np.arange(5, 8 + n, dtype=np.int32), n=2, seed=10 * n) for n in (0, 1, 100, 2)]
+    with contextlib.ExitStack() as engines:
+
+        def start() -> EngineClient:
+            spec = engine_spec(tiny_model, max_num_batched_tokens=64)
+            spec.sampling["max_tokens"] = 4
+            client = engines.enter_context(started(spec, tmp_path))
+            client.wait_ready(START_S)
+            return client
+
+        pool = EnginePool([start()], max_num_seqs=[16], max_tokens=4)
+        batch, num_deaths = pool.submit(prompts), 0
+        while (completions := pool.collect(batch, START_S)) is None:
+            num_deaths += 1
+            pool.take_up([start()], policy_version=0)
+        pool.close()
+        assert num_deaths in (3, 4), "and one more, perhaps, at which all else was answered already"
+        assert [len(part) for part in np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])] == [
+            4, 4, 4, 4, 0, 0, 4, 4
+        ]  # fmt: skip
+        assert len(batch.refusals) == 2
+        assert "a prompt of 103 tokens, which none is given again [GRPO-416]" in batch.refusals[0]
+
+
 def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path) -> None:
     with started(engine_spec(tiny_model), tmp_path) as client:
         until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
