@@ -147,8 +147,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=3,
         metadata={
             "help": "How often in an hour an engine that dies, or is stuck, is started again; it gets the weights, and "
-            "its requests are sampled again. Deaths while it is searched for a prompt of which engines die do not count. "
-            "At the next death, and with 0 at the first, the last finished step is saved and the job ends."
+            "its requests are sampled again. Deaths in the search for a prompt of which engines die do not count. At "
+            "the next death, and with 0 at the first, the last finished step is saved and the job ends."
         },
     )
     vllm_standby: bool = field(

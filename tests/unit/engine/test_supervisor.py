@@ -140,6 +140,19 @@ def test_memory_that_stays_taken_is_waited_for_within_a_bound(
     engines.close()
 
 
+def test_a_group_that_cannot_be_closed_keeps_no_engine_from_coming_back(gpu: MadeUpGpu, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    script = Script()
+    engines = supervise(tmp_path, script, max_respawns=1)
+    engines.before_respawn = fail
+    script.started[0].die()
+    wait_until(engines.has_lost)
+    assert len(engines.replace_lost()) == 1
+    engines.close()
+
+
 def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(
     gpu: MadeUpGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
