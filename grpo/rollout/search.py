@@ -1,13 +1,17 @@
 """Which prompt ends any engine that samples it: how it is searched for, and what is sent meanwhile; without threads."""
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from grpo.engine.client import EngineDied
 from grpo.engine.messages import Sample
+from grpo.place.log import FILE_ONLY
 from grpo.rollout.batch import Batch
 from grpo.rollout.queue import Chunk, RequestQueue
+
+_log = logging.getLogger(__name__)
 
 MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
 KNOWN_GOOD = range(-1, 0)  # the id of a completion that nobody has asked for
@@ -79,6 +83,7 @@ class Trials:
         prompts = [prompt for prompt in dict.fromkeys(map(prompt_of, samples)) if prompt not in self.deadly]
         if self._search is None and prompts:
             self._search = Search(prompts)
+            _log.warning("engines die of one of %d prompts, perhaps: they are tried", len(prompts), extra=FILE_ONLY)
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that an engine has not answered, to be sampled again."""
@@ -124,6 +129,7 @@ class Trials:
         if not self._search.trial:
             return "and then at one that had been answered before"
         error.is_requests_fault = True
+        _log.warning("an engine died of a trial of %d prompts", len(self._search.trial), extra=FILE_ONLY)
         prompt = self._search.died()
         if prompt is not None:
             told = error.what.partition("\n")[0]
@@ -167,6 +173,7 @@ class Trials:
             search.answered()  # nobody wants it any more
         if search is not None and not search.suspects:
             self._search = search = None
+            _log.warning("the search for a prompt is over: %d known", len(self.deadly), extra=FILE_ONLY)
         suspects = [] if search is None else search.suspects
         free = [chunk for chunk in self._held if not self._is_among(suspects, chunk)]
         self._held = [chunk for chunk in self._held if chunk not in free]

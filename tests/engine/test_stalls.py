@@ -62,6 +62,9 @@ def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
         next_step.takes(FOR_EVER)
         batch = pool.submit(requests)
         until(lambda: next_step.has_begun, CONTRACT_S, "nothing is scheduled")
+        with pytest.raises(EngineError, match="did not answer weight_version within 8 s"):
+            client.call("weight_version", 8.0)  # as every call of a push it has a limit of its own
+        assert not deaths
         assert pool.collect(batch, CONTRACT_S) is None, "it is lost, as one that died"
         until(lambda: bool(deaths), CONTRACT_S, "nobody was told")
         (death,) = deaths
