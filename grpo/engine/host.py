@@ -32,6 +32,7 @@ from grpo.faults.mistakes import kind_of, text_of
 from grpo.place.importing import importing
 from grpo.place.log import flush_log, open_log, start_log
 from grpo.place.patches.torch import compile_nothing, keep_headers, write_libraries_whole
+from grpo.place.patches.vllm import set_no_generator_back
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -247,6 +248,7 @@ async def run(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
     if current_platform.is_cpu():
         share_cores()
+        set_no_generator_back()
         if args.enforce_eager:
             compile_nothing()  # on GPUs the compiled helper of vLLM's sampler saves memory
     folder = Path(os.environ[HOST_MARK])

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,21 @@ from tests.support.bare_engine import MAX_TOKENS, START_S, engine_spec, has_load
 from tests.support.contract import CONTRACT_S, inner_process
 from tests.support.launching import ROOT, kill, wait_gone
 from tests.support.left_over import orphaned_shared_memory
+from tests.support.stuck_engine import NextStep
 
 
 @contextlib.contextmanager
 def started(
-    spec: EngineSpec, folder: Path, on_death: Callable[[EngineError], None] | None = None, **more: Any
+    spec: EngineSpec,
+    folder: Path,
+    on_death: Callable[[EngineError], None] | None = None,
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
 ) -> Iterator[EngineClient]:
     """Nothing of it is there afterwards."""
-    environment = engine_environment(os.environ, devices=(), tensor_parallel_size=1, engines_per_node=1)
+    inherited = {**os.environ, **variables}
+    environment = engine_environment(inherited, devices=(), tensor_parallel_size=1, engines_per_node=1)
     before = orphaned_shared_memory()
     client = EngineClient(
         spec, name="the engine", environment=environment, log_path=folder / "engine.log", on_death=on_death, **more
@@ -83,14 +91,14 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
 
 @pytest.mark.long
 def test_a_prompt_of_which_a_real_engine_dies_is_found_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
-    """On CPUs vLLM dies of a prompt in several chunks that is sampled with a seed (0.31)."""
+    variables = NextStep(tmp_path, dies_of=103).variables
     prompts = [Request(token_ids=np.arange(5, 8 + n, dtype=np.int32), n=2, seed=10 * n) for n in (0, 1, 100, 2)]
     with contextlib.ExitStack() as engines:
 
         def start() -> EngineClient:
-            spec = engine_spec(tiny_model, max_num_batched_tokens=64)
+            spec = engine_spec(tiny_model)
             spec.sampling["max_tokens"] = 4
-            client = engines.enter_context(started(spec, tmp_path))
+            client = engines.enter_context(started(spec, tmp_path, variables=variables))
             client.wait_ready(START_S)
             return client
 

@@ -1,4 +1,4 @@
-"""An engine whose next step takes as long as a test says: vLLM loads this beside our plugin, from the test's folder."""
+"""An engine with a fault of the test's own: vLLM loads this beside our plugin, from the test's folder."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,7 @@ import ctypes, os, time
 from pathlib import Path
 
 WISH = Path(os.environ["NEXT_STEP_TAKES"])
+DEADLY = int(os.environ["DIES_OF_TOKENS"])
 
 
 def register():
@@ -20,6 +21,8 @@ def register():
 
     def take_long(*args, **kwargs):
         output = schedule(*args, **kwargs)
+        if any(len(request.prompt_token_ids) == DEADLY for request in output.scheduled_new_reqs):
+            os._exit(7)
         if WISH.exists() and output.total_num_scheduled_tokens:
             until = time.monotonic() + float(WISH.read_text())
             WISH.unlink()
@@ -33,9 +36,13 @@ def register():
 
 
 class NextStep:
-    """What the next step of any engine takes that runs with these `variables`."""
+    """What the next step of any engine takes that runs with these `variables`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        dies_of: a prompt with so many tokens ends it.
+    """
+
+    def __init__(self, folder: Path, *, dies_of: int = 0) -> None:
         (folder / "slow_steps.py").write_text(_PLUGIN)
         (folder / "slow_steps-0.dist-info").mkdir()
         (folder / "slow_steps-0.dist-info" / "METADATA").write_text(
@@ -44,7 +51,11 @@ class NextStep:
         entry = "[vllm.general_plugins]\nslow_steps = slow_steps:register\n"
         (folder / "slow_steps-0.dist-info" / "entry_points.txt").write_text(entry)
         self._wish = folder / "next-step-takes"
-        self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "NEXT_STEP_TAKES": str(self._wish)}
+        self.variables = {
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+            "NEXT_STEP_TAKES": str(self._wish),
+            "DIES_OF_TOKENS": str(dies_of),
+        }
 
     def takes(self, seconds: float) -> None:
         new = self._wish.with_suffix(".new")

@@ -46,6 +46,13 @@ SPIN = Patch(
     symptom="an engine's idle processes look for messages without a pause for a second, on the ranks' cores",
 )
 
+SAMPLE = Patch(
+    symbol="vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens",
+    looks="(self, grammar_output)",
+    tested="vLLM 0.31",
+    symptom="an engine on CPUs dies ('CPU Generator does not use offset') of prompts that do not fit into one step",
+)
+
 
 def report_processes(
     reporting: Callable[[Callable[..., None], str], Callable[..., None]], on_failure: Callable[[Exception], None]
@@ -89,6 +96,29 @@ def report_steps(on_end: Callable[[float], None]) -> None:
         return process_and_report
 
     STEP.apply(make)
+
+
+def set_no_generator_back() -> None:
+    """Let prompts that are computed in several parts be sampled with a seed on CPUs.
+
+    vLLM samples behind each part, throws that away, and sets the request's generator back, which no generator on a CPU
+    can be: it is not used before the prompt is whole.
+    """
+
+    def make(sample_tokens: Any) -> Any:
+        @functools.wraps(sample_tokens)
+        def sample_whole_ones(runner: Any, grammar_output: Any) -> Any:
+            generators = runner.input_batch.generators
+            thrown_away = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+            unused = {row: generators.pop(row) for row in thrown_away if row in generators}
+            try:
+                return sample_tokens(runner, grammar_output)
+            finally:
+                generators.update(unused)
+
+        return sample_whole_ones
+
+    SAMPLE.apply(make)
 
 
 def spin_for(seconds: float) -> None:
