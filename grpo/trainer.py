@@ -27,8 +27,9 @@ from grpo.engine.early import drop_host, start_first_host
 from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord
+from grpo.faults.job_watch import watch_for
 from grpo.faults.signals import StopSignals
-from grpo.faults.watch import FailureWatch, watch_for
+from grpo.faults.watch import FailureWatch
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
@@ -247,7 +248,11 @@ class GRPOTrainer(GuardedTrainer):
         )
         self._local_pids = {rank: pids[rank] for rank in topology.node_ranks}
         return topology, watch_for(
-            topology, self._local_pids, timeout_s=args.heartbeat_timeout, start_timeout_s=args.start_timeout
+            topology,
+            self._local_pids,
+            timeout_s=args.heartbeat_timeout,
+            start_timeout_s=args.start_timeout,
+            rank_stall_timeout_s=args.rank_stall_timeout,
         )
 
     def _record_what_the_watch_learns(self) -> None:

@@ -207,6 +207,15 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "trainer, to the node's watch, into process groups. After 60 s a line a minute says who is waited for."
         },
     )
+    rank_stall_timeout: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that a training process may be stuck in training while the others wait for it, until the "
+            "job ends with a failure that names it; after 60 s, or five steps' time, a warning has its stacks. Before "
+            "the first step start_timeout, where that is longer. Generation, rewards and weight syncs have deadlines "
+            "of their own, and saves and evaluations take as long as they take."
+        },
+    )
     heartbeat_timeout: float = field(
         default=20.0,
         metadata={

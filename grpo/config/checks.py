@@ -216,8 +216,9 @@ def check_local(args: Any) -> None:
     for name in ("vllm_max_respawns", "vllm_max_refused"):
         if getattr(args, name) < 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
-    if args.start_timeout <= 0:
-        raise ValueError(f"start_timeout is {args.start_timeout:g}; it must be above 0, in seconds")
+    for name in ("start_timeout", "rank_stall_timeout"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"{name} is {getattr(args, name):g}; it must be above 0, in seconds")
     if args.vllm_stall_timeout is not None and args.vllm_stall_timeout < 5:
         raise ValueError(f"vllm_stall_timeout is {args.vllm_stall_timeout:g}; it must be 5 or more, or None")
     if args.heartbeat_timeout < 5:  # a busy machine is not a lost one

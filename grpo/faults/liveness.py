@@ -8,6 +8,7 @@ from grpo.faults.failure import FailureKind, FailureRecord
 
 HEARTBEAT_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 1800.0  # a cold start on many nodes: imports, data sets and models come over one file system
+RANK_STALL_TIMEOUT_S = 600.0
 MAX_INTERVAL_S = 2.0  # between beats, and between looks at the node's processes
 
 

@@ -7,7 +7,6 @@ delays it. It loads neither torch nor anything else of size. Ranks hang on it by
 other nodes on node 0's (`hub`). It ends when all ranks of its node have ended or left the watch.
 """
 
-import array
 import contextlib
 import json
 import logging
@@ -29,8 +28,11 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Between, Hub, HubLink, Table
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
 from grpo.faults.oom import OomKills
+from grpo.faults.packets import message_in, receive
+from grpo.faults.progress import Reached, behind, record_of_behind
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
-from grpo.faults.stacks import read_stacks
+from grpo.faults.stacks import where
+from grpo.faults.stalls import WARN_S, Stalls, Watched, signal_that_ended
 from grpo.place.log import open_log, start_log
 
 _log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
@@ -40,7 +42,6 @@ EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
 MARGIN_S = 2.0  # beyond these, in which a rank ends itself, the sentinel does it
 STACKS_S = 1.0  # after a deadline, for the stacks to be written
 SAY_S = 1.0
-MAX_PACKET_BYTES = 1 << 17
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 
 
@@ -64,7 +65,7 @@ class _Rank(WatchedProcess):
         self.rank = rank
         self.oom_kills = OomKills(pid)
         self.connection: socket.socket | None = None
-        self.stacks: int | None = None
+        self.watched = Watched(pid=pid)
         self.phase = "start"
         self.exchanges = 0
         self.limit: _Limit | None = None
@@ -107,6 +108,7 @@ class Sentinel:
         self.between = self._meet(settings)
         self._listener = listener
         self._nameless: dict[socket.socket, Callable[[], None]] = {}
+        self._stalls = self._look_at_stalls_with(settings)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         for rank in self._ranks.values():
@@ -124,6 +126,20 @@ class Sentinel:
             return Hub(*own, **others, ranks_per_node=len(self._ranks))
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
+    def _look_at_stalls_with(self, settings: dict[str, Any]) -> Stalls | None:
+        if not settings.get("stall_s"):
+            return None
+        return Stalls(
+            {number: rank.watched for number, rank in self._ranks.items()},
+            is_first_node=self.place.node == 0,
+            warn_s=settings.get("stall_warn_s", WARN_S),
+            limit_s=settings["stall_s"],
+            first_limit_s=max(settings["stall_s"], settings["join_s"]),
+            ask=lambda answer: self.between.ask(self._table(), answer),
+            warn=self._say,
+            report=self.between.report,
+        )
+
     def _await_end(self, process: WatchedProcess, then: Callable[[], None]) -> None:
         descriptor = process.descriptor
         if descriptor is None:
@@ -132,6 +148,7 @@ class Sentinel:
 
         def on_end() -> None:
             self._selector.unregister(descriptor)
+            process.ended_by = signal_that_ended(process.pid)
             process.close()
             then()
 
@@ -169,18 +186,25 @@ class Sentinel:
             if stopped_s > self.timeout_s:
                 self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) {_stopped(stopped_s)}")
             if rank.limit is not None and now_s > rank.limit.deadline_s + STACKS_S:
-                self._report(rank, rank.limit.overdue + _in_stacks(rank.stacks, rank.limit.thread), rank.limit.phase)
+                self._report(rank, rank.limit.overdue + where(rank.watched.stacks, rank.limit.thread), rank.limit.phase)
         if self._agent is not None and (stopped_s := self._agent.stopped_for_s(now_s)) > self.timeout_s:
             self._report(self._first, f"the launcher of this node (pid {self._agent.pid}) {_stopped(stopped_s)}")
         self.place.phase = self._first.phase
         self.between.beat(self._table())
         for rank in self._ranks.values():
             rank.send("beat", phase=self.place.phase)
+        if self._stalls is not None and self._failed_s is None:
+            free = [rank for rank in self._ranks.values() if not (rank.is_dead or rank.has_left or rank.limit)]
+            self._stalls.look({rank.rank: (rank.phase, rank.exchanges) for rank in free}, now_s)
         if self._failed_s is not None:
             self._end_ranks(now_s - self._failed_s)
 
     def _table(self) -> Table:
-        return {str(rank.rank): [rank.phase, rank.exchanges] for rank in self._ranks.values()}
+        here = [self.place.node, self.place.host]
+        return {
+            str(number): [rank.phase, rank.exchanges, *Reached.read(rank.watched.progress).far, *here]
+            for number, rank in self._ranks.items()
+        }
 
     def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
         if self.between.record is None:
@@ -237,17 +261,18 @@ class Sentinel:
 
     def _greet(self, connection: socket.socket, ranks: list[_Rank]) -> None:
         """Which of `ranks`, those of the connecting process, this is."""
-        packet, descriptors = _receive(connection)
+        packet, descriptors = receive(connection)
         if packet is None:
             return
-        message = _message_in(packet)
+        message = message_in(packet)
         rank = self._ranks.get(message.get("rank", -1))
         self._selector.unregister(connection)
         del self._nameless[connection]
-        if rank not in ranks or not descriptors:
+        if rank not in ranks or len(descriptors) != 2:
             connection.close()
             return
-        rank.connection, rank.stacks = connection, descriptors[0]
+        rank.connection = connection
+        rank.watched.stacks, rank.watched.progress = descriptors
         _log.debug("rank %d (pid %d) has connected", rank.rank, rank.pid)
         rank.send("place", **asdict(self.place))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
@@ -255,7 +280,7 @@ class Sentinel:
 
     def _hear(self, rank: _Rank) -> None:
         while rank.connection is not None:
-            packet, _ = _receive(rank.connection)
+            packet, _ = receive(rank.connection)
             if packet is None:
                 return
             if not packet:  # its end is told by the process's, which has no forks
@@ -263,7 +288,7 @@ class Sentinel:
                 rank.connection.close()
                 rank.connection = None
                 return
-            self._take(rank, _message_in(packet))
+            self._take(rank, message_in(packet))
 
     def _take(self, rank: _Rank, message: dict[str, Any]) -> None:
         match message:
@@ -301,17 +326,31 @@ class Sentinel:
         self._hear(rank)  # its last words
         _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
-            cause = f"the process of rank {rank.rank} (pid {rank.pid}) died without a word"
-            if taken := rank.oom_kills.lately():
-                cause += f": out of memory, for the kernel's OOM killer has just taken {taken} process(es) [GRPO-628]"
-            else:
-                cause += ": killed? [GRPO-601]"
-            self._report(rank, cause)
+            self._report_dead(rank)
         for folder, session in rank.covered.items():
             end = remove_traces if session is None else lambda path, session=session: end_session(session, path)
             thread = threading.Thread(target=end, args=[Path(folder)])  # takes seconds, and beats go on
             thread.start()
             self._enders.append(thread)
+
+    def _report_dead(self, rank: _Rank) -> None:
+        who = f"the process of rank {rank.rank} (pid {rank.pid})"
+        if taken := rank.oom_kills.lately():
+            killer = f"out of memory, for the kernel's OOM killer has just taken {taken} process(es)"
+            self._report(rank, f"{who} died without a word: {killer} [GRPO-628]")
+        elif rank.ended_by == signal.SIGABRT:
+            self.between.ask(self._table(), partial(self._report_aborted, rank, who))
+        else:
+            by = "killed?" if rank.ended_by is None else f"killed by {rank.ended_by.name}?"
+            self._report(rank, f"{who} died without a word: {by} [GRPO-601]")
+
+    def _report_aborted(self, rank: _Rank, who: str, table: Table) -> None:
+        """NCCL's watchdog ends those that wait: whom they wait for is what counts."""
+        what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last words say why"
+        if late := behind(table):
+            self.between.report(record_of_behind(table, late[0], what=what))
+        else:
+            self._report(rank, f"{what} [GRPO-621]")
 
     def _on_dead_agent(self, agent: WatchedProcess) -> None:
         if not all(rank.is_dead or rank.has_left for rank in self._ranks.values()):
@@ -326,34 +365,6 @@ def _write(line: bytes) -> None:
 
 def _stopped(seconds: float) -> str:
     return f"has been stopped for {seconds:.0f} s (heartbeat_timeout): SIGSTOP, or a shell's job control [GRPO-603]"
-
-
-def _in_stacks(descriptor: int | None, thread: int) -> str:
-    stacks = "" if descriptor is None else read_stacks(descriptor, thread)
-    return f"; it was here, the innermost call first:\n{stacks}" if stacks else ""
-
-
-def _receive(connection: socket.socket) -> tuple[bytes | None, list[int]]:
-    """A packet and the descriptors with it; None: nothing has come; b"": it has ended."""
-    descriptors = array.array("i")
-    try:
-        packet, ancillary, _, _ = connection.recvmsg(MAX_PACKET_BYTES, socket.CMSG_LEN(descriptors.itemsize))
-    except BlockingIOError:
-        return None, []
-    except OSError:
-        return b"", []
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content)
-    return packet, list(descriptors)
-
-
-def _message_in(packet: bytes) -> dict[str, Any]:
-    """{} where there is none: one packet is not worth the sentinel."""
-    with contextlib.suppress(ValueError):
-        if isinstance(message := json.loads(packet), dict):
-            return message
-    return {}
 
 
 def _answer(**values: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
-from grpo.faults.sentinel import MAX_PACKET_BYTES
+from grpo.faults.packets import MAX_PACKET_BYTES
+from grpo.faults.progress import Progress, behind, record_of_behind
 from grpo.faults.stacks import Stacks
 
 CONNECT_S = 60.0
@@ -31,6 +32,9 @@ class SentinelLink:
         self.is_gone = False
         self.stacks = Stacks()
         """Which the sentinel reads."""
+        self.stacks.on_signal()
+        self.progress = Progress()
+        """Which it reads, too."""
         self._place, self._timeout_s = place, timeout_s
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
         self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # what the sentinel does not know yet, by kind
@@ -40,7 +44,8 @@ class SentinelLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(CONNECT_S)
         self._socket.connect(f"\0{name}")
-        socket.send_fds(self._socket, [json.dumps({"rank": rank}).encode()], [self.stacks.fd])
+        socket.send_fds(self._socket, [json.dumps({"rank": rank}).encode()], [self.stacks.fd, self.progress.fd])
+        self.progress.close()
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
@@ -140,4 +145,9 @@ class SentinelLink:
 
     def not_come(self, exchange: int) -> dict[int, str]:
         """The ranks that have not come to that end of a phase, counted from 1, and the phases they are in."""
-        return {int(rank): phase for rank, (phase, reached) in self._table.items() if reached < exchange}
+        return {int(rank): phase for rank, (phase, reached, *_) in self._table.items() if reached < exchange}
+
+    def behind(self, what: str) -> FailureRecord | None:
+        """As `not_come`: of the rank for which this one waits, if there is one."""
+        late = behind(self._table)
+        return record_of_behind(self._table, late[0], what=what) if late else None

@@ -40,6 +40,7 @@ def link_to_sentinel(
     *,
     timeout_s: float,
     join_s: float,
+    stall_s: float | None = None,
 ) -> SentinelLink:
     """Start this node's sentinel, on its local main, and hang on it. Collective over the job, through the store.
 
@@ -48,6 +49,7 @@ def link_to_sentinel(
         store: with keys of these sentinels alone.
         timeout_s: without a word of a node until it is taken for lost.
         join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node as long.
+        stall_s: without progress of a rank for which others wait; None: nobody looks.
 
     Raises:
         SentinelError: a sentinel does not start, or cannot reach the first node's.
@@ -60,7 +62,7 @@ def link_to_sentinel(
     place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
     patience_s = 2 * join_s  # who comes last has as long for its start as the others
     with on_expiry(join_s + patience_s, give_up):
-        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
+        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s, "stall_s": stall_s}
         name = _meet(launch, host, settings, store, timedelta(seconds=patience_s))
         return SentinelLink(name, launch.rank, place, timeout_s=timeout_s)
 

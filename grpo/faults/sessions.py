@@ -106,6 +106,7 @@ class WatchedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.stopped_since_s: float | None = None
+        self.ended_by: signal.Signals | None = None
         self.descriptor: int | None = None
         with contextlib.suppress(ProcessLookupError):
             self.descriptor = os.pidfd_open(pid)

@@ -3,10 +3,14 @@
 import contextlib
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 
 MAX_LINES = 60
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""On which a process writes its stacks (`on_signal`): one that nobody else takes, for its default is the end."""
 _STDERR = 2
+_on_signal: "Stacks | None" = None
 
 
 class Stacks:
@@ -30,6 +34,12 @@ class Stacks:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
+    def on_signal(self) -> None:
+        """From now on they are also written on `STACKS_SIGNAL`, whatever thread holds the interpreter's lock."""
+        global _on_signal
+        faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True)
+        _on_signal = self  # the signal may come late, and the descriptor must not be another file's by then
+
     def now(self, first: int) -> str:
         """As they are at this moment; see `read_stacks`."""
         self._empty()
@@ -37,8 +47,7 @@ class Stacks:
         return read_stacks(self.fd, first)
 
     def _empty(self) -> None:
-        os.ftruncate(self.fd, 0)
-        os.lseek(self.fd, 0, os.SEEK_SET)
+        empty(self.fd)
 
 
 @contextlib.contextmanager
@@ -52,6 +61,12 @@ def ending_process(timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+def empty(fd: int) -> None:
+    """Of what was written before; by either side, which share the place in it."""
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
 def read_stacks(fd: int, first: int) -> str:
     """What is in the file; '' while nothing was written.
 
@@ -59,6 +74,12 @@ def read_stacks(fd: int, first: int) -> str:
         first: the thread that is shown first, as `threading.get_ident` names it; the main thread's comes next.
     """
     return arranged(os.pread(fd, 1 << 18, 0).decode(errors="replace"), first)
+
+
+def where(fd: int | None, first: int) -> str:
+    """For the end of a cause: what `read_stacks` finds, if anything."""
+    stacks = "" if fd is None else read_stacks(fd, first)
+    return f"; it was here, the innermost call first:\n{stacks}" if stacks else ""
 
 
 def arranged(text: str, first: int | None = None) -> str:

@@ -7,7 +7,6 @@ raise by itself; a rank that is still stuck writes the record to stderr and ends
 """
 
 import contextlib
-import itertools
 import logging
 import multiprocessing.util
 import os
@@ -17,29 +16,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-
-import torch.distributed as dist
 
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.foreign import may_be_an_echo
 from grpo.faults.interrupt import on_expiry, raise_in_main_thread
 from grpo.faults.limits import CallLimits
-from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S
 from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
-from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.signals import StopSignals
 from grpo.place.log import FILE_ONLY, flush_log
-from grpo.place.topology import NodeTopology
 
 _log = logging.getLogger(__name__)
 
-_watches = itertools.count()
-_current: "FailureWatch | None" = None
 
 POLL_S = 0.2  # once there is a record
 BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
@@ -158,6 +150,11 @@ class FailureWatch:
         if may_be_an_echo(error) or self._sigterm_seen:
             self.await_cause()
         self._raising_since = time.monotonic()
+        if self.record is None and may_be_an_echo(error):
+            self._link.progress.note_collectives()
+            self._until(self._link.ask(), REPORT_S)
+            if (late := self._link.behind(f"rank {self.rank} got {type(error).__name__}: {error}")) is not None:
+                self.report(late)
         if self.record is None:
             self.fail(error)
         if self.record is not None and (leaves or self.record.rank != self.rank):
@@ -247,8 +244,19 @@ class FailureWatch:
     def note_exchange(self) -> int:
         """This rank has come to the end of a phase that all end together. Which one it is, counted from 1."""
         self._exchanges += 1
+        self.note_progress()
         self._say_phase()
         return self._exchanges
+
+    def note_progress(self) -> None:
+        """This rank goes on: a micro-batch begins, or an optimizer step has ended. Costs nothing."""
+        if self._link is not None:
+            self._link.progress.enter()
+
+    def note_step(self, seconds: float) -> None:
+        """What an optimizer step takes, generation and all."""
+        if self._link is not None:
+            self._link.progress.note_step(seconds)
 
     def not_come(self, exchange: int) -> dict[int, str]:
         """The ranks that have not come to that end of a phase, and the phases they are in; {} where nobody knows."""
@@ -310,6 +318,7 @@ class FailureWatch:
     def _watch(self, link: SentinelLink) -> None:
         while not self._stopped.is_set():
             self._hear(self._listen(link.interval_s if self.record is None else POLL_S))
+            link.progress.note_collectives()
             if self.record is not None and not self._stopped.is_set():
                 self._tell()
                 self._raise_in_main_thread()
@@ -370,33 +379,3 @@ class FailureWatch:
         sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")  # in one: all write
         flush_log()
         os._exit(code)
-
-
-def watch_for(
-    topology: NodeTopology,
-    local_pids: Mapping[int, int],
-    *,
-    timeout_s: float = HEARTBEAT_TIMEOUT_S,
-    start_timeout_s: float = START_TIMEOUT_S,
-) -> FailureWatch:
-    """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
-
-    The watch of a trainer before this one is stopped: a process has one.
-
-    Args:
-        local_pids: of each rank on this node, this one's included, by global rank.
-        timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
-        start_timeout_s: from the first rank's coming to its node's watch to the last one's.
-
-    Raises:
-        SentinelError: a node's sentinel does not start, or cannot reach the first node's.
-    """
-    global _current
-    if _current is not None:
-        _current.stop()
-    link = None
-    if dist.is_initialized() and topology.world_size > 1:
-        store = dist.PrefixStore(f"grpo/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
-        link = link_to_sentinel(topology, topology.host, local_pids, store, timeout_s=timeout_s, join_s=start_timeout_s)
-    _current = FailureWatch(link, node=topology.node, rank=topology.rank, host=topology.host)
-    return _current

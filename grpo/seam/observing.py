@@ -1,6 +1,7 @@
 """What a trainer lets others see of itself: when it does what, which node is slow, how long completions are."""
 
 import functools
+import itertools
 import logging
 import statistics
 import time
@@ -107,6 +108,8 @@ class ObservedTrainer(ResumableTrainer):
                 setattr(owner, name, _measured(getattr(owner, name), self._phases, phase))
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._failure_watch is not None:
+            self._failure_watch.note_progress()
         if not self.model.training:
             return super().compute_loss(model, *args, **kwargs)
         with self._phases.measured(FORWARD):
@@ -130,6 +133,12 @@ class ObservedTrainer(ResumableTrainer):
     def after_step(self, control: TrainerControl) -> None:
         self.timeline.step = self.state.global_step
         self._phases.settle()
+        if self._failure_watch is not None:
+            self._failure_watch.note_progress()
+            self._step_ends.append(time.monotonic())
+            if len(self._step_ends) > 1:
+                steps = [later - earlier for earlier, later in itertools.pairwise(self._step_ends)]
+                self._failure_watch.note_step(statistics.median(steps))
         super().after_step(control)
 
     # -- what a batch cost --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from grpo.seam.ordering import OrderedTrainer
 from grpo.seam.saving import sampling_of
 
 KEPT_RESPAWNS = 20
+MEASURED_STEPS = 20  # of which the median is what a step takes
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class ResumableTrainer(OrderedTrainer):
     _signals: StopSignals
     _sound: CompleteCheckpoint | None = None
     """The one whose files the ranks have read last."""
+    _step_ends: deque[float]
+    """Of the last steps, by `time.monotonic`."""
     _resumes_by_itself = False
     """Whether it goes on from the newest checkpoint, and nobody has named one."""
     first_step = 0
@@ -212,6 +216,7 @@ class ResumableTrainer(OrderedTrainer):
     def _begin(self, checkpoint: CompleteCheckpoint | None) -> str:
         """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
         self._stop = self._at_step_end = None
+        self._step_ends = deque(maxlen=MEASURED_STEPS)
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs, self._stream_pass = None, (0, 0)
         first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step

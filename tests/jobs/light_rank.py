@@ -66,6 +66,11 @@ while True:
             case ["hang", seconds]:  # a minute longer than it may take, and no Python code runs meanwhile
                 with limits.around("reward", float(seconds), "the rewards take too long"):
                     ctypes.PyDLL(None).usleep(int((float(seconds) + 60) * 1e6))
+            case ["enter", count]:
+                for _ in range(int(count)):
+                    link.progress.enter()
+            case ["step", seconds]:
+                link.progress.note_step(float(seconds))
             case ["eat", mebibytes]:
                 eaten = b"x" * (int(mebibytes) << 20)
             case ["deaf"]:  # to the record, too

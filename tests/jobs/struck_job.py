@@ -9,6 +9,7 @@ node's sentinel. HOW is
     absent    rank 1 fails before all ranks have met
     reward    a reward function of rank 1 hangs, with the interpreter's lock
     rewards   those of all ranks do
+    behind    the last rank sleeps, and the others are in a collective of torch's, whose own deadline passes
 """
 
 import ctypes
@@ -18,12 +19,14 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import torch
 import torch.distributed as dist
 
-from grpo.faults.watch import watch_for
+from grpo.faults.job_watch import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology
@@ -31,7 +34,7 @@ from grpo.record.timeline.recorder import Recorder
 
 REWARD_S = 2.0
 out, timeout_s, how = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=6 if how == "behind" else 1800))
 rank, world_size = dist.get_rank(), dist.get_world_size()
 has_reward = how == "rewards" or (how == "reward" and rank == 1)
 if has_reward:
@@ -80,6 +83,8 @@ with watch.guard():
         mark(sentinel=next(each.pid for each in children if "grpo.faults.sentinel" in each.cmdline()))
         if has_reward:
             RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).call_here({"values": [1]})
-        if how == "stuck" and rank == world_size - 1:
+        if how in ("stuck", "behind") and rank == world_size - 1:
             time.sleep(600)
+        if how == "behind":
+            dist.all_reduce(torch.ones(1))
         groups.exchange(watch, None)

@@ -114,6 +114,18 @@ def test_a_reward_that_hangs_is_told_with_its_stacks(how: str, rank: str, tmp_pa
     assert " in hangs\n" in output
 
 
+def test_who_is_behind_is_named_where_torchs_own_deadline_comes_first(tmp_path: Path) -> None:
+    """And not the one that waited for it."""
+    job = started(tmp_path / "out", "behind", ranks=3, nodes=1)
+    try:
+        all_there(job, 3)
+        output = expect_the_contract(job, time.monotonic(), job.processes(), within_s=PROMISED_S)
+    finally:
+        job.end()
+    says = ["node 0", "rank 2, phase 'train'", "rank 2 is behind the others", "[GRPO-620]", "Timed out waiting"]
+    the_record(job, output, says=says, ranks=[0, 1, 2])
+
+
 def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_path: Path) -> None:
     job = started(tmp_path / "out", "late", ranks=2)
     try:

@@ -109,13 +109,15 @@ def light_job(
     agent: int | None = None,
     missing: int = 0,
     join_s: float = PATIENCE_S,
+    **more: Any,
 ) -> Iterator[list[LightNode]]:
     """All of it is ended with the context.
 
     Args:
         missing: nodes that the job has beside these.
+        more: settings of the sentinels.
     """
-    settings: dict[str, Any] = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s, **more}
     settings |= {"secret": SECRET, "join_s": join_s}
     started: list[LightNode] = []
     processes = [LightRank(rank, timeout_s) for rank in range(nodes * ranks)]

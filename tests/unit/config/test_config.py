@@ -61,6 +61,7 @@ REFUSED = {
     "timeout": ({"vllm_generate_timeout": -1}, r"vllm_generate_timeout is -1"),
     "start": ({"start_timeout": 0}, r"start_timeout is 0; it must be above 0"),
     "stall": ({"vllm_stall_timeout": 2}, r"vllm_stall_timeout is 2; it must be 5 or more, or None"),
+    "rank stall": ({"rank_stall_timeout": -1}, r"rank_stall_timeout is -1; it must be above 0"),
     "heartbeat": ({"heartbeat_timeout": 2}, r"heartbeat_timeout is 2; it must be 5 or more"),
     "rewards": ({"reward_timeout": 0}, r"reward_timeout is 0; it must be above 0"),
     "tools": ({"tool_timeout": 0}, r"tool_timeout is 0; it must be above 0"),

@@ -14,7 +14,7 @@ import pytest
 from grpo.faults import sentinel_start
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import Place
-from grpo.faults.sentinel import MAX_PACKET_BYTES
+from grpo.faults.packets import MAX_PACKET_BYTES
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, link_to_sentinel, start_sentinel
 from tests.support.launching import free_port

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from grpo.faults import watch as watch_module
+from grpo.faults import job_watch
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.foreign import may_be_an_echo
+from grpo.faults.job_watch import watch_for
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, start_sentinel
 from grpo.faults.signals import StopSignals
-from grpo.faults.watch import FailureWatch, watch_for
+from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from tests.support.made_up_jobs import job
 
@@ -206,7 +207,8 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 
 STUCK_ALONE = """
 import threading, time
-from grpo.faults.watch import FailureWatch, watch_for
+from grpo.faults.job_watch import watch_for
+from grpo.faults.watch import FailureWatch
 from tests.support.made_up_jobs import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a")
@@ -240,9 +242,9 @@ def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> No
 
 def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
     (topology, *_) = job((8,), ranks=1)
-    monkeypatch.setattr(watch_module, "_current", None)
-    monkeypatch.setattr(watch_module, "link_to_sentinel", lambda *_, **__: None)
-    monkeypatch.setattr(watch_module, "FailureWatch", lambda *_, **__: next(made))
+    monkeypatch.setattr(job_watch, "_current", None)
+    monkeypatch.setattr(job_watch, "link_to_sentinel", lambda *_, **__: None)
+    monkeypatch.setattr(job_watch, "FailureWatch", lambda *_, **__: next(made))
     hook, made = sys.excepthook, iter([pair[1], alone()])
     assert hook == pair[1]._report_unhandled
     watch_for(topology, {})
