@@ -9,7 +9,10 @@ import json
 import secrets
 import socket
 import struct
+from dataclasses import asdict
 from typing import Any
+
+from grpo.faults.liveness import Place
 
 MAX_LINE_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
@@ -101,8 +104,12 @@ def is_proof(given: Any, expected: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
 
 
-def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: float) -> Channel:
-    """A channel to the first address behind which somebody knows the secret. Blocks `CONNECT_S` for each at most.
+def join(addresses: list[str], port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
+    """A channel to the first address behind which somebody knows the secret, and who that is. Blocks `CONNECT_S` for
+    each at most.
+
+    Args:
+        place: of this node, which the other side is told.
 
     Raises:
         OSError: there is none; says why, for each.
@@ -112,28 +119,32 @@ def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: flo
         connection = None
         try:
             connection = socket.create_connection((address, port), timeout=CONNECT_S)
-            _introduce(connection, secret, node)
+            hub = _introduce(connection, secret, place)
             tune(connection, timeout_s)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{address}: {error}")
             if connection is not None:
                 connection.close()
             continue
         channel = Channel(connection)
         channel.max_line_bytes = MAX_LINE_BYTES
-        return channel
+        return channel, hub
     raise ConnectionError(
         f"port {port} cannot be reached: {'; '.join(problems)}: the nodes' processes must reach each other at any "
         "port, as gloo and NCCL need it too"
     )
 
 
-def _introduce(connection: socket.socket, secret: str, node: int) -> None:
+def _introduce(connection: socket.socket, secret: str, place: Place) -> Place:
+    """Who is there is told with the proof: a peer that is held right behind it can still be named."""
     theirs, ours = str(_read_greeting(connection)["challenge"]), new_challenge()
-    greeting = {"kind": "hello", "node": node, "challenge": ours, "proof": proof(secret, "node", theirs, ours, node)}
+    shown = proof(secret, "node", theirs, ours, place.node)
+    greeting = {"kind": "hello", "node": place.node, "challenge": ours, "proof": shown, "place": asdict(place)}
     connection.sendall(json.dumps(greeting).encode() + b"\n")
-    if not is_proof(_read_greeting(connection).get("proof"), proof(secret, "hub", ours, theirs, node)):
+    welcome = _read_greeting(connection)
+    if not is_proof(welcome.get("proof"), proof(secret, "hub", ours, theirs, place.node)):
         raise ConnectionError("somebody else is there")
+    return Place(**welcome["place"])
 
 
 def _read_greeting(connection: socket.socket) -> Message:

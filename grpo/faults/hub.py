@@ -159,10 +159,9 @@ class Hub(Between):
         number, theirs = messages[0]["node"], messages[0]["challenge"]
         channel.max_line_bytes = MAX_LINE_BYTES
         tune(channel.socket, self._timeout_s)
-        channel.send("welcome", proof=proof(self._secret, "hub", theirs, challenge, number))
-        channel.send("place", **asdict(self.place))
-        place = Place(node=number, rank=self._expected[number], host="unknown", pid=0)
-        node = self._nodes[number] = _Node(place, channel, self._clock.now_s)
+        shown = proof(self._secret, "hub", theirs, challenge, number)
+        channel.send("welcome", proof=shown, place=asdict(self.place))
+        node = self._nodes[number] = _Node(Place(**messages[0]["place"]), channel, self._clock.now_s)
         if self.record is not None:
             channel.send("record", record=self.record.as_dict())
         self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._hear(node, channel.receive()))
@@ -173,8 +172,6 @@ class Hub(Between):
         silent_s, node.heard_s = self._clock.now_s - node.heard_s, self._clock.now_s
         for message in messages:
             match message:
-                case {"kind": "place", **place}:
-                    node.place = Place(**place)
                 case {"kind": "beat", "phase": phase, "table": table}:
                     node.place.phase = phase
                     self._table |= table
@@ -215,12 +212,10 @@ class HubLink(Between):
     ) -> None:
         super().__init__(place, clock, timeout_s)
         self._selector = selector
-        self._hub = Place(node=0, rank=0, host=addresses[0], pid=0)
-        self._channel = join(addresses, port, secret, place.node, timeout_s)
+        self._channel, self._hub = join(addresses, port, secret, place, timeout_s)
         self._heard_s = clock.now_s
         self._is_connected = True
         self._waiting: list[Answer] = []
-        self._channel.send("place", **asdict(place))
         _log.debug("has reached the sentinel of node 0")
         selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
 
@@ -255,8 +250,6 @@ class HubLink(Between):
         has_left = False
         for message in messages:
             match message:
-                case {"kind": "place", **place}:
-                    self._hub = Place(**place)
                 case {"kind": "beat", "phase": phase}:
                     self._hub.phase = phase
                 case {"kind": "record", "record": record}:
