@@ -24,9 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.faults.between import Between, Table
 from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
-from grpo.faults.hub import Between, Hub, HubLink, Table
+from grpo.faults.hub import Hub
+from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
 from grpo.faults.oom import OomKills
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
@@ -118,10 +120,10 @@ class Sentinel:
         own = (self.place, self._clock, self.timeout_s)
         if settings["num_nodes"] == 1:
             return Between(*own)
-        others: dict[str, Any] = {"selector": self._selector, "secret": settings["secret"]}
+        others: dict[str, Any] = {name: settings[name] for name in ("num_nodes", "secret")}
+        others["selector"] = self._selector
         if self.place.node == 0:
-            others |= {name: settings[name] for name in ("num_nodes", "join_s")}
-            return Hub(*own, **others, ranks_per_node=len(self._ranks))
+            return Hub(*own, **others, ranks_per_node=len(self._ranks), join_s=settings["join_s"])
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
     def _await_end(self, process: WatchedProcess, then: Callable[[], None]) -> None:
