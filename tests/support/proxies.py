@@ -7,14 +7,15 @@ import struct
 import threading
 
 
-def pipe(one: socket.socket, other: socket.socket) -> None:
-    """Passes on what comes from either, until one has ended."""
+def pipe(one: socket.socket, other: socket.socket, swallows: threading.Event | None = None) -> None:
+    """Passes on what comes from either, until one has ended, or none of it."""
     with one, other, contextlib.suppress(OSError):
         while ready := select.select([one, other], [], [])[0]:
             for end in ready:
                 if not (chunk := end.recv(1 << 16)):
                     return
-                (other if end is one else one).sendall(chunk)
+                if swallows is None or not swallows.is_set():
+                    (other if end is one else one).sendall(chunk)
 
 
 class Wire:
@@ -25,6 +26,7 @@ class Wire:
         """Connections so far."""
         self._to = port
         self._ends: list[socket.socket] = []
+        self._swallows = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -35,18 +37,28 @@ class Wire:
                 here, _ = self._listener.accept()
             except OSError:
                 return
-            there = socket.create_connection(("127.0.0.1", self._to))
+            try:
+                there = socket.create_connection(("127.0.0.1", self._to))
+            except OSError:  # it has ended
+                here.close()
+                continue
             self._ends += [here, there]
             self.joined += 1
-            threading.Thread(target=pipe, args=[here, there], daemon=True).start()
+            threading.Thread(target=pipe, args=[here, there, self._swallows], daemon=True).start()
 
     def reset(self) -> None:
         """Both ends of all connections get a reset; new ones are passed on."""
-        for end in self._ends:
-            with contextlib.suppress(OSError):  # it has ended
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ends, self._ends = [end for end in self._ends if end.fileno() >= 0], []
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for end in ends:
+            with contextlib.suppress(OSError):  # its thread has closed it
                 end.shutdown(socket.SHUT_RD)  # wakes the thread, which closes both
-        self._ends.clear()
+
+    def swallow(self) -> None:
+        """Nothing comes through the connections that there are; new ones are passed on."""
+        self._swallows.set()
+        self._swallows = threading.Event()
 
     def refuse(self) -> None:
         """New connections."""
