@@ -51,10 +51,9 @@ def await_goodbyes(
         peers: those that are still there.
         look: called in between.
     """
-    begun = time.monotonic()
-    while waited_for := [peer for peer in peers() if not peer.is_lost()]:
-        waited_s = time.monotonic() - begun
-        if waited_s > GOODBYE_S and not any(peer.is_out_of_reach(waited_s + 0.1) for peer in waited_for):
+    deadline = time.monotonic() + GOODBYE_S
+    while waited_for := peers():
+        if time.monotonic() > deadline and all(peer.knows_all() for peer in waited_for):
             break
         for key, _ in selector.select(0.05):
             key.data()

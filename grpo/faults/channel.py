@@ -4,6 +4,7 @@ Nothing is unpickled, and a line has a bounded length.
 """
 
 import contextlib
+import fcntl
 import hmac
 import itertools
 import json
@@ -11,6 +12,7 @@ import secrets
 import select
 import socket
 import struct
+import termios
 import time
 from dataclasses import asdict
 from typing import Any
@@ -97,6 +99,11 @@ class Channel:
         """Since the other machine has confirmed something: its kernel does, also for a process that is held."""
         information = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
         return _LAST_ACK.unpack(information)[0] / 1000
+
+    def has_arrived(self) -> bool:
+        """Whether all that was sent is with the other machine, where its process finds it."""
+        unconfirmed = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        return not self._unsent and not any(unconfirmed)
 
     def close(self) -> None:
         self.is_open = False

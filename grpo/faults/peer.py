@@ -109,6 +109,10 @@ class Peer:
             return self.silent_s() > self._timeout_s
         return self._clock.now_s - self._heard_s > RETURN_BEATS * beat_interval_s(self._timeout_s)
 
+    def knows_all(self) -> bool:
+        """Its machine has what was sent, or it is lost."""
+        return self.is_lost() or (bool(self._channels) and self._channels[-1].has_arrived())
+
     def is_out_of_reach(self, seconds: float) -> bool:
         """Its machine has confirmed nothing for so long: off, or cut off. Else its sentinel is held."""
         return not self._channels or self._channels[-1].unconfirmed_s() > seconds
