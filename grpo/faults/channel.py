@@ -152,8 +152,7 @@ class Introduction:
                 case {"kind": "challenge", "challenge": str(theirs)}:
                     self._theirs = theirs
                     shown = proof(self._secret, "node", theirs, self._ours, self._place.node)
-                    hello = {"node": self._place.node, "challenge": self._ours, "place": asdict(self._place)}
-                    self.channel.send("hello", proof=shown, **hello)
+                    self.channel.send("hello", proof=shown, challenge=self._ours, **asdict(self._place))
                 case {"kind": "welcome", "proof": shown, "place": dict() as place} if self._is_the_hubs(shown):
                     self.channel.max_line_bytes = MAX_LINE_BYTES
                     self.channel.send("here")

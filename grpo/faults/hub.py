@@ -151,17 +151,17 @@ class Hub(Between):
         node, theirs = hello.get("node"), hello.get("challenge")
         if not isinstance(node, int) or not isinstance(theirs, str) or node not in self._expected:
             return False
-        if not is_proof(hello.get("proof"), proof(self._secret, "node", challenge, theirs, node)):
-            return False
         known = self._nodes.get(node)
-        return known is None or (node not in self._gone and known.place.pid == hello["place"]["pid"])
+        if known is not None and (node in self._gone or known.place.pid != hello.get("pid")):
+            return False
+        return is_proof(hello.get("proof"), proof(self._secret, "node", challenge, theirs, node))
 
     def _welcome(self, channel: Channel, hello: Message, challenge: str) -> Place:
         channel.max_line_bytes = MAX_LINE_BYTES
         tune(channel.socket, self._timeout_s)
         shown = proof(self._secret, "hub", hello["challenge"], challenge, hello["node"])
         channel.send("welcome", proof=shown, place=asdict(self.place))
-        return Place(**hello["place"])
+        return Place(**{name: hello[name] for name in asdict(self.place)})
 
     def _join(self, channel: Channel, place: Place, messages: list[Message]) -> None:
         """It knows that it is welcome, and has not given up meanwhile: from now on its end counts."""

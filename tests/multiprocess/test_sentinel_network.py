@@ -23,7 +23,7 @@ from tests.support.sentinels import PATIENCE_S, SECRET
 
 SHORT_S = 5.0  # the least that heartbeat_timeout may be
 GRACE_S = 30.0  # on a slow machine
-SETTLED_S = 5.0  # after a cut of a healthy job: its end would come within it
+SETTLED_S = 8.0  # after a cut; a job that takes it for a failure says so 5 s after one of 15 s
 
 
 @dataclass(slots=True)
