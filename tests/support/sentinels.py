@@ -127,10 +127,8 @@ def light_job(
         for node in range(nodes):
             own = processes[node * ranks : (node + 1) * ranks]
             started.append(LightNode(node, own, settings))
-            settings |= {
-                "addresses": ["127.0.0.1"],
-                "port": through(started[0].port) if node == 0 else settings["port"],
-            }
+            if node == 0 and (port := started[0].port) is not None:
+                settings |= {"addresses": ["127.0.0.1"], "port": through(port)}
         yield started
     finally:
         for rank in processes:
