@@ -147,7 +147,9 @@ def test_the_secret_leaves_the_store_when_all_sentinels_have_come() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     for node in range(3):
-        link_to_sentinel(launch(2 * node, 6, 2), "a", {}, dist.PrefixStore("watch/0", store), timeout_s=20.0)
+        link_to_sentinel(
+            launch(2 * node, 6, 2), "a", {}, dist.PrefixStore("watch/0", store), timeout_s=20.0, join_s=7.0
+        )
         assert any(b"secret" in stranger.get(key) for key in stranger.list_keys() if "hub" in key) == (node < 2)
     assert {key.rpartition("/")[2] for key in stranger.list_keys()} == {"node0", "node1", "node2", "come"}
 
