@@ -56,6 +56,7 @@ test: lint
 	$(BIN)/python -m pytest
 	@$(BIN)/python -m tests.slurm report
 	@$(BIN)/python -m tests.chromium report
+	@$(BIN)/python -m tests.namespaces report
 
 # More of what `test` has some of, and what starts several whole stacks.
 test-long: install

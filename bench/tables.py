@@ -25,6 +25,7 @@ BENCHMARKS = (
     "save",
     "respawn",
     "timeline",
+    "watch",
     "scale",
     "learning",
 )

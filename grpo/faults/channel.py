@@ -4,19 +4,32 @@ Nothing is unpickled, and a line has a bounded length.
 """
 
 import contextlib
+import fcntl
 import hmac
+import itertools
 import json
 import secrets
+import select
 import socket
 import struct
+import termios
+import time
+from dataclasses import asdict
 from typing import Any
+
+from grpo.faults.liveness import Place
 
 MAX_LINE_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
 MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
+MAX_READ_BYTES = 1 << 16  # in one turn: others are heard, too
 CONNECT_S = 5.0
+JOIN_S = 30.0  # of trying, unless nobody listens
+AGAIN_S = 0.2
 
 Message = dict[str, Any]
+_TCP_RTO_MAX_MS = 44  # of Linux 6.15
+_LAST_ACK = struct.Struct("56xI")  # `tcpi_last_ack_recv` of `struct tcp_info`, in ms
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: `struct ucred`
 
 
@@ -34,36 +47,35 @@ class Channel:
         connection.setblocking(False)
         self.socket = connection
         self.is_open = True
+        self.error: OSError | None = None
+        """By which it was lost; None: the other side has ended it, as the kernel does for a process that dies."""
         self.max_line_bytes = MAX_GREETING_BYTES
         self._read = b""
         self._unsent = b""
 
     def send(self, kind: str, **values: Any) -> None:
-        """What does not go out now goes with the next `send` or `flush`."""
+        """What does not go out now goes with the next `send`."""
         self._unsent += json.dumps({"kind": kind, **values}).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
         try:
             while self._unsent and self.is_open:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
             self.is_open = len(self._unsent) < MAX_UNSENT_BYTES
-        except OSError:
+        except OSError as error:
             self._unsent = b""  # whether it has said something before it went, `receive` tells
+            self._note(error)
 
     def receive(self) -> list[Message]:
-        """The messages that have come. A line that is too long or no message ends the connection."""
+        """The messages that have come, as far as one read goes. A line that is too long or no message ends it."""
         try:
-            while chunk := self.socket.recv(1 << 16):
-                self._read += chunk
-                if len(self._read) > self.max_line_bytes and b"\n" not in self._read:
-                    break
-            self.is_open = False
+            chunk = self.socket.recv(MAX_READ_BYTES)
+            self._read += chunk
+            self.is_open = self.is_open and bool(chunk)
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             self.is_open = False
+            self._note(error)
         *lines, self._read = self._read.split(b"\n")
         messages = []
         for line in lines:
@@ -74,7 +86,24 @@ class Channel:
                 self.is_open = False
                 break
             messages.append(message)
+        if len(self._read) > self.max_line_bytes:
+            self.is_open = False
         return messages
+
+    def _note(self, error: OSError) -> None:
+        """The kernel tells it once. A broken pipe comes behind the other side's end."""
+        if self.error is None and not isinstance(error, BrokenPipeError):
+            self.error = error
+
+    def unconfirmed_s(self) -> float:
+        """Since the other machine has confirmed something: its kernel does, also for a process that is held."""
+        information = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        return _LAST_ACK.unpack(information)[0] / 1000
+
+    def has_arrived(self) -> bool:
+        """Whether all that was sent is with the other machine, where its process finds it."""
+        unconfirmed = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        return not self._unsent and not any(unconfirmed)
 
     def close(self) -> None:
         self.is_open = False
@@ -85,6 +114,8 @@ def tune(connection: socket.socket, timeout_s: float) -> None:
     """What is small goes at once, and a peer that confirms nothing is given up by the kernel later than by us."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * timeout_s))
+    with contextlib.suppress(OSError):  # a help alone: an older kernel waits twice as long with each try
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 def new_challenge() -> str:
@@ -101,49 +132,80 @@ def is_proof(given: Any, expected: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
 
 
-def join(addresses: list[str], port: int, secret: str, node: int, timeout_s: float) -> Channel:
-    """A channel to the first address behind which somebody knows the secret. Blocks `CONNECT_S` for each at most.
+class Introduction:
+    """This node shows whoever listens at the other end of `connection` that it knows the secret, and is shown it."""
+
+    def __init__(self, connection: socket.socket, secret: str, place: Place) -> None:
+        self.channel = Channel(connection)
+        self._secret, self._place = secret, place
+        self._ours, self._theirs = new_challenge(), ""
+
+    def hear(self) -> Place | None:
+        """When something has come: who is there, once it has shown that it knows the secret. That is told with the
+        proof, so that a peer that is held right behind it can still be named.
+
+        Raises:
+            OSError: nobody is there, or somebody else.
+        """
+        for message in self.channel.receive():
+            match message:
+                case {"kind": "challenge", "challenge": str(theirs)}:
+                    self._theirs = theirs
+                    shown = proof(self._secret, "node", theirs, self._ours, self._place.node)
+                    self.channel.send("hello", proof=shown, challenge=self._ours, **asdict(self._place))
+                case {"kind": "welcome", "proof": shown, "place": dict() as place} if self._is_the_hubs(shown):
+                    self.channel.max_line_bytes = MAX_LINE_BYTES
+                    self.channel.send("here")
+                    return Place(**place)
+                case _:
+                    raise ConnectionError("somebody else is there")
+        if not self.channel.is_open:
+            raise self.channel.error or ConnectionError("it ends the connection")
+        return None
+
+    def _is_the_hubs(self, shown: Any) -> bool:
+        return is_proof(shown, proof(self._secret, "hub", self._ours, self._theirs, self._place.node))
+
+
+def join(addresses: list[str], port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
+    """A channel to the first address behind which somebody knows the secret, and who that is. Tries each
+    for `CONNECT_S`, and all again until `JOIN_S` have passed or nobody listens at any.
+
+    Args:
+        place: of this node, which the other side is told.
 
     Raises:
         OSError: there is none; says why, for each.
     """
-    problems = []
-    for address in addresses:
-        connection = None
+    deadline = time.monotonic() + JOIN_S
+    problems: dict[str, OSError] = {}
+    for address in itertools.cycle(addresses):
+        if len(problems) == len(addresses):
+            refused = all(isinstance(error, ConnectionRefusedError) for error in problems.values())
+            if refused or time.monotonic() > deadline:
+                break
+            time.sleep(AGAIN_S)
         try:
-            connection = socket.create_connection((address, port), timeout=CONNECT_S)
-            _introduce(connection, secret, node)
-            tune(connection, timeout_s)
-        except (OSError, ValueError, KeyError) as error:
-            problems.append(f"{address}: {error}")
-            if connection is not None:
-                connection.close()
-            continue
-        channel = Channel(connection)
-        channel.max_line_bytes = MAX_LINE_BYTES
-        return channel
+            return _join_at(address, port, secret, place, timeout_s)
+        except OSError as error:
+            problems[address] = error
     raise ConnectionError(
-        f"port {port} cannot be reached: {'; '.join(problems)}: the nodes' processes must reach each other at any "
-        "port, as gloo and NCCL need it too"
+        f"port {port} cannot be reached: {'; '.join(f'{address}: {error}' for address, error in problems.items())}: "
+        "the nodes' processes must reach each other at any port, as gloo and NCCL need it too"
     )
 
 
-def _introduce(connection: socket.socket, secret: str, node: int) -> None:
-    theirs, ours = str(_read_greeting(connection)["challenge"]), new_challenge()
-    greeting = {"kind": "hello", "node": node, "challenge": ours, "proof": proof(secret, "node", theirs, ours, node)}
-    connection.sendall(json.dumps(greeting).encode() + b"\n")
-    if not is_proof(_read_greeting(connection).get("proof"), proof(secret, "hub", ours, theirs, node)):
-        raise ConnectionError("somebody else is there")
-
-
-def _read_greeting(connection: socket.socket) -> Message:
-    """Byte by byte: what follows is the channel's."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if len(line) > MAX_GREETING_BYTES or not (byte := connection.recv(1)):
-            raise ConnectionError("it ends the connection")
-        line += byte
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ConnectionError("it speaks another language")
-    return message
+def _join_at(address: str, port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
+    deadline = time.monotonic() + CONNECT_S
+    connection = socket.create_connection((address, port), timeout=CONNECT_S)
+    try:
+        introduction, poll = Introduction(connection, secret, place), select.poll()
+        poll.register(connection, select.POLLIN)
+        while time.monotonic() < deadline:
+            if poll.poll(100) and (hub := introduction.hear()) is not None:
+                tune(connection, timeout_s)
+                return introduction.channel, hub
+        raise TimeoutError(f"says nothing for {CONNECT_S:g} s")
+    except BaseException:
+        connection.close()
+        raise

@@ -1,64 +1,36 @@
-"""Between the nodes: the hub, in node 0's sentinel, says which record is the job's; the others' sentinels hang on it.
+"""The hub, in node 0's sentinel, says which record is the job's: the sentinels of other nodes hang on it (`hub_link`).
 
-Both ends are driven by their sentinel's loop: nothing here blocks but the first connecting and the last goodbye.
+It is driven by its sentinel's loop: nothing here blocks but the last goodbye.
 """
 
 import contextlib
 import logging
 import selectors
 import socket
-import time
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import partial
 
-from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, join, new_challenge, proof, tune
+from grpo.faults.between import Answer, Between, Table, await_goodbyes
+from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, new_challenge, proof, tune
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place
+from grpo.faults.peer import Peer
 
 _log = logging.getLogger(__name__)
 
 GREETING_S = 10.0
 MAX_STRANGERS = 64
-GOODBYE_S = 3.0
-
-Table = dict[str, list[Any]]
-"""Phase and number of finished exchanges by rank."""
-Answer = Callable[[Table], object]
+MAX_NAMED = 8  # nodes, in a record
 
 
-class Between:
-    """What a sentinel needs of the others. This one has none: a job on one node."""
+@dataclass(slots=True, eq=False)
+class _Newcomer:
+    """A connection on which nothing has been shown, or the other side has yet to say that it has read the welcome."""
 
-    record: FailureRecord | None = None
-    """The job's."""
-
-    def __init__(self, place: Place, clock: AwakeClock, timeout_s: float) -> None:
-        self.place, self._clock, self._timeout_s = place, clock, timeout_s
-
-    def report(self, record: FailureRecord) -> None:
-        """Make it the job's, unless one is there already."""
-        if self.record is None:
-            self.record = record
-
-    def beat(self, table: Table) -> None:
-        """Once an interval: say that this node lives, and look who else does."""
-
-    def ask(self, table: Table, answer: Answer) -> None:
-        """`answer` gets the table of all ranks, now or later; `table` is that of this node's."""
-        answer(table)
-
-    def leave(self) -> None:
-        """Say goodbye; blocks `GOODBYE_S` at most."""
-
-
-class _Node:
-    """Another node as the hub sees it."""
-
-    def __init__(self, place: Place, channel: Channel, now_s: float) -> None:
-        self.place, self.channel = place, channel
-        self.heard_s = now_s
-        self.has_left = False
+    challenge: str
+    since_s: float
+    place: Place | None = None
+    """What it has shown to be."""
 
 
 class Hub(Between):
@@ -79,9 +51,11 @@ class Hub(Between):
         super().__init__(place, clock, timeout_s)
         self._selector, self._secret, self._join_s = selector, secret, join_s
         self._expected = {node: node * ranks_per_node for node in range(1, num_nodes)}  # first ranks
-        self._nodes: dict[int, _Node] = {}
-        self._strangers: dict[Channel, float] = {}  # since when
+        self._nodes: dict[int, Peer] = {}
+        self._gone: set[int] = set()
+        self._newcomers: dict[Channel, _Newcomer] = {}  # in the order in which they came
         self._table: Table = {}
+        self._is_leaving = False
         self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -89,194 +63,152 @@ class Hub(Between):
     def report(self, record: FailureRecord) -> None:
         if self.record is None:
             self.record = record
-            for node in self._nodes.values():
-                node.channel.send("record", record=record.as_dict())
+            for node in self._present():
+                node.send("record", record=record.as_dict())
+
+    def _present(self) -> list[Peer]:
+        return [node for number, node in self._nodes.items() if number not in self._gone]
 
     def beat(self, table: Table) -> None:
         self._table |= table
         now = self._clock.now_s
-        for channel in [each for each, since_s in self._strangers.items() if now - since_s > GREETING_S]:
-            self._turn_away(channel)
+        for channel, stranger in self._strangers().items():
+            if now - stranger.since_s > GREETING_S:
+                self._turn_away(channel)
         for number, rank in self._expected.items():
             if number not in self._nodes and now > self._join_s:
                 self.report(Place(node=number, rank=rank, host="unknown", pid=0).did_not_come(self._join_s))
-        for node in self._nodes.values():
-            if not node.has_left:
-                node.channel.send("beat", phase=self.place.phase)
-                if now - node.heard_s > self._timeout_s:
-                    self.report(node.place.is_silent(self._timeout_s))
+        lost = next((node for node in self._present() if node.is_lost()), None)
+        if lost is not None:
+            self.report(self._why(lost, [node.place.node for node in self._present() if node.is_missing()]))
+        for node in self._present():
+            node.send("beat", phase=self.place.phase)
+
+    def _why(self, lost: Peer, missing: list[int]) -> FailureRecord:
+        """
+        Args:
+            missing: nodes, the lost one's included. Several at once: any of them may be well.
+        """
+        if len(missing) > 1:
+            named = ", ".join(map(str, missing[:MAX_NAMED])) + " ..." * (len(missing) > MAX_NAMED)
+            others = f"{len(missing)} of {len(self._expected)} other nodes at once ({named})"
+            return self.place.is_cut_off(others, self._timeout_s)
+        if not lost.is_connected():
+            return lost.place.is_gone(lost.silent_s(), self._timeout_s)
+        if len(self._expected) == 1 and lost.is_out_of_reach(self._timeout_s / 2):
+            return lost.place.has_no_link_to(self.place, self._timeout_s)
+        return lost.place.is_silent(self._timeout_s)
 
     def ask(self, table: Table, answer: Answer) -> None:
         self._table |= table
         answer(self._table)
 
     def leave(self) -> None:
-        for node in self._nodes.values():
-            if not node.has_left:
-                node.channel.send("bye")
-        _say_goodbye([node.channel for node in self._nodes.values() if not node.has_left])
+        self._is_leaving = True
+        for node in self._present():
+            node.send("bye")
+        await_goodbyes(self._present, self._clock, self._selector, lambda: None)
+        self._selector.unregister(self._listener)
         self._listener.close()
 
     # -- newcomers ------------------------------------------------------------------------------------------------
+
+    def _strangers(self) -> dict[Channel, _Newcomer]:
+        """Who has shown nothing. The others know the secret, and stay until their node comes on the next connection:
+        a connection that the hub ends says that the hub is gone."""
+        return {channel: newcomer for channel, newcomer in self._newcomers.items() if newcomer.place is None}
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            connection.close()
-            return
+        if len(strangers := self._strangers()) >= MAX_STRANGERS:  # a node says at once who it is
+            self._turn_away(next(iter(strangers)))
         channel, challenge = Channel(connection), new_challenge()
-        self._strangers[channel] = self._clock.now_s
+        newcomer = self._newcomers[channel] = _Newcomer(challenge, self._clock.now_s)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, channel, newcomer))
         channel.send("challenge", challenge=challenge)
 
-        def hear() -> None:
-            messages = channel.receive()
-            if messages and self._is_of_this_job(messages[0], challenge):
-                del self._strangers[channel]
-                self._selector.unregister(connection)
-                self._welcome(channel, messages, challenge)
-            elif messages or not channel.is_open:
-                self._turn_away(channel)
-
-        self._selector.register(connection, selectors.EVENT_READ, hear)
+    def _hear(self, channel: Channel, newcomer: _Newcomer) -> None:
+        if channel not in self._newcomers:  # it was turned away in this turn of the loop
+            return
+        messages = channel.receive()
+        if newcomer.place is not None and messages:
+            self._join(channel, newcomer.place, messages)
+        elif len(messages) == 1 and self._is_of_this_job(messages[0], newcomer.challenge):
+            newcomer.place = self._welcome(channel, messages[0], newcomer.challenge)
+        elif messages or not channel.is_open:
+            self._turn_away(channel)
 
     def _turn_away(self, channel: Channel) -> None:
-        del self._strangers[channel]
+        del self._newcomers[channel]
         self._selector.unregister(channel.socket)
         channel.close()
 
     def _is_of_this_job(self, hello: Message, challenge: str) -> bool:
+        """The sentinel of a node that is awaited, or one that is there and comes on another connection."""
         node, theirs = hello.get("node"), hello.get("challenge")
-        if not isinstance(node, int) or not isinstance(theirs, str):
+        if not isinstance(node, int) or not isinstance(theirs, str) or node not in self._expected:
             return False
-        if node not in self._expected or node in self._nodes:
+        known = self._nodes.get(node)
+        if known is not None and (node in self._gone or known.place.pid != hello.get("pid")):
             return False
         return is_proof(hello.get("proof"), proof(self._secret, "node", challenge, theirs, node))
 
-    def _welcome(self, channel: Channel, messages: list[Message], challenge: str) -> None:
-        number, theirs = messages[0]["node"], messages[0]["challenge"]
+    def _welcome(self, channel: Channel, hello: Message, challenge: str) -> Place:
         channel.max_line_bytes = MAX_LINE_BYTES
         tune(channel.socket, self._timeout_s)
-        channel.send("welcome", proof=proof(self._secret, "hub", theirs, challenge, number))
-        channel.send("place", **asdict(self.place))
-        place = Place(node=number, rank=self._expected[number], host="unknown", pid=0)
-        node = self._nodes[number] = _Node(place, channel, self._clock.now_s)
+        shown = proof(self._secret, "hub", hello["challenge"], challenge, hello["node"])
+        channel.send("welcome", proof=shown, place=asdict(self.place))
+        return Place(**{name: hello[name] for name in asdict(self.place)})
+
+    def _join(self, channel: Channel, place: Place, messages: list[Message]) -> None:
+        """It knows that it is welcome, and has not given up meanwhile: from now on its end counts."""
+        for earlier, newcomer in [*self._newcomers.items()]:
+            if earlier is channel:
+                break
+            if newcomer.place is not None and newcomer.place.node == place.node:
+                self._turn_away(earlier)
+        del self._newcomers[channel]
+        self._selector.unregister(channel.socket)
+        node = self._nodes.get(place.node)
+        if node is None:
+            node = self._nodes[place.node] = self._peer(place)
+        _log.debug("node %d has joined", place.node)
+        node.add(channel)
         if self.record is not None:
-            channel.send("record", record=self.record.as_dict())
-        self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._hear(node, channel.receive()))
-        _log.debug("node %d has joined", number)
-        self._hear(node, messages[1:])
+            node.send("record", record=self.record.as_dict())
+        if self._is_leaving:
+            node.send("bye")
+        node.take(channel, messages)
 
-    def _hear(self, node: _Node, messages: list[Message]) -> None:
-        silent_s, node.heard_s = self._clock.now_s - node.heard_s, self._clock.now_s
-        for message in messages:
-            match message:
-                case {"kind": "place", **place}:
-                    node.place = Place(**place)
-                case {"kind": "beat", "phase": phase, "table": table}:
-                    node.place.phase = phase
-                    self._table |= table
-                case {"kind": "report", "record": record}:
-                    self.report(FailureRecord(**record))
-                case {"kind": "ask", "table": table}:
-                    self._table |= table
-                    node.channel.send("table", table=self._table)
-                case {"kind": "bye"}:
-                    node.has_left = True
-                    _log.debug("node %d leaves", node.place.node)
-        if not node.channel.is_open:
-            _log.debug("the connection of node %d has ended", node.place.node)
-            self._selector.unregister(node.channel.socket)
-            node.channel.close()
-            if not node.has_left:
-                node.has_left = True
-                self.report(node.place.is_gone(silent_s, self._timeout_s))
+    def _peer(self, place: Place) -> Peer:
+        number = place.node
 
+        def end(silent_s: float) -> None:
+            _log.debug("the connection of node %d has ended", number)
+            self._gone.add(number)
+            if not self._is_leaving:
+                self.report(place.is_gone(silent_s, self._timeout_s))
 
-class HubLink(Between):
-    """Another node's end. Without the hub this node decides for itself.
+        own = (place, self._clock, self._timeout_s, self._selector)
+        return Peer(*own, on_message=lambda message: self._take(self._nodes[number], message), on_end=end)
 
-    Raises:
-        OSError: the hub cannot be reached.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        clock: AwakeClock,
-        timeout_s: float,
-        *,
-        selector: selectors.BaseSelector,
-        addresses: list[str],
-        port: int,
-        secret: str,
-    ) -> None:
-        super().__init__(place, clock, timeout_s)
-        self._selector = selector
-        self._hub = Place(node=0, rank=0, host=addresses[0], pid=0)
-        self._channel = join(addresses, port, secret, place.node, timeout_s)
-        self._heard_s = clock.now_s
-        self._is_connected = True
-        self._waiting: list[Answer] = []
-        self._channel.send("place", **asdict(place))
-        _log.debug("has reached the sentinel of node 0")
-        selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
-
-    def report(self, record: FailureRecord) -> None:
-        if self._is_connected:
-            self._channel.send("report", record=record.as_dict())
-        else:
-            super().report(record)
-
-    def beat(self, table: Table) -> None:
-        if self._is_connected:
-            self._channel.send("beat", phase=self.place.phase, table=table)
-            if self._clock.now_s - self._heard_s > self._timeout_s:
-                self._lose(self._hub.is_silent(self._timeout_s))
-
-    def ask(self, table: Table, answer: Answer) -> None:
-        if self._is_connected:
-            self._waiting.append(answer)
-            self._channel.send("ask", table=table)
-        else:
-            answer(table)
-
-    def leave(self) -> None:
-        if self._is_connected:
-            self._channel.send("bye")
-            self._selector.unregister(self._channel.socket)
-            _say_goodbye([self._channel])
-
-    def _hear(self) -> None:
-        messages = self._channel.receive()
-        silent_s, self._heard_s = self._clock.now_s - self._heard_s, self._clock.now_s
-        has_left = False
-        for message in messages:
-            match message:
-                case {"kind": "place", **place}:
-                    self._hub = Place(**place)
-                case {"kind": "beat", "phase": phase}:
-                    self._hub.phase = phase
-                case {"kind": "record", "record": record}:
-                    super().report(FailureRecord(**record))
-                case {"kind": "table", "table": table}:
-                    while self._waiting:
-                        self._waiting.pop()(table)
-                case {"kind": "bye"}:
-                    has_left = True
-        if has_left or not self._channel.is_open:
-            self._lose(None if has_left else self._hub.is_gone(silent_s, self._timeout_s))
-
-    def _lose(self, record: FailureRecord | None) -> None:
-        self._is_connected = False
-        _log.debug("the connection to the sentinel of node 0 has ended")
-        self._selector.unregister(self._channel.socket)
-        if record is not None:
-            self._channel.send("report", record=record.as_dict())  # should it only be held, and come back
-            super().report(record)
-        self._channel.close()
+    def _take(self, node: Peer, message: Message) -> None:
+        match message:
+            case {"kind": "beat", "phase": phase, "table": table}:
+                node.place.phase = phase
+                self._table |= table
+            case {"kind": "report", "record": record}:
+                self.report(FailureRecord(**record))
+            case {"kind": "ask", "table": table}:
+                self._table |= table
+                node.send("table", table=self._table)
+            case {"kind": "bye"}:
+                _log.debug("node %d leaves", node.place.node)
+                self._gone.add(node.place.node)
+                node.close()  # it waits for that
 
 
 def _listen() -> socket.socket:
@@ -284,19 +216,3 @@ def _listen() -> socket.socket:
         with contextlib.suppress(OSError):  # switched off in the kernel
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256)
     return socket.create_server(("", 0), backlog=256)
-
-
-def _say_goodbye(channels: list[Channel]) -> None:
-    """Until the others have read everything: what is unread when a connection is closed may be lost with it."""
-    deadline = time.monotonic() + GOODBYE_S
-    for channel in channels:
-        channel.flush()
-        with contextlib.suppress(OSError):
-            channel.socket.shutdown(socket.SHUT_WR)
-    while any(channel.is_open for channel in channels) and time.monotonic() < deadline:
-        for channel in channels:
-            if channel.is_open:
-                channel.receive()
-        time.sleep(0.01)
-    for channel in channels:
-        channel.close()

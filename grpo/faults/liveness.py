@@ -68,11 +68,25 @@ class Place:
             nodes=(self.node,),
         )
 
+    def has_no_link_to(self, hub: "Place", timeout_s: float) -> FailureRecord:
+        """In a job of two nodes, where nobody knows which of the two is to blame: both say this."""
+        return self._record(
+            f"node {hub.node} ({hub.host}) and node {self.node} ({self.host}) have not heard of each other for "
+            f"{timeout_s:g} s (heartbeat_timeout): the network between them is cut, or one of them is off [GRPO-614]"
+        )
+
+    def is_cut_off(self, others: str, timeout_s: float) -> FailureRecord:
+        """It has heard of none of them for so long, and does not know why."""
+        return self._record(
+            f"the node has been cut off from {others} for {timeout_s:g} s (heartbeat_timeout): its own network is "
+            "down, or that between them, or they are off or stopped all at once [GRPO-616]"
+        )
+
     def did_not_come(self, timeout_s: float) -> FailureRecord:
         """It has no sentinel yet, and should have."""
         return self._record(f"the node's sentinel has not come within {timeout_s:g} s")
 
     def _record(self, cause: str, nodes: tuple[int, ...] = ()) -> FailureRecord:
-        """Of a node that may be well, and its sentinel killed, where `nodes` is empty."""
+        """Of nodes that may be well, where `nodes` is empty: a sentinel was killed, or a network is cut."""
         where: dict[str, Any] = {"node": self.node, "rank": self.rank, "host": self.host, "phase": self.phase}
         return FailureRecord(**where, cause=cause, kind=FailureKind.NODE_LOST, nodes=nodes)

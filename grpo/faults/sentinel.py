@@ -23,16 +23,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo.faults.between import Between, Table
 from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
-from grpo.faults.hub import Between, Hub, HubLink, Table
+from grpo.faults.hub import Hub
+from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
 from grpo.faults.oom import OomKills
 from grpo.faults.packets import message_in, receive
 from grpo.faults.progress import Reached, behind, record_of_behind
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import where
-from grpo.faults.stalls import WARN_S, Stalls, Watched, signal_that_ended
+from grpo.faults.stalls import WARN_S, Stalls, Watched
 from grpo.place.log import open_log, start_log
 
 _log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
@@ -120,10 +122,10 @@ class Sentinel:
         own = (self.place, self._clock, self.timeout_s)
         if settings["num_nodes"] == 1:
             return Between(*own)
-        others: dict[str, Any] = {"selector": self._selector, "secret": settings["secret"]}
+        others: dict[str, Any] = {name: settings[name] for name in ("num_nodes", "secret")}
+        others["selector"] = self._selector
         if self.place.node == 0:
-            others |= {name: settings[name] for name in ("num_nodes", "join_s")}
-            return Hub(*own, **others, ranks_per_node=len(self._ranks))
+            return Hub(*own, **others, ranks_per_node=len(self._ranks), join_s=settings["join_s"])
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
     def _look_at_stalls_with(self, settings: dict[str, Any]) -> Stalls | None:
@@ -148,7 +150,6 @@ class Sentinel:
 
         def on_end() -> None:
             self._selector.unregister(descriptor)
-            process.ended_by = signal_that_ended(process.pid)
             process.close()
             then()
 

@@ -79,6 +79,8 @@ def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store
     if launch.node == 0 and launch.num_nodes > 1:
         store.set("hub", json.dumps({**hub, "port": port, "addresses": _addresses()}))
     store.set(mine, json.dumps({"name": name}))
+    if store.add("come", 1) == launch.num_nodes and launch.num_nodes > 1:
+        store.delete_key("hub")  # whoever reaches the store reads it, and nobody needs the secret any more
     return name
 
 

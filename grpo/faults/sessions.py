@@ -100,6 +100,15 @@ def remove_traces(private_folder: Path) -> None:
         shutil.rmtree(private_folder, ignore_errors=True)
 
 
+def signal_that_ended(pid: int) -> signal.Signals | None:
+    """Of a process that has ended and was not waited for yet by its parent; None where none did, or nobody knows."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return signal.Signals(int(stat.read().rpartition(")")[2].split()[-1]) & 0x7F)
+    except (OSError, ValueError):
+        return None
+
+
 class WatchedProcess:
     """A process of this node, by a descriptor that no other process can come to have."""
 
@@ -137,5 +146,6 @@ class WatchedProcess:
 
     def close(self) -> None:
         if self.descriptor is not None:
+            self.ended_by = signal_that_ended(self.pid)
             os.close(self.descriptor)
         self.descriptor = None

@@ -1,7 +1,6 @@
 """Ranks of a node that are alive and do nothing, while the others wait for them: a warning, then the job's end."""
 
 import os
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -107,12 +106,3 @@ class Stalls:
         else:
             rank.is_warned = True
             self._warn(f"warns that {record.cause}")
-
-
-def signal_that_ended(pid: int) -> signal.Signals | None:
-    """Of a process that has ended and was not waited for yet by its parent; None where none did, or nobody knows."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return signal.Signals(int(stat.read().rpartition(")")[2].split()[-1]) & 0x7F)
-    except (OSError, ValueError):
-        return None

@@ -78,6 +78,7 @@ def raises(error: BaseException) -> Callable[[Path], None]:
 
 
 PLACE = Place(node=1, rank=8, host="b", pid=7)
+HUB = Place(node=0, rank=0, host="a", pid=7)
 WAYS: dict[str, Callable[[Path], None]] = {
     "a placement": placement,
     "a setting that the engine refuses": lambda folder: engine(folder, vllm="raise ValueError('max_model_len is 9')"),
@@ -90,6 +91,8 @@ WAYS: dict[str, Callable[[Path], None]] = {
     "a killed engine": lambda folder: engine(folder, vllm="import time; time.sleep(60)", kill=True),
     "a late engine": engine_is_late,
     "a silent node": raises(JobFailed(PLACE.is_silent(20))),
+    "a cut link": raises(JobFailed(PLACE.has_no_link_to(HUB, 20))),
+    "a node 0 that is cut off": raises(JobFailed(HUB.is_cut_off("2 of 2 other nodes at once (1, 2)", 20))),
     "a node that is gone": raises(JobFailed(PLACE.is_gone(0, 20))),
     "a generation after a stop": raises(GenerationDropped("SIGTERM")),
 }

@@ -58,6 +58,10 @@ SHORT_FORMS = {
         ("0.2 % of a step of 1 s / what watching it costs",),
         {"spans of a step, written": "µs", "one look at all devices": "µs", "of a step of 1 s": "%"},
     ),
+    "watch": (
+        ("5 s / until all know of a killed node",),
+        {"false alarms": "", "until all know of a killed node": "s", "node 0's sentinel, of a core": "%"},
+    ),
     "scale": (
         tuple(f"assumed, 4 nodes: {layout}" for layout in ("node-local", "central server", "central pool", "coloc")),
         {"assumed, 4 nodes, node-local, lookahead 1: training GPUs idle": "%"},
@@ -80,7 +84,7 @@ LONG = (
     "lora",
 )
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("timeline", "scale", "padding")
+IN_ONE_PROCESS = ("timeline", "watch", "scale", "padding")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:

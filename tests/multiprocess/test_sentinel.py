@@ -19,6 +19,7 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock
 from tests.support.sentinels import (
     PATIENCE_S,
+    SECOND,
     SECRET,
     LightNode,
     ends_well,
@@ -156,6 +157,17 @@ def test_a_node_whose_sentinel_does_not_come_is_named() -> None:
         assert record.cause == "the node's sentinel has not come within 1 s"
 
 
+def test_a_node_that_joins_and_says_nothing_more_is_named() -> None:
+    """As one that is held right behind its greeting."""
+    with light_job(LONG_S, missing=1) as (node,):
+        channel, hub = join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)
+        assert (hub.node, hub.rank, hub.host, hub.pid) == (0, 0, "h0", node.sentinel.pid)
+        channel.close()
+        record = one_record([node])
+        assert (record.node, record.rank, record.host) == (1, 2, "h1")
+        assert "(pid 17)" in record.cause
+
+
 # -- what is not ------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +269,13 @@ def test_an_engine_goes_with_its_local_main(tmp_path: Path) -> None:
         engine.kill()
 
 
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is turned away does not try again."""
+    monkeypatch.setattr("grpo.faults.channel.JOIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("once")
 def test_strangers_are_turned_away() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         port = nodes[0].port
@@ -266,18 +285,20 @@ def test_strangers_are_turned_away() -> None:
                 while stranger.recv(1000):  # a challenge, and the end
                     pass
         with pytest.raises(OSError, match="it ends the connection"):
-            join(["127.0.0.1"], port, SECRET, 1, LONG_S)  # a node that is there already
+            join(["127.0.0.1"], port, SECRET, SECOND, LONG_S)  # another process of a node that is there
         nothing_happens(nodes, 0.5)
         ends_well(nodes)
 
 
+@pytest.mark.usefixtures("once")
 def test_another_secret_does_not_take_the_place_of_a_node_that_is_awaited() -> None:
     with light_job(LONG_S, missing=1) as (node,):
         with pytest.raises(OSError, match="it ends the connection"):
-            join(["127.0.0.1"], node.port, "cd" * 32, 1, LONG_S)
-        join(["127.0.0.1"], node.port, SECRET, 1, LONG_S).close()  # its place is free
+            join(["127.0.0.1"], node.port, "cd" * 32, SECOND, LONG_S)
+        join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)[0].close()  # its place is free
 
 
+@pytest.mark.usefixtures("once")
 def test_who_does_not_know_the_secret_is_no_hub() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -292,7 +313,7 @@ def test_who_does_not_know_the_secret_is_no_hub() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(OSError, match="somebody else is there"):
-            join(["127.0.0.1"], listener.getsockname()[1], SECRET, 1, LONG_S)
+            join(["127.0.0.1"], listener.getsockname()[1], SECRET, SECOND, LONG_S)
         thread.join()
 
 

@@ -7,33 +7,102 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from grpo.faults.channel import Channel
+from grpo.faults import channel as channel_module
+from grpo.faults.channel import Channel, join
 from grpo.faults.hub import GREETING_S, MAX_STRANGERS
 from grpo.faults.sentinel_start import _started, start_sentinel
 from tests.support.launching import free_port
-from tests.support.sentinels import PATIENCE_S, SECRET, LightNode, LightRank, ends_well, light_job, nothing_happens
+from tests.support.proxies import pipe
+from tests.support.sentinels import (
+    PATIENCE_S,
+    SECOND,
+    SECRET,
+    LightNode,
+    LightRank,
+    ends_well,
+    light_job,
+    nothing_happens,
+)
 
 LONG_S = 60.0
+FLOODED_S = 5.0  # the flood goes on for twice as long
 
 
 def test_strangers_that_say_nothing_are_few_and_do_not_stay() -> None:
     with light_job(LONG_S, nodes=2) as nodes, contextlib.ExitStack() as stack:
         address = ("127.0.0.1", nodes[0].port)
-        silent = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(MAX_STRANGERS)]
-        for stranger in silent:
-            assert b"challenge" in stranger.recv(1000)
-        with socket.create_connection(address, 10) as one_more:
-            assert one_more.recv(1000) == b""
-        for stranger in silent:
-            stranger.settimeout(GREETING_S + PATIENCE_S)
+        silent = []
+        for _ in range(MAX_STRANGERS + 1):
+            silent.append(stack.enter_context(socket.create_connection(address, GREETING_S + PATIENCE_S)))
+            assert b"challenge" in silent[-1].recv(1000)
+        before = time.monotonic()
+        assert silent[0].recv(1000) == b""  # it makes room
+        assert time.monotonic() - before < GREETING_S / 2
+        for stranger in silent[1:]:
             assert stranger.recv(1000) == b""
         ends_well(nodes)
+
+
+def test_a_silent_crowd_keeps_no_node_out() -> None:
+    with light_job(LONG_S, missing=1) as (node,), contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", node.port), PATIENCE_S))
+        before = time.monotonic()
+        join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)[0].close()
+        assert time.monotonic() - before < GREETING_S
+
+
+def test_a_node_that_is_not_let_in_at_once_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with light_job(LONG_S, missing=1) as (node,), socket.create_server(("127.0.0.1", 0)) as door:
+
+        def let_in_the_third() -> None:
+            for _ in range(2):
+                door.accept()[0].close()
+            pipe(door.accept()[0], socket.create_connection(("127.0.0.1", node.port)))
+
+        thread = threading.Thread(target=let_in_the_third)
+        thread.start()
+        channel, hub = join(["127.0.0.1"], door.getsockname()[1], SECRET, SECOND, LONG_S)
+        assert hub.host == "h0"
+        channel.close()
+        thread.join(PATIENCE_S)
+    monkeypatch.setattr(channel_module, "JOIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        monkeypatch.setattr(channel_module, "CONNECT_S", 0.5)
+        with pytest.raises(OSError, match=r"says nothing for 0.5 s"):
+            join(["127.0.0.1"], door.getsockname()[1], SECRET, SECOND, LONG_S)
+
+
+@pytest.mark.parametrize("line", [b"\n", b"[]\n", b"x"], ids=["newlines", "lists", "one line"])
+def test_a_flood_from_somebody_without_the_secret_holds_nobody_up(line: bytes) -> None:
+    with light_job(FLOODED_S, nodes=2) as nodes:
+        deadline, flood, thrown_out = time.monotonic() + 2 * FLOODED_S, line * (1 << 20), 0
+        while time.monotonic() < deadline:
+            with socket.create_connection(("127.0.0.1", nodes[0].port), PATIENCE_S) as stranger:
+                stranger.settimeout(FLOODED_S)
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(flood)  # more than the kernel keeps for a reader
+                    stranger.sendall(flood)
+                    while stranger.recv(1 << 16):
+                        pass
+                thrown_out += 1
+            nothing_happens(nodes, 0.01)
+        assert thrown_out > 1
+        ends_well(nodes)
+
+
+def test_more_than_a_line_before_the_proof_is_turned_away() -> None:
+    with light_job(LONG_S, missing=1) as (node,), socket.create_connection(("127.0.0.1", node.port), 10) as stranger:
+        assert b"challenge" in stranger.recv(1000)
+        stranger.sendall(b'{"kind": "hello"}\n{"kind": "hello"}\n')
+        assert stranger.recv(1000) == b""
 
 
 def test_only_the_nodes_ranks_come_in_where_ranks_do() -> None:

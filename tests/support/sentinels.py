@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.faults.failure import FailureRecord
+from grpo.faults.liveness import Place
 from grpo.faults.sentinel_start import _started, start_sentinel
 
 LIGHT_RANK = Path(__file__).resolve().parents[1] / "jobs" / "light_rank.py"
 PATIENCE_S = 60.0  # on a slow machine; nothing waits for it to pass
 SECRET = "ab" * 32
+SECOND = Place(node=1, rank=2, host="h1", pid=17)  # of a job of two
 
 
 class LightRank:
@@ -109,12 +111,14 @@ def light_job(
     agent: int | None = None,
     missing: int = 0,
     join_s: float = PATIENCE_S,
+    through: Callable[[int], int] = lambda port: port,
     **more: Any,
 ) -> Iterator[list[LightNode]]:
     """All of it is ended with the context.
 
     Args:
         missing: nodes that the job has beside these.
+        through: the port at which other nodes reach the hub, by its own.
         more: settings of the sentinels.
     """
     settings: dict[str, Any] = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s, **more}
@@ -125,7 +129,8 @@ def light_job(
         for node in range(nodes):
             own = processes[node * ranks : (node + 1) * ranks]
             started.append(LightNode(node, own, settings))
-            settings |= {"addresses": ["127.0.0.1"], "port": started[0].port}
+            if node == 0 and (port := started[0].port) is not None:
+                settings |= {"addresses": ["127.0.0.1"], "port": through(port)}
         yield started
     finally:
         for rank in processes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from grpo.faults import sentinel_start
 from grpo.faults.failure import FailureRecord
@@ -132,6 +133,28 @@ def test_it_starts_from_a_process_with_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture
+def light_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if sentinels were started, each at port 7."""
+    monkeypatch.setattr(sentinel_start, "start_sentinel", lambda settings, **_: ("its name", 7))
+    monkeypatch.setattr(sentinel_start, "agent_pid", lambda: None)
+    monkeypatch.setattr(sentinel_start, "_addresses", list)
+    monkeypatch.setattr(sentinel_start, "SentinelLink", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("light_start")
+def test_the_secret_leaves_the_store_when_all_sentinels_have_come() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    for node in range(3):
+        link_to_sentinel(
+            launch(2 * node, 6, 2), "a", {}, dist.PrefixStore("watch/0", store), timeout_s=20.0, join_s=7.0
+        )
+        assert any(b"secret" in stranger.get(key) for key in stranger.list_keys() if "hub" in key) == (node < 2)
+    assert {key.rpartition("/")[2] for key in stranger.list_keys()} == {"node0", "node1", "node2", "come"}
+
+
+@pytest.mark.usefixtures("light_start")
 def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a node, the other nodes, and the hub."""
     waited: dict[str, timedelta] = {}
@@ -147,15 +170,15 @@ def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.Mo
         def set(self, key: str, value: str) -> None:
             pass
 
+        def add(self, key: str, count: int) -> int:
+            return count
+
     def start(settings: dict[str, Any], *, timeout_s: float) -> tuple[str, int]:
         assert timeout_s == 7.0
         started.append(settings)
         return "its name", 7
 
     monkeypatch.setattr(sentinel_start, "start_sentinel", start)
-    monkeypatch.setattr(sentinel_start, "agent_pid", lambda: None)
-    monkeypatch.setattr(sentinel_start, "_addresses", list)
-    monkeypatch.setattr(sentinel_start, "SentinelLink", lambda *_, **__: None)
     for rank in (0, 1, 2):
         link_to_sentinel(launch(rank, 4, 2), "a", {}, Store(), timeout_s=20.0, join_s=7.0)  # type: ignore[arg-type]
     patience_s = 14.0

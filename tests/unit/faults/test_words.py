@@ -26,6 +26,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "a killed engine": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-406"]},
     "a late engine": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-401"]},
     "a silent node": {**GOES_ON, **NOT_TOLD, "lost": ["b"], "symptoms": ["GRPO-604"]},
+    "a cut link": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-614"]},
+    "a node 0 that is cut off": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-616"]},
     "a node that is gone": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-605"]},
     "a generation after a stop": {
         **NOT_TOLD,

@@ -1,0 +1,61 @@
+"""What a sentinel needs of those of other nodes, and how it takes leave of them."""
+
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+from grpo.faults.failure import FailureRecord
+from grpo.faults.liveness import AwakeClock, Place
+from grpo.faults.peer import Peer
+
+GOODBYE_S = 3.0
+
+Table = dict[str, list[Any]]
+"""Phase and number of finished exchanges by rank."""
+Answer = Callable[[Table], object]
+
+
+class Between:
+    """What a sentinel needs of the others. This one has none: a job on one node."""
+
+    record: FailureRecord | None = None
+    """The job's."""
+
+    def __init__(self, place: Place, clock: AwakeClock, timeout_s: float) -> None:
+        self.place, self._clock, self._timeout_s = place, clock, timeout_s
+
+    def report(self, record: FailureRecord) -> None:
+        """Make it the job's, unless one is there already."""
+        if self.record is None:
+            self.record = record
+
+    def beat(self, table: Table) -> None:
+        """Once an interval: say that this node lives, and look who else does."""
+
+    def ask(self, table: Table, answer: Answer) -> None:
+        """`answer` gets the table of all ranks, now or later; `table` is that of this node's."""
+        answer(table)
+
+    def leave(self) -> None:
+        """Say goodbye; blocks `GOODBYE_S` at most, and where a network is cut until it is whole or a peer is lost."""
+
+
+def await_goodbyes(
+    peers: Callable[[], list[Peer]], clock: AwakeClock, selector: selectors.BaseSelector, look: Callable[[], None]
+) -> None:
+    """Until the others have read everything, and have ended their connections: what is unread when a connection is
+    closed may be lost with it. One that is held will read it later; one that is cut off has to come back for it.
+
+    Args:
+        peers: those that are still there.
+        look: called in between.
+    """
+    deadline = time.monotonic() + GOODBYE_S
+    while waited_for := peers():
+        if time.monotonic() > deadline and all(peer.knows_all() for peer in waited_for):
+            break
+        for key, _ in selector.select(0.05):
+            key.data()
+        clock.tick()
+        look()
