@@ -65,7 +65,8 @@ def test_the_first_of_two_reports_counts() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         nodes[1].ranks[1].tell("fail first")
         assert nodes[0].ranks[0].record().cause == "first"
-        nodes[0].ranks[1].tell("fail second")
+        with contextlib.suppress(BrokenPipeError):  # it may have heard of the first, and be gone
+            nodes[0].ranks[1].tell("fail second")
         assert one_record(nodes, 0).cause == "first"
 
 
