@@ -50,7 +50,7 @@ def _syntax(source: bytes) -> str:
 
 
 def _with_docstrings(tree: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
-        is_kind = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_kind and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             yield node

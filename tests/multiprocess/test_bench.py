@@ -13,9 +13,13 @@ from tests.support.launching import ROOT, Job, start
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
     "push": (
-        ("one parameter at a time / own push", "bound", "bound", "own push / slower", "experts one by one / at once"),
+        (
+            *("TRL's packed stream / own push", "TRL loads in the process / own push", "one call for each parameter /"),
+            *("bound / own push", "own push / slower", "experts one by one / at once"),
+        ),
         {
             "own push": "s",
+            "TRL loads in the process": "s",
             "own push by all-gather": "s",
             "memory of own push, rank 0": "MiB",
             "received by all-gather, rank 1": "MiB",
