@@ -45,7 +45,10 @@ SHORT_FORMS = {
         {"first node, both alike": "s", "batch, one with twice the turns": "s"},
     ),
     "rewards": (
-        ("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
+        (
+            *("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
+            "TRL's place, async def / declared",
+        ),
         {"declared": "s", "undeclared": "s", "TRL's place": "s", "declared, and no reward to wait for": "s"},
     ),
     "lora": (("with an adapter / without",), {"with an adapter": "tokens/s", "without": "tokens/s"}),
