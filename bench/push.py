@@ -16,7 +16,7 @@ Beside them stand the parts that no push can do without, each measured alone in 
 - `exchange`: shards that are cast already travel to the rank that sends, and to no other: what our push uses over gloo.
 - `all-gather`: torch's all-gather of the same bytes, which leaves the model on every rank: what it uses over NCCL. The
   whole push is timed the other way too (`own push by ...`), and what each way brings to each rank is counted.
-- `pack`: one copy of the float32 shards into the packed buffer, with the cast.
+- `pack`: one copy of the shards into the packed buffer, with a cast where they are float32.
 - `load`: vLLM loads the same number of bytes from packed buffers that are full already.
 
 A bound follows: a push cannot be faster than the slower of exchange and load, which may overlap; and where they share
@@ -85,6 +85,7 @@ def run_ranks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "experts": EXPERTS["short" if args.short else "full"],
         "repetitions": args.repetitions,
         "bucket_mb": args.bucket_mb,
+        "shards": args.shards,
     }
     path = folder / "settings.json"
     path.write_text(json.dumps(settings))
@@ -190,14 +191,14 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
     return Report(
         benchmark="push",
         settings={name: ranks[0][name] for name in ("parameters", "wire_mb", "buckets", "bucket_mb", "backend")}
-        | {"ranks": len(ranks)},
+        | {"ranks": len(ranks), "shards": args.shards},
         ratios=tuple(ratios),
         figures=(*figures.values(), bound, *memory, *received, size, pushed),
         notes=(
             "experts: {num_experts} in each of {num_hidden_layers} layers, of width {moe_intermediate_size} at "
             "{hidden_size}; ".format(**EXPERTS["short" if args.short else "full"])
             + ", ".join(f"{count} tensors for {name}" for name, count in ranks[0]["experts"]["tensors"].items()),
-            f"float32 shards over {len(ranks)} ranks with ZeRO-3, a bfloat16 engine, {cores} cores",
+            f"{args.shards} shards over {len(ranks)} ranks with ZeRO-3, a bfloat16 engine, {cores} cores",
             f"a bucket has {ranks[0]['bucket_mb']} MiB, and there are {ranks[0]['num_buffers']} packed buffers; "
             f"a chunk of TRL's stream has {ranks[0]['chunk_mb']} MiB: as many chunks as TRL's 1 GiB makes of 16 GiB",
             "TRL loads in the process: without packing for a CPU's kernels, which the engine's loading does",
@@ -207,6 +208,9 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
 
 def main() -> None:
     parser = argument_parser("From ZeRO-3's shards to the engine: our push, TRL's way, and what bounds both.")
+    parser.add_argument(
+        "--shards", choices=("bfloat16", "float32"), default="bfloat16", help="as a trainer with bf16: true has them"
+    )
     parser.add_argument("--bucket-mb", type=int, default=512, help="vllm_sync_bucket_mb")
     args = parser.parse_args()
     if args.short:

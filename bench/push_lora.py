@@ -28,7 +28,7 @@ class LoraRanks(Ranks):
         folder = Path(settings["folder"]) / "lora"
         self.client = start_engine(settings, folder, config, **room) if self.rank == 0 else None
         with under_zero3():
-            base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
             self.model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
         lora = Lora(self.model, merges=False)
         bucket_bytes = settings["bucket_mb"] * 2**20

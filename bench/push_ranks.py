@@ -100,7 +100,7 @@ class Ranks:
         config = dense_model(settings)
         self.client = start_engine(settings, Path(settings["folder"]) / "model", config) if self.rank == 0 else None
         with under_zero3():
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
         self._meet(GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20))
 
     def _meet(self, source: GatheredSource) -> None:
@@ -337,7 +337,7 @@ class ExpertRanks:
         folder = Path(settings["folder"])
         self.client = start_engine(settings, folder / "experts", config) if rank == 0 else None
         with under_zero3():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
         self._source = GatheredSource(model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
         at_once = adopted(self.client, self._source)
         self._formats = {"experts at once": at_once, "experts one by one": replace(at_once, whole_experts=())}

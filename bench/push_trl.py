@@ -22,7 +22,8 @@ class TrlWays:
 
     Args:
         model: the trainer's, under ZeRO-3.
-        wire_dtype: in which parameters travel. TRL sends what the trainer holds: here it need not send float32.
+        wire_dtype: in which parameters travel. TRL gathers and sends what the trainer holds: here it gathers that,
+            and need not send float32.
         dtypes: those of the parameters, by name, that travel in another one.
         timeout_s: deadline of a call to the engine.
     """

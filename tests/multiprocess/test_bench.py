@@ -47,7 +47,7 @@ SHORT_FORMS = {
     "rewards": (
         (
             *("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
-            "TRL's place, async def / declared",
+            *("TRL's place, async def / declared", "TRL's place, async def / declared, async def"),
         ),
         {"declared": "s", "undeclared": "s", "TRL's place": "s", "declared, and no reward to wait for": "s"},
     ),
