@@ -15,7 +15,8 @@ SHORT_FORMS = {
     "push": (
         (
             *("TRL's packed stream / own push", "TRL loads in the process / own push", "one call for each parameter /"),
-            *("bound / own push", "own push / slower", "experts one by one / at once"),
+            *("bound / own push", "own push / slower", "own push / with its bits", "adapters alone / with its bits"),
+            "experts one by one / at once",
         ),
         {
             "own push": "s",
