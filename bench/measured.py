@@ -28,7 +28,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "save": ("bench/save*.py", "grpo/checkpoints", "grpo/seam/saving.py"),
     "respawn": ("bench/respawn.py", "bench/killed_engines.py", "bench/engines.py", *_SAMPLING, "grpo/weights"),
     "timeline": ("bench/timeline.py", "grpo/record/timeline"),
-    "watch": ("bench/watch*.py", "grpo/faults"),
+    "watch": ("bench/watch.py", "tests/support/sentinels.py", "grpo/faults"),
     "scale": ("bench/scale*.py", "bench/results/overlap*.json", "bench/results/push*.json"),
     "learning": ("bench/learning.py", "train.py", *_STEP, "grpo/ops/train"),
 }
