@@ -1,22 +1,28 @@
 """How long the weights take from ZeRO-3's shards to the engine: `python -m bench.push`.
 
-Compared, in turns, on the same two ranks and the same engine: our push, and one parameter at a time as TRL does it.
-The second is TRL's own `VLLMGeneration._iter_named_params`, each parameter cast, copied into the packed buffer and
-loaded by the engine before the next one is gathered.
+Compared, in turns, on the same two ranks and the same engine: our push, and what a user of TRL 1.16 has. All of TRL's
+ways walk through `VLLMGeneration._iter_named_params`, which gathers one parameter after the other:
+
+- `TRL's packed stream`: server mode. Gathered parameters are packed in chunks; one is loaded while the next one is
+  gathered.
+- `TRL loads in the process`: colocate mode. Every rank has an engine, whose model loads each parameter; there is no
+  other process and no transport. Here it is that model alone, and it leaves out what vLLM does on CPUs with weights
+  that are loaded, to pack them for its kernels: our engine does it in every push, and on GPUs there is no such thing.
+- `one call for each parameter`: `VLLMClient.update_named_param` by itself, each parameter cast, copied into the packed
+  buffer and loaded by the engine before the next one is gathered. TRL's trainers do not push so.
 
 Beside them stand the parts that no push can do without, each measured alone in the same turns, on the same bytes:
 
 - `exchange`: shards that are cast already travel to the rank that sends, and to no other: what our push uses over gloo.
 - `all-gather`: torch's all-gather of the same bytes, which leaves the model on every rank: what it uses over NCCL. The
   whole push is timed the other way too (`own push by ...`), and what each way brings to each rank is counted.
-- `pack`: one copy of the float32 shards into the packed buffer, with the cast.
+- `pack`: one copy of the shards into the packed buffer, with a cast where they are float32.
 - `load`: vLLM loads the same number of bytes from packed buffers that are full already.
 
 A bound follows: a push cannot be faster than the slower of exchange and load, which may overlap; and where they share
 cores, not faster than the processor time of exchange, pack and load over the number of cores. The larger of the two is
 the bound. The engine's processor time is that of its workers alone: vLLM's core process spins while it waits for them
-(0.31), which is no work. The bound is given twice: with the all-gather, for which there is a goal, and with the
-exchange, the stricter one.
+(0.31), which is no work. With the all-gather it would be no bound: it brings the model to ranks that need none of it.
 
 Then a mixture of experts, on an engine of its own: all experts of a layer as one tensor for each projection, loaded in
 one call for each of gate, up and down, and experts one by one, as checkpoints hold them. What differs is calls: three
@@ -29,7 +35,7 @@ ten; over NCCL it is every sync. The base is summed where a sync is verified, an
 these figures, takes ten times as long and more; so the share with LoRA has no goal.
 
 Then LoRA of rank 16 on all linear layers of the dense model, on an engine of its own: adapters alone, as every push but
-the first; the base with them; and TRL's way, which gathers the whole model, merges, and sends one parameter at a time.
+the first; the base with them; and TRL's server mode, which gathers the whole model, merges, and sends it in its stream.
 
 Memory is how much a rank grows in its first push at its highest, packed buffers included; with LoRA in a later one.
 """
@@ -79,6 +85,7 @@ def run_ranks(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "experts": EXPERTS["short" if args.short else "full"],
         "repetitions": args.repetitions,
         "bucket_mb": args.bucket_mb,
+        "shards": args.shards,
     }
     path = folder / "settings.json"
     path.write_text(json.dumps(settings))
@@ -113,14 +120,14 @@ def figures_of(ranks: list[dict[str, Any]]) -> dict[str, Figure]:
     return figures
 
 
-def bound_of(figures: dict[str, Figure], gather: str, cores: int) -> Figure:
+def bound_of(figures: dict[str, Figure], cores: int) -> Figure:
     """The larger of: the slower phase, and all processor time over the cores; for each repetition."""
-    parts = (gather, "load", *(f"{name}, processor time" for name in (gather, "pack", "load")))
+    parts = ("exchange", "load", *(f"{name}, processor time" for name in ("exchange", "pack", "load")))
     values = [
-        max(gather_s, load_s, sum(processor) / cores)
-        for gather_s, load_s, *processor in zip(*(figures[part].values for part in parts), strict=True)
+        max(exchange_s, load_s, sum(processor) / cores)
+        for exchange_s, load_s, *processor in zip(*(figures[part].values for part in parts), strict=True)
     ]
-    return Figure(name=f"bound with {gather}", unit="s", values=tuple(values))
+    return Figure(name="bound", unit="s", values=tuple(values))
 
 
 def checked_share(figures: dict[str, Figure], push: str, device: str, goal: float | None = None) -> Ratio:
@@ -135,9 +142,9 @@ def checked_share(figures: dict[str, Figure], push: str, device: str, goal: floa
 def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
     figures = figures_of(ranks)
     cores = len(os.sched_getaffinity(0))
-    own, trl = figures["own push"], figures["one parameter at a time"]
+    own = figures["own push"]
     own_gather = "all-gather" if args.device == "cuda" else "exchange"
-    bounds = [bound_of(figures, gather, cores) for gather in ("all-gather", "exchange")]
+    bound = bound_of(figures, cores)
     slower = Figure(
         name="slower phase",
         unit="s",
@@ -149,9 +156,10 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
         for name, num_bytes in (("an adapter", lora["adapter_bytes"]), ("pushed", lora["pushed_bytes"]))
     )
     ratios: list[Ratio] = [
-        ratio("one parameter at a time / own push", trl, own, FASTER_THAN_TRL),
-        ratio(f"{bounds[0].name} / own push", bounds[0], own, OF_THE_BOUND),
-        ratio(f"{bounds[1].name} / own push", bounds[1], own),
+        ratio("TRL's packed stream / own push", figures["TRL's packed stream"], own, FASTER_THAN_TRL),
+        ratio("TRL loads in the process / own push", figures["TRL loads in the process"], own),
+        ratio("one call for each parameter / own push", figures["one call for each parameter"], own),
+        ratio("bound / own push", bound, own, OF_THE_BOUND),
         ratio("own push / slower phase", own, slower),
         checked_share(figures, "own push", args.device, WITHOUT_THE_CHECK),
         checked_share(figures, "adapters alone", args.device),
@@ -183,21 +191,26 @@ def report_of(ranks: list[dict[str, Any]], args: argparse.Namespace) -> Report:
     return Report(
         benchmark="push",
         settings={name: ranks[0][name] for name in ("parameters", "wire_mb", "buckets", "bucket_mb", "backend")}
-        | {"ranks": len(ranks)},
+        | {"ranks": len(ranks), "shards": args.shards},
         ratios=tuple(ratios),
-        figures=(*figures.values(), *bounds, *memory, *received, size, pushed),
+        figures=(*figures.values(), bound, *memory, *received, size, pushed),
         notes=(
             "experts: {num_experts} in each of {num_hidden_layers} layers, of width {moe_intermediate_size} at "
             "{hidden_size}; ".format(**EXPERTS["short" if args.short else "full"])
             + ", ".join(f"{count} tensors for {name}" for name, count in ranks[0]["experts"]["tensors"].items()),
-            f"float32 shards over {len(ranks)} ranks with ZeRO-3, a bfloat16 engine, {cores} cores",
-            f"a bucket has {ranks[0]['bucket_mb']} MiB, and there are {ranks[0]['num_buffers']} packed buffers",
+            f"{args.shards} shards over {len(ranks)} ranks with ZeRO-3, a bfloat16 engine, {cores} cores",
+            f"a bucket has {ranks[0]['bucket_mb']} MiB, and there are {ranks[0]['num_buffers']} packed buffers; "
+            f"a chunk of TRL's stream has {ranks[0]['chunk_mb']} MiB: as many chunks as TRL's 1 GiB makes of 16 GiB",
+            "TRL loads in the process: without packing for a CPU's kernels, which the engine's loading does",
         ),
     )
 
 
 def main() -> None:
     parser = argument_parser("From ZeRO-3's shards to the engine: our push, TRL's way, and what bounds both.")
+    parser.add_argument(
+        "--shards", choices=("bfloat16", "float32"), default="bfloat16", help="as a trainer with bf16: true has them"
+    )
     parser.add_argument("--bucket-mb", type=int, default=512, help="vllm_sync_bucket_mb")
     args = parser.parse_args()
     if args.short:

@@ -28,7 +28,7 @@ class LoraRanks(Ranks):
         folder = Path(settings["folder"]) / "lora"
         self.client = start_engine(settings, folder, config, **room) if self.rank == 0 else None
         with under_zero3():
-            base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
             self.model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
         lora = Lora(self.model, merges=False)
         bucket_bytes = settings["bucket_mb"] * 2**20
@@ -46,9 +46,10 @@ class LoraRanks(Ranks):
         return time.perf_counter() - begun + self.own_push(checks_bits=True)
 
     def trl_push(self) -> float:
+        """TRL's server mode."""
         adapters, self.source._adapters = self.source._adapters, []  # the engine goes on with the one that it has
         try:
-            return super().trl_push()
+            return self.trl.packed_stream()
         finally:
             self.source._adapters = adapters
 
@@ -56,13 +57,13 @@ class LoraRanks(Ranks):
         self.pusher.connect()
         self.own_push()
         adapter_bytes = sum(p.ds_numel for p in self.model.parameters() if p.requires_grad) * WIRE_DTYPE.itemsize
-        self.held_by_trl = [meta.name for meta in self.source.plan().metas]
+        self.trl.held = [meta.name for meta in self.source.plan().metas]
         pushed_bytes = sum(map(meta_bytes, self.source.plan().metas))
-        largest = max(p.ds_numel for p in self.model.parameters()) * WIRE_DTYPE.itemsize if self.client else 0
+        two_chunks = 2 * self.trl.chunk_bytes if self.client else 0
         grown = {
             "adapters alone": self.growth(self.own_push),
             "base and adapters": self.growth(self.whole_push),
-            "TRL merges and sends": self.growth(self.trl_push) + largest,  # its buffer, ours here
+            "TRL merges and sends": self.growth(self.trl_push) + two_chunks,  # its packed buffers, ours here
         }
         variants = {
             "adapters alone": self.own_push,

@@ -6,7 +6,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
-from trl.distributed import DistributedBackend
-from trl.generation.vllm_generation import VLLMGeneration
 
+from bench.push_trl import TrlWays, engine_model
 from bench.report import interleave
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
 from grpo.place.devices import device_tokens
-from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places
+from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, packed_bytes, packed_places
 from grpo.weights.engine_args import transfer_args
 from grpo.weights.gather import ShardGather
 from grpo.weights.push import Pusher
@@ -81,23 +80,31 @@ def under_zero3() -> contextlib.AbstractContextManager[None]:
     return deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 8, "zero_optimization": {"stage": 3}})
 
 
+def adopted(client: EngineClient | None, source: GatheredSource) -> WireFormat:
+    """The form in which tensors travel, as the engine of rank 0 says once it is ready. Collective."""
+    answer: list[WireFormat | None] = [None]
+    if client is not None:
+        client.wait_ready(START_S)
+        answer = [ask_engines([client], source.question, CALL_S)]
+    dist.broadcast_object_list(answer, src=0)
+    assert answer[0] is not None
+    source.adopt(answer[0])
+    return answer[0]
+
+
 class Ranks:
     """What this rank measures; every method but the constructor is collective."""
-
-    held_by_trl: Sequence[str] = ()
-    """What TRL's way leaves out."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.settings = dist.get_rank(), settings
         config = dense_model(settings)
         self.client = start_engine(settings, Path(settings["folder"]) / "model", config) if self.rank == 0 else None
         with under_zero3():
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
         self._meet(GatheredSource(self.model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20))
 
     def _meet(self, source: GatheredSource) -> None:
-        if self.client is not None:
-            self.client.wait_ready(START_S)
+        wire_format = adopted(self.client, source)
         self.versions = 0
         self.cpu_seconds: dict[str, list[float]] = {}
         self.grown_bytes: dict[str, int] = {}
@@ -109,8 +116,10 @@ class Ranks:
             tensor_parallel_size=1,
             timeout_s=CALL_S,
         )
+        dtypes = {name: getattr(torch, dtype) for name, dtype in wire_format.dtypes.items()}
+        self.trl = TrlWays(self.model, self.pusher, wire_dtype=WIRE_DTYPE, dtypes=dtypes, timeout_s=CALL_S)
 
-    # -- the two ways of pushing --------------------------------------------------------------------------------------
+    # -- all of it at once --------------------------------------------------------------------------------------------
 
     def own_push(self, *, checks_bits: bool = False) -> float:
         dist.barrier()
@@ -119,33 +128,6 @@ class Ranks:
         if error is not None:
             raise error
         return report.total_s
-
-    def trl_push(self) -> float:
-        """TRL's iteration, and the same engine, transport and calls, for one parameter after the other."""
-        dist.barrier()
-        begun = time.perf_counter()
-        if self.client is None:
-            for _ in self._trl_parameters():
-                pass
-            return time.perf_counter() - begun
-        transport, engines = self.pusher._transport, self.pusher._engines
-        assert transport is not None
-        engines.start_weight_update()
-        for name, tensor in self._trl_parameters():
-            bucket = Bucket(parameters=(), metas=(ParamMeta(name, WIRE_DTYPE, tuple(tensor.shape)),))
-            transport.places(0, bucket)[0].copy_(tensor)
-            transport.start_sending(0, bucket)
-            engines.update_weights(transport.update_info(0, bucket) | {"held": self.held_by_trl})
-        self.pusher._finish(0, {})
-        transport.end()
-        return time.perf_counter() - begun
-
-    def _trl_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        generation = object.__new__(VLLMGeneration)  # its constructor wants an engine of TRL's
-        generation._dist = object.__new__(DistributedBackend)
-        generation._dist.zero_stage, generation._dist.fsdp_version = 3, None
-        generation.model = self.model
-        return generation._iter_named_params()
 
     # -- the parts alone ----------------------------------------------------------------------------------------------
 
@@ -281,14 +263,24 @@ class Ranks:
         peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
         return peak_kib * 1024 - before
 
+    def _in_process(self) -> Callable[[], float]:
+        folder = Path(self.settings["folder"]) / f"in-process-{self.rank}"
+        loading = engine_model(folder, dense_model(self.settings), self.settings["device"])
+        run = functools.partial(self.trl.load_in_process, loading)
+        run()  # first touches
+        return run
+
     def measure(self) -> dict[str, Any]:
         def connect_and_push() -> None:
             self.pusher.connect()
             self.own_push()
 
         self.grown_bytes["own push"] = self.growth(connect_and_push)
-        largest = max(p.ds_numel for p in self.model.parameters()) * WIRE_DTYPE.itemsize if self.client else 0
-        self.grown_bytes["one parameter at a time"] = self.growth(self.trl_push) + largest  # its buffer, ours here
+        # With the packed buffers that TRL has, one or two: here they are ours.
+        largest, two_chunks = (self.trl.largest_bytes, 2 * self.trl.chunk_bytes) if self.client else (0, 0)
+        self.grown_bytes["one call for each parameter"] = self.growth(self.trl.one_call_each) + largest
+        self.grown_bytes["TRL's packed stream"] = self.growth(self.trl.packed_stream) + two_chunks
+        in_process = self._in_process()
         self.gathers = self._gathers()
         received = {way: self.received_bytes(gather) for way, gather in self.gathers.items()}
         other = "exchange" if self.settings["device"] == "cuda" else "all-gather"
@@ -299,7 +291,9 @@ class Ranks:
             "own push": self.own_push,
             "own push, bits checked": lambda: self.own_push(checks_bits=True),
             f"own push by {other}": lambda: self.push_by(other),
-            "one parameter at a time": self.trl_push,
+            "one call for each parameter": self.trl.one_call_each,
+            "TRL's packed stream": self.trl.packed_stream,
+            "TRL loads in the process": in_process,
             "exchange": self.exchange,
             "all-gather": self.all_gather,
             "pack": self.pack,
@@ -315,6 +309,7 @@ class Ranks:
             "buckets": len(self.plan.buckets),
             "bucket_mb": round(self.source.buffer_bytes / 2**20),
             "num_buffers": NUM_BUFFERS,
+            "chunk_mb": round(self.trl.chunk_bytes / 2**20),
             "backend": self.settings["backend"],
         }
 
@@ -342,15 +337,10 @@ class ExpertRanks:
         folder = Path(settings["folder"])
         self.client = start_engine(settings, folder / "experts", config) if rank == 0 else None
         with under_zero3():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["shards"]))
         self._source = GatheredSource(model, wire_dtype=WIRE_DTYPE, bucket_bytes=settings["bucket_mb"] * 2**20)
-        answer: list[WireFormat | None] = [None]
-        if self.client is not None:
-            self.client.wait_ready(START_S)
-            answer = [ask_engines([self.client], self._source.question, CALL_S)]
-        dist.broadcast_object_list(answer, src=0)
-        assert answer[0] is not None
-        self._formats = {"experts at once": answer[0], "experts one by one": replace(answer[0], whole_experts=())}
+        at_once = adopted(self.client, self._source)
+        self._formats = {"experts at once": at_once, "experts one by one": replace(at_once, whole_experts=())}
         self.pusher = Pusher(
             self._source,
             [] if self.client is None else [self.client],

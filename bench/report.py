@@ -18,9 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.measured import code_of
 from grpo.place.same_everywhere import read_versions
+from tools.code_digest import commit
 
 RESULTS = Path(__file__).resolve().parent / "results"
+WRITTEN = ("bench/results", "bench/RESULTS.md")  # by benchmarks: no change of the code
 WIDTH = 120  # columns where the output is no terminal
 
 
@@ -112,11 +115,13 @@ class Report:
         sys.stdout.flush()
 
     def write(self, path: Path) -> None:
-        """Everything as one JSON object, with the machine, versions, command and date; makes the folder."""
+        """Everything as one JSON object, with the machine, versions, command, date and code; makes the folder."""
         content = {
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "commit": commit(*WRITTEN),
+            "code": code_of(self.benchmark),
             "machine": machine(),
             "versions": versions(),
             "settings": self.settings,

@@ -2,14 +2,18 @@
 
 Trainers of the same model, each with an engine that is up all the time; one works at a time, on the same batch with
 the same seeds. A completion ends where the random model happens to say one of some tokens: few are long. The reward
-waits for so long a completion, as one that asks a service does, one completion after the other. Declared
-(`scores_each`), it begins with the first completion that ends; undeclared, when all are there, beside the
-log-probabilities. A batch in which rewards take no time shows what everything else takes: were both to overlap fully, a
-batch would take the longer of the two.
+waits for so long a completion, as one that asks a service does. Synchronous, it asks for one completion after the
+other. Declared (`scores_each`), it begins with the first completion that ends; undeclared, when all are there, beside
+the log-probabilities. A batch in which rewards take no time shows what everything else takes: were both to overlap
+fully, a batch would take the longer of the two.
+
+As `async def` it asks for all completions at once, in TRL's place too: what a user of TRL writes for such a service
+where that answers many at a time. The synchronous one is for a service that does not, and for work in Python.
 
     python -m bench.rewards [--completions 64] [--reward-ms 50]
 """
 
+import asyncio
 import tempfile
 import time
 from contextlib import ExitStack
@@ -39,7 +43,15 @@ class Service:
 
     def ask(self, completions: list[Any], **_: Any) -> list[float]:
         time.sleep(self.delay_s * len(completions))
-        return [float(len(said[0]["content"])) for said in completions]
+        return scores_of(completions)
+
+    async def ask_at_once(self, completions: list[Any], **_: Any) -> list[float]:
+        await asyncio.gather(*(asyncio.sleep(self.delay_s) for _ in completions))
+        return scores_of(completions)
+
+
+def scores_of(completions: list[Any]) -> list[float]:
+    return [float(len(said[0]["content"])) for said in completions]
 
 
 def main() -> None:
@@ -93,6 +105,10 @@ def measure(options: Any, folder: Path) -> Report:
     def declared(**arguments: Any) -> list[float]:
         return service.ask(**arguments)
 
+    @scores_each("completion")
+    async def declared_async(**arguments: Any) -> list[float]:
+        return await service.ask_at_once(**arguments)
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ahead, "seed_base", return_value=SEED))  # all batches are the same one
         trainers: dict[str, Any] = {}
@@ -100,6 +116,8 @@ def measure(options: Any, folder: Path) -> Report:
             ("declared", declared, True),
             ("undeclared", service.ask, True),
             ("TRL's place", service.ask, False),
+            ("TRL's place, async def", service.ask_at_once, False),
+            ("declared, async def", declared_async, True),
         ):
             trainer = make_trainer(reward, model, folder / name.replace(" ", "-"), options, overlaps=overlaps)
             stack.callback(trainer.close)
@@ -112,6 +130,7 @@ def measure(options: Any, folder: Path) -> Report:
         variants["declared, and no reward to wait for"] = partial(seconds_of, trainers["declared"], service, 0.0)
         seconds = interleave(variants, options.repetitions)
     figures = {name: Figure(name=name, unit="s", values=tuple(values)) for name, values in seconds.items()}
+    in_trls_place = figures["TRL's place, async def"]
     rewards_s = delay_s * options.completions
     pairs = zip(seconds["declared, and no reward to wait for"], seconds["declared"], strict=True)
     share = tuple(max(rest_s, rewards_s) / taken_s for rest_s, taken_s in pairs)
@@ -126,9 +145,14 @@ def measure(options: Any, folder: Path) -> Report:
             Ratio(name="full overlap / declared", values=share, goal=GOAL),
             ratio("TRL's place / declared", figures["TRL's place"], figures["declared"]),
             ratio("TRL's place / undeclared", figures["TRL's place"], figures["undeclared"]),
+            ratio("TRL's place, async def / declared", in_trls_place, figures["declared"]),
+            ratio("TRL's place, async def / declared, async def", in_trls_place, figures["declared, async def"]),
         ),
         figures=tuple(figures.values()),
-        notes=("Full overlap is the longer of two times: a batch whose rewards take no time, and the rewards alone.",),
+        notes=(
+            "Full overlap is the longer of two times: a batch whose rewards take no time, and the rewards alone.",
+            "async def: the service answers all completions at once; the other rows ask for one after the other.",
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """`python -m bench.tables`: writes the tables of `bench/RESULTS.md` from `bench/results/*.json`.
 
-Only what stands between the two markers is replaced; the rest of the file is written by hand.
+Only what stands between the two markers is replaced; the rest of the file is written by hand. A result that is older
+than the code it measures (`bench/measured.py`) is marked.
 """
 
 import json
@@ -8,27 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.measured import MEASURED, staleness, stamp
 from bench.report import RESULTS, Figure, Ratio, goal, is_plain, number, spread
 
-BENCHMARKS = (
-    "push",
-    "padding",
-    "overlap",
-    "dispatch",
-    "balance",
-    "generate",
-    "conversations",
-    "neighbours",
-    "rewards",
-    "lora",
-    "startup",
-    "save",
-    "respawn",
-    "timeline",
-    "watch",
-    "scale",
-    "learning",
-)
 DOCUMENT = RESULTS.parent / "RESULTS.md"
 BEGIN, END = "<!-- tables: written by `python -m bench.tables` -->", "<!-- end of the tables -->"
 
@@ -36,7 +19,7 @@ BEGIN, END = "<!-- tables: written by `python -m bench.tables` -->", "<!-- end o
 def markdown(results: Path) -> str:
     """A section for each benchmark, with its result on GPUs after the one without; one that has none says so."""
     sections = []
-    for name in BENCHMARKS:
+    for name in MEASURED:
         paths = [path for path in (results / f"{name}.json", results / f"{name}-cuda.json") if path.exists()]
         sections += [_section(json.loads(path.read_text())) for path in paths]
         if not paths:
@@ -53,9 +36,10 @@ def _section(result: dict[str, Any]) -> str:
     lines = [
         f"## {result['benchmark']} ({settings['device']})",
         "",
-        f"`{result['command']}`, {result['date'][:10]}; {machine['cores']} cores ({machine['cpu']}), "
+        f"`{result['command']}`, {result['date'][:10]}, {stamp(result)}; {machine['cores']} cores ({machine['cpu']}), "
         f"{machine['memory_gib']:g} GiB{gpus}; {versions}.",
         "",
+        *((stale, "") if (stale := staleness(result)) else ()),
         "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items() if is_plain(value)) + ".",
         "",
         "| | median | min .. max | unit | goal |",

@@ -24,12 +24,13 @@ from grpo.faults.liveness import MAX_INTERVAL_S
 from tests.faults import page
 from tests.faults.judge import PATIENCE_S, RANKS, Result, judge, judge_going_on, until_gone
 from tests.faults.matrix import NODES, Cell, find
-from tests.faults.stamps import code_of, commit
+from tests.faults.stamps import code_of
 from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, rank_pid, seen_by, send, targets
 from tests.support.contract import STARTUP_S, inner_process
 from tests.support.launching import BIN, ROOT, Job, free_port, start, torchrun_command
 from tests.support.left_over import left_over, processes_in
 from tests.support.tiny_models import save_tiny_model
+from tools.code_digest import commit
 
 JOB = ROOT / "tests" / "jobs" / "fault_job.py"
 TOLD_S = 2 * MAX_INTERVAL_S  # until a node has told the others what it does

@@ -1,18 +1,11 @@
-"""Of which code a result is: a digest of what a cell exercises, whatever has changed elsewhere.
+"""Of which code a result is: a digest of what a cell exercises, whatever has changed elsewhere."""
 
-Files count by their syntax trees, comments and docstrings aside: what cannot change how a cell ends leaves it alone.
-"""
-
-import ast
-import hashlib
-import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from tests.faults.matrix import NODES, Cell
+from tools.code_digest import ROOT, digest_of
 
-ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = (
     "grpo/*.py",
     "grpo/config/**/*.py",
@@ -40,35 +33,10 @@ def code_of(cell: Cell) -> str:
     patterns = [*ALWAYS, *OF_PHASES.get(cell.phase, ())]
     patterns += OF_TWO_NODES if NODES[cell.layout] > 1 else ()
     patterns += OF_REWARDS if cell.fault.name.startswith("reward") else ()
-    digest = hashlib.sha256(repr(cell).encode())
-    for path in sorted({path for pattern in patterns for path in _files(pattern)}):
-        digest.update(f"{path.relative_to(ROOT)} {_syntax(path)}".encode())
-    return digest.hexdigest()[:16]
-
-
-def commit() -> str:
-    """Of the working tree, short; with `-dirty` where tracked files differ."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return described.stdout.strip()
+    paths = (path for pattern in patterns for path in _files(pattern))
+    return digest_of(paths, ROOT, also=repr(cell))
 
 
 @cache
 def _files(pattern: str) -> tuple[Path, ...]:
     return tuple(ROOT.glob(pattern))
-
-
-@cache
-def _syntax(path: Path) -> str:
-    tree = ast.parse(path.read_text())
-    for node in _with_docstrings(tree):
-        del node.body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-def _with_docstrings(tree: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        is_kind = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_kind and ast.get_docstring(node, clean=False) is not None:
-            yield node

@@ -53,8 +53,7 @@ def test_a_result_holds_for_the_code_that_it_is_of() -> None:
 
 def test_what_cannot_change_how_a_cell_ends_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(source: str, cell: Cell = CELL) -> str:
-        for cached in (stamps._files, stamps._syntax):
-            cached.cache_clear()
+        stamps._files.cache_clear()
         (tmp_path / "grpo" / "faults").mkdir(parents=True, exist_ok=True)
         (tmp_path / "grpo" / "faults" / "watch.py").write_text(source)
         return code_of(cell)
@@ -67,8 +66,7 @@ def test_what_cannot_change_how_a_cell_ends_leaves_it_alone(tmp_path: Path, monk
     (tmp_path / "grpo" / "ops").mkdir()
     (tmp_path / "grpo" / "ops" / "report.py").write_text("x = 1\n")
     assert code("def f():\n    return 1\n") == plain
-    for cached in (stamps._files, stamps._syntax):
-        cached.cache_clear()
+    stamps._files.cache_clear()
 
 
 DIED = "the process of rank 1 (pid 7) died without a word: killed? [GRPO-601]"

@@ -16,7 +16,8 @@ def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callabl
     from bench.push import figures_of, run_ranks
 
     device = "cpu" if rehearsed() else "cuda"
-    args = argparse.Namespace(device=device, short=rehearsed(), repetitions=2 if rehearsed() else 5, bucket_mb=512)
+    settings = {"repetitions": 2 if rehearsed() else 5, "bucket_mb": 512, "shards": "bfloat16"}
+    args = argparse.Namespace(device=device, short=rehearsed(), **settings)
     ranks = run_ranks(args, tmp_path)
     half = pytest.approx(ranks[0]["wire_mb"] / 2 * 2**20, rel=0.25 if rehearsed() else 0.01)
     assert [rank["received_bytes"] for rank in ranks] == [

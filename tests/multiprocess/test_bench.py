@@ -13,9 +13,14 @@ from tests.support.launching import ROOT, Job, start
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
     "push": (
-        ("one parameter at a time / own push", "bound", "bound", "own push / slower", "experts one by one / at once"),
+        (
+            *("TRL's packed stream / own push", "TRL loads in the process / own push", "one call for each parameter /"),
+            *("bound / own push", "own push / slower", "own push / with its bits", "adapters alone / with its bits"),
+            "experts one by one / at once",
+        ),
         {
             "own push": "s",
+            "TRL loads in the process": "s",
             "own push by all-gather": "s",
             "memory of own push, rank 0": "MiB",
             "received by all-gather, rank 1": "MiB",
@@ -41,7 +46,10 @@ SHORT_FORMS = {
         {"first node, both alike": "s", "batch, one with twice the turns": "s"},
     ),
     "rewards": (
-        ("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
+        (
+            *("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
+            *("TRL's place, async def / declared", "TRL's place, async def / declared, async def"),
+        ),
         {"declared": "s", "undeclared": "s", "TRL's place": "s", "declared, and no reward to wait for": "s"},
     ),
     "lora": (("with an adapter / without",), {"with an adapter": "tokens/s", "without": "tokens/s"}),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import learning, tables
+from bench import learning, measured, tables
 from bench.report import RESULTS as RESULTS_FOLDER
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, number, ratio
 from bench.scale import draw, measured_node, read_result, share_of_bound
@@ -25,6 +25,7 @@ from bench.scale_model import (
     slowest_of,
 )
 from grpo.ops.train.arguments import parse_arguments
+from tools import code_digest
 
 SLOW = Figure(name="one at a time", unit="s", values=(6.0, 4.0, 9.0))
 FAST = Figure(name="in buckets", unit="s", values=(2.0, 4.0, 3.0))
@@ -113,6 +114,8 @@ def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert content["machine"]["gpus"] == []
     assert content["versions"]["torch"].startswith("2.13")
     assert content["date"].endswith("+00:00")
+    assert content["code"] == measured.code_of("push")
+    assert content["commit"].removesuffix("-dirty") == code_digest.commit().removesuffix("-dirty")
 
 
 def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: pytest.CaptureFixture) -> None:
@@ -169,10 +172,72 @@ def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path
     assert tables.BEGIN in tables.DOCUMENT.read_text()
 
 
+def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("bench/push.py", "x = 1\n")
+    write("grpo/weights/deep/push.py", "def f():\n    return 1\n")
+    result = {"benchmark": "push", "commit": "abc-dirty", "code": measured.code_of("push", tmp_path)}
+    assert measured.stamp(result) == "commit abc-dirty"
+    assert measured.staleness(result, tmp_path) == ""
+    write("grpo/weights/deep/push.py", '"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # because\n')
+    write("grpo/ops/report.py", "is_no_part = True\n")
+    assert measured.staleness(result, tmp_path) == ""
+    write("grpo/weights/deep/push.py", "def f():\n    return 2\n")
+    assert measured.staleness(result, tmp_path).startswith("**Stale: changed since this was measured: `grpo/weights`.")
+    write("bench/push_job.py", "y = 1\n")
+    assert "`bench/push*.py`, `grpo/weights`." in measured.staleness(result, tmp_path)
+    monkeypatch.setitem(measured.MEASURED, "push", ("grpo/groups",))  # declared since, or no longer
+    assert "`bench/push*.py`, `grpo/engine`, `grpo/groups`, `grpo/weights`." in measured.staleness(result, tmp_path)
+
+
+def test_the_page_marks_what_is_stale_and_what_nobody_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "push.json"
+    make_report(device="cpu").write(path)
+    content = json.loads(path.read_text())
+    assert f", commit {content['commit']}; " in tables.markdown(tmp_path)
+    assert "Stale" not in tables.markdown(tmp_path)
+    path.write_text(json.dumps(content | {"code": content["code"] | {"grpo/weights": "0123"}}))
+    assert "\n\n**Stale: changed since this was measured: `grpo/weights`.**\n\n" in tables.markdown(tmp_path)
+    del content["code"], content["commit"]  # as results were written before
+    path.write_text(json.dumps(content))
+    assert ", commit unknown; " in tables.markdown(tmp_path)
+    assert "\n\n**The commit of this result was not recorded" in tables.markdown(tmp_path)
+
+
+def test_what_a_benchmark_measures_is_there_and_its_own_script_is_in_it() -> None:
+    for name, parts in measured.MEASURED.items():
+        assert all(measured.files_of(part) for part in parts), name
+        assert code_digest.ROOT / "bench" / f"{name}.py" in [path for part in parts for path in measured.files_of(part)]
+
+
+def test_the_commit_of_a_tree_that_differs_and_of_one_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_digest, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert code_digest.commit() == "unknown"
+    for name in ("code.py", "results/push.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    (tmp_path / "results" / "push.json").write_text("2\n")
+    clean = code_digest.commit("results")
+    assert code_digest.commit() == f"{clean}-dirty"
+    assert len(clean) == 8
+    (tmp_path / "code.py").write_text("2\n")
+    assert code_digest.commit("results") == f"{clean}-dirty"
+
+
 def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_what_is_there() -> None:
     scripts = RESULTS_FOLDER.parent.glob("*.py")
     reporting = {path.stem for path in scripts if f'benchmark="{path.stem}"' in path.read_text()}
-    assert reporting == set(tables.BENCHMARKS)
+    assert reporting == set(measured.MEASURED)
     makefile = (RESULTS_FOLDER.parent.parent / "Makefile").read_text()
     run_by_make = makefile.partition("BENCHMARKS := ")[2].partition("\n")[0].split()
     assert reporting - set(run_by_make) == {"learning", "watch"}  # six runs of the demo; ten minutes
