@@ -1,12 +1,10 @@
 """Turns on their way from ranks to scripted engines and back: the real broker, pool and sockets."""
 
 import asyncio
-import os
 import socket
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from grpo.rollout.packing import REFUSED, engine_id, turn_seed
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
-from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
 from grpo.rollout.turns.sampler import Sampler
 from tests.support.engines import DEADLINE_S, ThreadedEngine, answer_to
 from tests.support.pools import Node, wait_until
@@ -312,47 +309,6 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
     channel.close()
     broker.close()
     assert not watch.failures
-
-
-def test_messages_are_what_they_were() -> None:
-    ask = Ask(number=3, row=4, name="turn", token_ids=np.array([7, 8], np.int32), seed=2**62, overrides={"stop": ["é"]})
-    answer = Answer(
-        number=3,
-        token_ids=np.array([1, 2, 3], np.int32),
-        logprobs=np.array([-0.5, -1.5, -2.5], np.float32),
-        engine=1025,
-        policy_version=7,
-        num_cached_tokens=16,
-        finish_reason="stop",
-        refusal=None,
-    )
-    refused = replace(answer, token_ids=np.empty(0), logprobs=np.empty(0), finish_reason=None, refusal="too long")
-    ours, theirs = socket.socketpair()
-    sender, receiver = Pipe(ours), Pipe(theirs)
-
-    def arrived(message: Message) -> Message:
-        sender.send(message)
-        return receiver.receive()
-
-    for message in (ask, answer, refused):
-        again = arrived(message)
-        for name in message.__slots__:
-            assert np.array_equal(getattr(again, name), getattr(message, name)), name
-    for signal in (Begin(), Cancel(7), Stalled(3, None), Stalled(3, "why")):
-        assert arrived(signal) == signal
-    text = ask.dumps().encode()
-    lacking, spoilt = text.replace(b'"row":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
-    for nonsense in (b"", b"\xff\xff\xff\xff", text[:9], lacking, spoilt, os.urandom(64)):
-        ours.sendall(len(nonsense).to_bytes(4, "little") + nonsense)
-        with pytest.raises(ValueError, match="of this version"):
-            receiver.receive()
-    ours.sendall(b"\xff\xff\xff\xff")
-    with pytest.raises(ValueError, match="a message of 4294967295 bytes"):
-        receiver.receive()
-    sender.close()
-    with pytest.raises(EOFError):
-        receiver.receive()
-    receiver.close()
 
 
 def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:
