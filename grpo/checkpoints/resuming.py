@@ -150,13 +150,21 @@ def _problems_of(groups: NodeGroups, checkpoint: CompleteCheckpoint, names: list
 
     Ranks meet on the way, so that none waits for longer than its group does.
     """
-    left, mine = list(names), ""
+    left, mine = list(names), _unlisted(checkpoint) if groups.topology.rank == 0 else ""
     while groups.largest(len(left)):
         begun = time.monotonic()
         while left and time.monotonic() - begun < MEET_S:
             name = left.pop()
             mine = mine or _problem_of(checkpoint, name)
     return groups.all_gather(mine)
+
+
+def _unlisted(checkpoint: CompleteCheckpoint) -> str:
+    """What a resume would unpickle, and `complete.json` knows nothing of: libraries look for files by their names."""
+    folder = checkpoint.folder
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    more = [name for name in found if _LOADED.search(name) and name not in checkpoint.record.files]
+    return f"{folder} holds {', '.join(more)}, of which its complete.json knows nothing [GRPO-713]" if more else ""
 
 
 def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:

@@ -19,6 +19,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from grpo.checkpoints.checkpoints import CompleteRecord, check_reshaped, newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
+from grpo.checkpoints.pickles import weights_only
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
@@ -63,6 +64,8 @@ class ResumableTrainer(OrderedTrainer):
     """Whether it goes on from the newest checkpoint, and nobody has named one."""
     first_step = 0
     """Optimizer steps that earlier attempts have done."""
+    _loading: contextlib.ExitStack
+    """While a checkpoint is read: every pickle with the allow-list, whoever reads it."""
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         self._screen = ProgressOnScreen()
@@ -209,6 +212,7 @@ class ResumableTrainer(OrderedTrainer):
                     raise
                 self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
             finally:
+                self._loading.close()
                 self._screen.close()
                 self._signals.close()  # a second SIGTERM is no reason to fail at the end
             return output
@@ -216,14 +220,16 @@ class ResumableTrainer(OrderedTrainer):
     def _begin(self, checkpoint: CompleteCheckpoint | None) -> str:
         """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
         self._stop = self._at_step_end = None
+        self._loading = contextlib.ExitStack()
         self._step_ends = deque(maxlen=MEASURED_STEPS)
         self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
         self._buffered_inputs, self._stream_pass = None, (0, 0)
         first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
+            self._loading.enter_context(weights_only())  # until `train_begins`
             if self._failure_watch is not None:
-                self._failure_watch.enter("resume")  # until `train_begins`
+                self._failure_watch.enter("resume")
             self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
         if (kept := kept_limit(self.args.save_total_limit)) != self.args.save_total_limit and kept is not None:
             self._say(f"save_total_limit {self.args.save_total_limit}: {kept} are kept, in case one is damaged")
@@ -275,6 +281,7 @@ class ResumableTrainer(OrderedTrainer):
 
     def train_begins(self) -> None:
         """What was resumed from is loaded."""
+        self._loading.close()
         if self._failure_watch is not None and self._failure_watch.phase == "resume":
             self._failure_watch.enter("train")
 

@@ -136,6 +136,24 @@ def test_code_in_a_checkpoint_is_not_run(name: str, zipped: bool, tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "global_step9/bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"])
+def test_a_pickle_that_is_left_out_of_the_record_is_damage(name: str, tmp_path: Path) -> None:
+    """DeepSpeed and transformers look for files by name, and would run it."""
+    run = tmp_path / "run"
+    six, nine = make(run, 6), make(run, 9)
+    (nine / name).parent.mkdir(exist_ok=True)
+    torch.save({"optimizer_state_dict": Evil(tmp_path / "ran")}, nine / name)
+    (nine / "notes.txt").write_text("somebody's own")
+    with pytest.raises(ValueError, match=rf"checkpoint-9 holds {name}, of which .*\[GRPO-713\]"):
+        chosen(str(nine), run)
+    folder, (warning,) = chosen("auto", run)
+    assert folder == six
+    assert "[GRPO-713]" in warning
+    (six / "notes.txt").write_text("somebody's own")
+    assert chosen("auto", run)[0] == six
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_file_that_cannot_be_loaded_is_damage(tmp_path: Path) -> None:
     six, nine = make(tmp_path, 6), make(tmp_path, 9)
     (nine / "rollout_state_0.pt").write_bytes(b"was lost before its checksum was taken")
