@@ -63,9 +63,8 @@ class HubLink(Between):
 
     def beat(self, table: Table) -> None:
         self._table = table
-        if self._is_connected:
-            self._look()
-            self._hub.send("beat", phase=self.place.phase, table=table)
+        self._look()
+        self._hub.send("beat", phase=self.place.phase, table=table)  # to nobody, where it is lost
 
     def ask(self, table: Table, answer: Answer) -> None:
         if self._is_connected:
@@ -108,6 +107,8 @@ class HubLink(Between):
 
     def _look(self) -> None:
         """For how long it has been silent, and what to do about it."""
+        if not self._is_connected:
+            return
         if self._hub.is_lost():
             self._lose(self._why())
         elif not self._hub.is_quiet():
