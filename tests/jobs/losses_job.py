@@ -31,6 +31,7 @@ from trl.trainer.utils import RepeatSampler
 from grpo import trainer as own_module
 from grpo.engine.messages import Sample
 from grpo.groups.process_groups import join_deepspeed, let_gloo_rest
+from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from tests.support.engines import Script
 from tests.support.loss_cases import BASE, CASES, MAX_TOKENS, Case
 from tests.support.tiny_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
@@ -288,6 +289,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
 
 
 grpo_trainer.VLLMGeneration = StandIn
+leave_out_shared_memory_op()  # as our configuration does: it takes a minute to compile
 own_module.start_first_host = lambda: None  # a real engine's, beside the imports
 found = {}
 for name in settings["cases"]:
