@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo.ops.train.arguments import Arguments, ModelArguments
+from grpo.ops.train.code_reward import code_reward
 from grpo.ops.train.data import local_data
 from grpo.ops.train.rewards import RewardFunc, load_reward_funcs
+from grpo.ops.train.sandbox import must_isolate
 from grpo.place.launch import read_launch
 from grpo.preflight.model import check_model, local_model
 from grpo.preflight.rewards import check_reward_list
@@ -82,9 +84,14 @@ CHECKS: tuple[Callable[[Arguments], None], ...] = (check_weights_trained, check_
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """All of `CHECKS`; and on rank 0 whether the output folder can be written, and the model read."""
+    """All of `CHECKS`, and whether this node can run what a model wrote, where that is a reward.
+
+    On rank 0 also whether the output folder can be written, and the model read.
+    """
     for check in CHECKS:
         check(arguments)
+    if code_reward in rewards_of(arguments):
+        must_isolate()
     if read_launch(os.environ).rank != 0:
         return
     name, training = arguments.model.model_name_or_path, arguments.training

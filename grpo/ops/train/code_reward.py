@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grpo.ops.train.sandbox import Limits, can_isolate, run_program
+from grpo.ops.train.sandbox import Limits, must_isolate, run_program
 from grpo.place.launch import read_launch
 
 PROGRAM_S = 60.0  # all test cases of a completion; a rank's completions have `reward_timeout` together
@@ -26,13 +26,15 @@ def code_reward(
     None, no reward, for a row without test cases, or with ones that are no text in and text out; and where the
     sandbox itself failed.
 
+    Raises ValueError where this machine gives no sandbox and GRPO_CODE_REWARD_UNISOLATED is not 1.
+
     Args:
         verification_info: `{"language": "python", "test_cases": [{"type", "input", "output", "fn_name"}, …]}`, or that
             as JSON.
     """
     texts = [each if isinstance(each, str) else str(each[-1]["content"]) for each in completions]
     rows = [json.loads(each) if isinstance(each, str) else each for each in verification_info]
-    isolated = can_isolate()
+    isolated = must_isolate()
     with ThreadPoolExecutor(_places()) as pool:
         futures = [pool.submit(_score, text, row, isolated=isolated) for text, row in zip(texts, rows, strict=True)]
         return [future.result() for future in futures]

@@ -5,6 +5,7 @@ import json
 import os
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,11 @@ import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from grpo.ops.train.system_calls import seccomp_filter
+
+UNISOLATED = "GRPO_CODE_REWARD_UNISOLATED"
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 10.0  # beyond `wall_s`, for the child that counts it to clean up
 _TRIAL_S = 60.0  # a machine that starts a job is slow
@@ -45,26 +50,30 @@ class Outcome:
     """Standard output, up to `output_bytes`."""
     why: str = ""
     """Why it was ended: "late", "output", or what the sandbox could not do."""
-    has_no_namespaces: bool = False
-    """Whether that was to get namespaces from this machine."""
+    is_refused: bool = False
+    """Whether that was to get what a sandbox is made of from this machine."""
 
 
 def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *, isolated: bool = True) -> Outcome:
     """Run a Python program with the standard library alone, no variables and a folder of its own; all of it ends here.
 
     Args:
-        isolated: in namespaces: without network, other processes and files. Where none can be had `why` says so.
+        isolated: in namespaces: without network, other processes and files; and without the system calls of
+            `system_calls`. Where that cannot be had `why` says so. Otherwise with limits, and what can be had.
     """
     limits = Limits() if limits is None else limits
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
-    status, said = os.pipe()
+    status, said = socket.socketpair(type=socket.SOCK_SEQPACKET)
     try:
-        with open(status) as answers:
-            with open(said, "w"), tempfile.TemporaryFile() as stdin_file:
+        with status:
+            given = Path(folder, "stdin")
+            given.write_bytes(stdin)
+            with said, given.open("rb") as stdin_file:
+                given.unlink()
                 Path(folder, "program.py").write_text(source, errors="surrogatepass")
-                stdin_file.write(stdin)
-                stdin_file.seek(0)
-                own = {"folder": folder, "isolated": isolated, "status_fd": said}
+                code = seccomp_filter(os.uname().machine, isolated=isolated)
+                own = {"folder": folder, "isolated": isolated, "status_fd": said.fileno()}
+                own |= {"filter": None if code is None else code.hex()}
                 own |= {"python": os.path.realpath(sys.executable), "prefix": os.path.realpath(sys.base_prefix)}
                 child = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | own)],
@@ -74,10 +83,10 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
                     env={},
                     cwd="/",
                     start_new_session=True,
-                    pass_fds=[said],
+                    pass_fds=[said.fileno()],
                 )
             output, is_whole = _read(child, limits)
-            answer = json.loads(answers.read() or "{}")
+            answer = _answer(status)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if not is_whole:
@@ -85,7 +94,17 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
     if "code" in answer:
         return Outcome(code=answer["code"], output=output)
     why = "late" if "late" in answer else answer.get("error", "it was killed")
-    return Outcome(code=None, output=output, why=why, has_no_namespaces=answer.get("no_namespaces", False))
+    return Outcome(code=None, output=output, why=why, is_refused=answer.get("is_refused", False))
+
+
+def _answer(status: socket.socket) -> dict[str, Any]:
+    """What the one process that counts for it has said before it ended; empty where it was killed."""
+    status.setblocking(False)
+    try:
+        answer = json.loads(status.recv(_READ_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _read(child: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
@@ -113,25 +132,36 @@ def _read(child: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
 
 
 @functools.cache
-def can_isolate() -> bool:
-    """Whether this machine gives namespaces; warns once where it does not.
+def must_isolate() -> bool:
+    """True: programs run in the sandbox. False where there is none, and GRPO_CODE_REWARD_UNISOLATED=1 lets limits do.
 
     Raises:
+        ValueError: this machine gives no sandbox, and nobody said that limits will do.
         RuntimeError: a program could not be tried out for another reason, which may be over the next time.
     """
+    said = os.environ.get(UNISOLATED, "0")
+    if said not in ("0", "1"):
+        raise ValueError(f"{UNISOLATED} is {said!r}: write 1 to run programs without a sandbox, or unset it")
     tried = run_program("print(6 * 7)", b"", Limits(wall_s=_TRIAL_S))
     if tried.output == b"42\n":
         return True
     why = tried.why or f"exit code {tried.code}"
-    if not tried.has_no_namespaces:
+    if not tried.is_refused:
         raise RuntimeError(
             f"the sandbox for programs of the model failed on `print(6 * 7)` ({why}): is {sys.executable}, with its "
             f"libraries, below /usr, /lib or {sys.base_prefix}, and has the machine memory and processors left?"
         )
+    if said == "0":
+        raise ValueError(
+            f"this machine gives no sandbox for programs of the model ({why}) [GRPO-630]: allow unprivileged user "
+            "namespaces (sysctl user.max_user_namespaces; on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in "
+            "a container its seccomp profile), or score programs elsewhere by a reward function of your own. On nodes "
+            f"that hold nothing else, {UNISOLATED}=1 runs them with limits alone: with this user's files, environment "
+            "and network in reach"
+        )
     warnings.warn(
-        f"programs of the model run with limits alone, with this user's files and network in reach, because this "
-        f"machine gives no namespaces ({why}): allow unprivileged user namespaces, or give the job nodes that hold "
-        "nothing else",
+        f"programs of the model run with limits alone, with this user's files, environment and network in reach: this "
+        f"machine gives no sandbox ({why}), and {UNISOLATED}=1",
         stacklevel=2,
     )
     return False

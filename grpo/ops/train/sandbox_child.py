@@ -7,11 +7,14 @@ the one that makes the namespaces; and the first one inside, with whose end the 
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -26,11 +29,19 @@ NEW_USER, NEW_NET, NEW_PID, NEW_MOUNTS, NEW_IPC, NEW_UTS = (
     0x08000000,
     0x04000000,
 )
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MS_RELATIME, ST_RELATIME, KEPT_FLAGS = (
+    1 << 21,
+    4096,
+    2 | 4 | 8 | 1024 | 2048,
+)  # nosuid, nodev, noexec, noatime, nodiratime
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442, -100, 0x8000, 1 | 2
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+SECCOMP_MODE_FILTER = 2
+ANSWER_BYTES = 65536
 NOBODY = 65534  # who the program is where this runs as root: root's processes are counted by no limit
 SEEN = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
+MOST_FILES = 4096  # in its root, those of the root itself among them: each is a kilobyte of the kernel's
 CLEANUP_S = 5.0
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -40,12 +51,18 @@ class Stopped(Exception):
     """SIGTERM: the one that reads the output has seen enough."""
 
 
-class NoNamespaces(OSError):
+class Refused(OSError):
     """The kernel refuses what the sandbox is made of."""
 
 
+class Filter(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
 def main(settings: dict[str, Any]) -> None:
-    """Writes to `status_fd` one JSON object: `code`, or `late`, or `error` where no sandbox could be made, and why."""
+    """Sends one JSON object to the socket `status_fd`: `code`, or `late`, or `error`: why there is no sandbox."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise Stopped
@@ -66,7 +83,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    told, tell = os.pipe()
+    told, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no pipe: that can be opened by /proc/PID/fd
     ready, say_ready = os.pipe()
     may_go, say_go = os.pipe()
     is_root = os.getuid() == 0
@@ -78,29 +95,32 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
                 _isolated(settings, is_root, say_ready, may_go, tell)
             _die_with_parent()
             _limit(settings)
-            _start_program(settings["python"], settings["folder"])
+            _start_program(settings, settings["folder"])
         except BaseException as error:  # noqa: BLE001  nobody above it can say more
             _tell(tell, _error(error))
         os._exit(1)
-    os.close(tell)
+    if not settings["isolated"]:
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and files are root's alone to look at
+    tell.close()
     os.close(say_ready)
     if settings["isolated"]:
         if os.read(ready, 1) and is_root:
             try:
                 with _asking_the_kernel():
                     _write_maps(pid, f"0 0 1\n{NOBODY} {NOBODY} 1")
-            except NoNamespaces as error:
+            except Refused as error:
                 return _error(error)
         os.write(say_go, b"g")
     if not select.select([os.pidfd_open(pid)], [], [], settings["wall_s"])[0]:
         return {"late": True}
-    os.set_blocking(told, False)
-    with open(told) as lines:
-        said = lines.readline()  # of two, the first is the program's own: it could not be started
+    told.setblocking(False)
+    said = b""
+    with contextlib.suppress(BlockingIOError):
+        said = told.recv(ANSWER_BYTES)  # of two, the first is the program's own: it could not be started
     return json.loads(said) if said else {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
 
 
-def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: int) -> NoReturn:
+def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: socket.socket) -> NoReturn:
     """No network, nobody else's processes, and no files but Python's own, read only, and an empty folder in memory."""
     with open(os.path.join(settings["folder"], "program.py"), "rb") as file:
         source = file.read()
@@ -114,8 +134,7 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
     os.read(may_go, 1)
     first = os.fork()
     if first:
-        os.waitpid(first, 0)
-        os._exit(0)
+        os._exit(1 if os.waitpid(first, 0)[1] else 0)
     _die_with_parent()
     with _asking_the_kernel():
         _make_root(settings, source)
@@ -127,7 +146,7 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
             os.setgid(NOBODY)
             os.setuid(NOBODY)
         _limit(settings)
-        _start_program(settings["python"], "/work")
+        _start_program(settings, "/work")
     while (ended := os.wait())[0] != program:
         pass
     _tell(tell, {"code": os.waitstatus_to_exitcode(ended[1])})
@@ -138,7 +157,9 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
     """A root of its own, in memory; `file_bytes` is all that it holds."""
     root = settings["folder"]
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={settings['file_bytes']}")
+    _mount(
+        "tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={settings['file_bytes']},nr_inodes={MOST_FILES}"
+    )
     seen: list[str] = []
     for path in (*SEEN, settings["prefix"]):
         if not os.path.exists(path) or any(f"{path}/".startswith(f"{each}/") for each in seen):
@@ -153,9 +174,7 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
         else:
             open(inside, "w").close()
         _mount(path, inside, None, MS_BIND | MS_REC)
-        attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID, 0, 0, 0)
-        where = ctypes.c_char_p(inside.encode())
-        _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, attributes, 32), f"mount_setattr {path}")
+        _make_read_only(inside)
         seen.append(path)
     for name in ("work", "tmp"):
         os.makedirs(f"{root}/{name}", exist_ok=True)  # there already where Python lies below it
@@ -164,6 +183,21 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
         file.write(source)
     os.chroot(root)
     os.chdir("/work")
+
+
+def _make_read_only(path: str) -> None:
+    """And what is mounted below it."""
+    attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID, 0, 0, 0)
+    where = ctypes.c_char_p(path.encode())
+    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, attributes, 32) >= 0:
+        return
+    with open("/proc/self/mountinfo") as file:  # before Linux 5.12
+        mounts = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in file]
+    for mount in mounts:
+        if f"{mount}/".startswith(f"{path}/"):
+            flags = os.statvfs(mount).f_flag  # those that another namespace has set must stay
+            kept = flags & KEPT_FLAGS | (MS_RELATIME if flags & ST_RELATIME else 0)
+            _mount("none", mount, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
 
 
 def _limit(settings: dict[str, Any]) -> None:
@@ -181,27 +215,42 @@ def _limit(settings: dict[str, Any]) -> None:
         resource.setrlimit(number, (limit, limit))
 
 
-def _start_program(python: str, folder: str) -> NoReturn:
-    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+def _start_program(settings: dict[str, Any], folder: str) -> NoReturn:
+    python = settings["python"]
     os.chdir(folder)
+    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    try:
+        with _asking_the_kernel():
+            _filter_calls(settings["filter"])
+    except Refused:
+        if settings["isolated"]:
+            raise
     os.execve(python, [python, "-I", "-S", "-B", "-X", "utf8", "program.py"], {})
+
+
+def _filter_calls(code: str | None) -> None:
+    if code is None:
+        raise OSError(errno.ENOSYS, f"no filter of system calls is known for {os.uname().machine}")
+    instructions = bytes.fromhex(code)
+    what = Filter(len(instructions) // 8, instructions)
+    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(what), 0, 0), "seccomp")
 
 
 @contextlib.contextmanager
 def _asking_the_kernel() -> Iterator[None]:
-    """Around what makes the namespaces, where another machine may refuse."""
+    """Around what makes the sandbox, where another machine may refuse."""
     try:
         yield
     except OSError as error:
-        raise NoNamespaces(*error.args) from error
+        raise Refused(*error.args) from error
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    return {"error": f"{type(error).__name__}: {error}", "no_namespaces": isinstance(error, NoNamespaces)}
+    return {"error": f"{type(error).__name__}: {error}", "is_refused": isinstance(error, Refused)}
 
 
-def _tell(pipe: int, what: dict[str, Any]) -> None:
-    os.write(pipe, json.dumps(what).encode() + b"\n")
+def _tell(keeper: socket.socket, what: dict[str, Any]) -> None:
+    keeper.send(json.dumps(what).encode())
 
 
 def _end_all() -> None:

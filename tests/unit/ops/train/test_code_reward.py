@@ -48,7 +48,7 @@ def test_cases_that_are_no_text_end_no_training(change: dict) -> None:
 
 def test_a_sandbox_that_fails_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([Outcome(code=0, output=b"3"), Outcome(code=None, output=b"", why="OSError: unshare: no more")])
-    monkeypatch.setattr(module, "can_isolate", lambda: True)
+    monkeypatch.setattr(module, "must_isolate", lambda: True)
     monkeypatch.setattr(module, "run_program", lambda *_, **__: next(ends))
     assert code_reward([RIGHT], [ADD]) == [None]
 

@@ -5,38 +5,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from grpo.ops.train import sandbox
-from grpo.ops.train.sandbox import Limits, Outcome, can_isolate, run_program
+from grpo.ops.train.checks import check_arguments
+from grpo.ops.train.sandbox import Outcome, must_isolate
+from tests.support.sandboxed import SMALL, outcome
 
-SMALL = Limits(wall_s=20, cpu_s=2, memory_bytes=2**28, processes=4, file_bytes=2**20, output_bytes=2**16)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither folders nor processes, whatever a program did."""
-    folder = tmp_path_factory.mktemp("temporary")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield
-    assert list(folder.iterdir()) == []
-    assert [child.cmdline() for child in psutil.Process().children(recursive=True) if "sandbox" in str(child)] == []
-
-
-@pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
-def isolated(request: pytest.FixtureRequest) -> bool:
-    if request.param and not can_isolate():
-        pytest.fail("this machine gives no namespaces, so nothing of the sandbox itself can be tested on it")
-    return request.param
-
-
-def outcome(source: str, isolated: bool, stdin: bytes = b"", **limits: float) -> Outcome:
-    return run_program(source, stdin, replace(SMALL, **limits), isolated=isolated)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_a_program_reads_and_writes(isolated: bool) -> None:
@@ -86,20 +66,6 @@ def test_files_are_bounded(isolated: bool) -> None:
     assert outcome("open('small', 'w').write('x')\nprint(open('small').read())", isolated).output == b"x\n"
 
 
-def test_a_program_cannot_say_how_it_ended(isolated: bool) -> None:
-    source = """
-import os
-for number in range(3, 64):
-    try:
-        os.write(number, b'{"code": 0}')
-        print(number)
-    except OSError:
-        pass
-raise SystemExit(7)
-"""
-    assert outcome(source, isolated) == Outcome(code=7, output=b"")
-
-
 FORKS = """
 import os, sys, time
 made = 0
@@ -115,7 +81,7 @@ print(made, flush=True)
 
 
 def test_processes_are_counted_where_there_are_namespaces_and_end_with_the_program() -> None:
-    assert can_isolate()
+    assert must_isolate()
     ended = outcome(FORKS, True)
     assert 0 < int(ended.output) < SMALL.processes
     assert ended.code == 0
@@ -139,7 +105,7 @@ print("gone")
 
 
 def test_what_a_sandboxed_program_can_reach(tmp_path: Path) -> None:
-    assert can_isolate()
+    assert must_isolate()
     (tmp_path / "secret").write_text("token")
     os.chmod(tmp_path, 0o777)
     source = f"""
@@ -192,24 +158,45 @@ def test_it_ends_with_the_trainer(tmp_path: Path) -> None:
     assert alive == []
 
 
-@pytest.fixture
-def nothing_is_known() -> Iterator[None]:
-    """Of this machine's namespaces, before the test and after it."""
-    can_isolate.cache_clear()
-    yield
-    can_isolate.cache_clear()
+REFUSED = Outcome(code=None, output=b"", why="Refused: unshare: Operation not permitted", is_refused=True)
 
 
 @pytest.mark.usefixtures("nothing_is_known")
-def test_a_machine_without_namespaces_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(source: str, *_: object) -> Outcome:
-        why = "NoNamespaces: unshare: Operation not permitted"
-        return Outcome(code=None, output=b"", why=why, has_no_namespaces=True)
+def test_a_machine_without_a_sandbox_is_refused_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "run_program", lambda *_: REFUSED)
+    with pytest.raises(ValueError, match=r"unshare: Operation not permitted.*GRPO-630.*user namespaces.*UNISOLATED=1"):
+        must_isolate()
+    monkeypatch.setenv(sandbox.UNISOLATED, "1")
+    with pytest.warns(UserWarning, match="with limits alone.*unshare: Operation not permitted"):
+        assert not must_isolate()
+    assert not must_isolate()
 
-    monkeypatch.setattr(sandbox, "run_program", run)
-    with pytest.warns(UserWarning, match="with limits alone.*unshare: Operation not permitted.*user namespaces"):
-        assert not can_isolate()
-    assert not can_isolate()
+
+@pytest.mark.usefixtures("nothing_is_known")
+def test_the_variable_opens_no_sandbox_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sandbox.UNISOLATED, "1")
+    assert must_isolate()
+    must_isolate.cache_clear()
+    monkeypatch.setenv(sandbox.UNISOLATED, "yes")
+    with pytest.raises(ValueError, match=r"GRPO_CODE_REWARD_UNISOLATED is 'yes': write 1"):
+        must_isolate()
+
+
+@pytest.mark.usefixtures("nothing_is_known")
+def test_without_a_filter_of_system_calls_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "seccomp_filter", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=r"no filter of system calls is known for .*GRPO-630"):
+        must_isolate()
+    assert outcome("print(42)", isolated=False) == Outcome(code=0, output=b"42\n")
+
+
+@pytest.mark.usefixtures("nothing_is_known")
+def test_a_reward_for_code_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "run_program", lambda *_: REFUSED)
+    monkeypatch.setattr("grpo.ops.train.checks.CHECKS", ())
+    script = SimpleNamespace(reward_model_name_or_path=None, reward_funcs=["exact_match", "code_reward"])
+    with pytest.raises(ValueError, match="GRPO-630"):
+        check_arguments(SimpleNamespace(script=script))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -221,15 +208,15 @@ def test_a_machine_without_namespaces_is_told_of_once(monkeypatch: pytest.Monkey
     ],
 )
 @pytest.mark.usefixtures("nothing_is_known")
-def test_what_the_kernel_refuses_is_no_namespaces(
+def test_what_the_kernel_refuses_is_no_sandbox(
     line: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sandbox._CHILD.read_text()
     assert source.count(line) == 1
     (tmp_path / "child.py").write_text(source.replace(line, broken))
     monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
-    with pytest.warns(UserWarning, match="with limits alone.*Invalid argument"):
-        assert not can_isolate()
+    with pytest.raises(ValueError, match=r"Invalid argument.*GRPO-630"):
+        must_isolate()
 
 
 @pytest.mark.parametrize(
@@ -246,5 +233,5 @@ def test_a_trial_that_fails_otherwise_opens_nothing(ended: Outcome, why: str, mo
     ends = iter([ended, Outcome(code=0, output=b"42\n")])
     monkeypatch.setattr(sandbox, "run_program", lambda *_: next(ends))
     with pytest.raises(RuntimeError, match=f"sandbox .* failed .*{why}"):
-        can_isolate()
-    assert can_isolate()
+        must_isolate()
+    assert must_isolate()

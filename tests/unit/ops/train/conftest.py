@@ -1,0 +1,59 @@
+"""What tests of the sandbox share."""
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from grpo.ops.train.sandbox import must_isolate
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither folders nor processes, whatever a program did: who loses all its parents becomes this process's child."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(psutil.Process().children(recursive=True))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        left = living_since(before)
+    assert list(folder.iterdir()) == []
+    assert left == []
+
+
+def living_since(before: set[psutil.Process]) -> list[list[str]]:
+    """Command lines of the processes below this one that were not there before; they are ended."""
+    living = []
+    for process in set(psutil.Process().children(recursive=True)) - before:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.cmdline())
+                process.kill()
+            if process.ppid() == os.getpid():
+                process.wait(30)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+@pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
+def isolated(request: pytest.FixtureRequest) -> bool:
+    if request.param and not must_isolate():
+        pytest.fail("this machine gives no namespaces, so nothing of the sandbox itself can be tested on it")
+    return request.param
+
+
+@pytest.fixture
+def nothing_is_known() -> Iterator[None]:
+    """Of this machine's sandbox, before the test and after it."""
+    must_isolate.cache_clear()
+    yield
+    must_isolate.cache_clear()
