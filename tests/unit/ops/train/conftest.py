@@ -1,7 +1,6 @@
 """What tests of the sandbox share."""
 
 import ctypes
-import os
 import tempfile
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ import psutil
 import pytest
 
 from grpo.ops.train.sandbox import must_isolate
+from tests.support.sandboxed import living_since
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -27,21 +27,6 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
         left = living_since(before)
     assert list(folder.iterdir()) == []
     assert left == []
-
-
-def living_since(before: set[psutil.Process]) -> list[list[str]]:
-    """Command lines of the processes below this one that were not there before; they are ended."""
-    living = []
-    for process in set(psutil.Process().children(recursive=True)) - before:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process.cmdline())
-                process.kill()
-            if process.ppid() == os.getpid():
-                process.wait(30)
-        except psutil.NoSuchProcess:
-            continue
-    return living
 
 
 @pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])

@@ -13,8 +13,7 @@ import pytest
 from grpo.ops.train import sandbox
 from grpo.ops.train.sandbox import Outcome
 from grpo.ops.train.system_calls import seccomp_filter
-from tests.support.sandboxed import outcome
-from tests.unit.ops.train.conftest import living_since
+from tests.support.sandboxed import living_since, outcome
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
