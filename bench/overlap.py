@@ -32,9 +32,22 @@ from grpo.record.progress import ProgressOnScreen
 
 WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
 SHAPES: dict[str, dict[str, Any]] = {
-    "cpu": {"hidden_size": 192, "num_hidden_layers": 4, "completions": 32, "completion_tokens": 64},
-    "cuda": {"hidden_size": 2048, "num_hidden_layers": 24, "completions": 128, "completion_tokens": 512},
+    "cpu": {
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "completions": 32,
+        "micro_batch": 32,
+        "completion_tokens": 64,
+    },
+    "cuda": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "completions": 128,
+        "micro_batch": 16,  # of all 128 at once autograd would keep 213 GiB
+        "completion_tokens": 512,
+    },
 }
+PROMPT_TOKENS = 64  # at most
 
 
 class StepEnds(TrainerCallback):
@@ -50,10 +63,8 @@ class StepEnds(TrainerCallback):
         self.at_s.append(time.perf_counter())
 
 
-def save_model(folder: Path, *, hidden_size: int, num_hidden_layers: int) -> int:
-    """A Qwen3 of random weights with the demo's tokenizer. Returns its number of parameters."""
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
+def model_config(tokenizer: Any, *, hidden_size: int, num_hidden_layers: int) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=512,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -67,7 +78,12 @@ def save_model(folder: Path, *, hidden_size: int, num_hidden_layers: int) -> int
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+
+
+def save_model(folder: Path, **sizes: int) -> int:
+    """A Qwen3 of random weights with the demo's tokenizer. Returns its number of parameters."""
+    tokenizer = build_tokenizer()
+    model = Qwen3ForCausalLM(model_config(tokenizer, **sizes))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
@@ -83,11 +99,11 @@ def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape
             use_cpu=on_cpu,
             bf16=not on_cpu,
             max_steps=args.steps,
-            per_device_train_batch_size=shape["completions"],
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=shape["micro_batch"],
+            gradient_accumulation_steps=shape["completions"] // shape["micro_batch"],
             num_generations=8,
             max_completion_length=shape["completion_tokens"],
-            vllm_max_model_length=shape["completion_tokens"] + 64,
+            vllm_max_model_length=shape["completion_tokens"] + PROMPT_TOKENS,
             generation_kwargs={"ignore_eos": True},
             vllm_engine_kwargs={"enforce_eager": True} if args.short else None,  # an engine that is ready soon
             vllm_importance_sampling_mode="token_truncate",

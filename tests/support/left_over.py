@@ -13,6 +13,8 @@ from pathlib import Path
 
 # torchrun's folder for error files, which it leaves however it ends (2.13), what a job is given, and lasting caches.
 LASTING = ("torch", f"vllm_{os.getuid()}")
+# What CUDA, NCCL and Triton leave of processes that were killed, on machines with GPUs: nothing of ours is named so.
+OF_GPUS = ("nccl-*", "cuda.shm.*", "cuda-*", "cuda_*", "tmp*triton*")
 
 
 def _pids() -> Iterator[int]:
@@ -41,7 +43,11 @@ def files_in(temporary: Path) -> set[str]:
     And wandb's folders aside, which an import makes and a killed process leaves; TRL imports it where it is installed.
     """
     found = (path for path in temporary.iterdir() if not path.name.startswith(LASTING))
-    return {str(path) for path in found if not fnmatch(path.name, "tmp*wandb-*")}
+    return {str(path) for path in found if not fnmatch(path.name, "tmp*wandb-*") and not _is_of_gpus(path)}
+
+
+def _is_of_gpus(path: Path) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in OF_GPUS)
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
@@ -61,7 +67,8 @@ def orphaned_shared_memory() -> set[str]:
     files = {}
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(OSError):
-            files[path.stat().st_ino] = str(path)
+            if not _is_of_gpus(path):
+                files[path.stat().st_ino] = str(path)
     for pid in _pids():
         process = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError):

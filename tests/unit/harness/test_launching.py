@@ -49,3 +49,18 @@ def test_what_a_job_leaves_is_found_though_its_parent_is_gone(tmp_path: Path) ->
         assert left_over(other, before, patience_s=5) == set()
     finally:
         os.kill(pid, 9)
+
+
+def test_what_cuda_nccl_and_triton_leave_is_not_the_jobs_fault(tmp_path: Path) -> None:
+    for name in ("nccl-a1b2c3", "cuda.shm.0.1f.1", "cuda-memcheck", "tmpx_triton_cache", "tmpabc", "grpo-launch-1"):
+        (tmp_path / name).touch()
+    memory = [shared_memory.SharedMemory(name=f"{name}-{os.getpid()}", create=True, size=64) for name in ("nccl", "x")]
+    try:
+        for each in memory:
+            each.close()
+        found = left_over(tmp_path, set(), patience_s=0)
+        assert {Path(line).name for line in found if line.startswith(str(tmp_path))} == {"tmpabc", "grpo-launch-1"}
+        assert {f"/dev/shm/nccl-{os.getpid()}", f"/dev/shm/x-{os.getpid()}"} & found == {f"/dev/shm/x-{os.getpid()}"}
+    finally:
+        for each in memory:
+            each.unlink()
