@@ -227,7 +227,6 @@ class ResumableTrainer(OrderedTrainer):
         first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
-            self._loading.enter_context(weights_only())  # until `train_begins`
             if self._failure_watch is not None:
                 self._failure_watch.enter("resume")
             self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
@@ -254,6 +253,7 @@ class ResumableTrainer(OrderedTrainer):
             self.add_callback(_StepEnds(self))
         if checkpoint is not None:
             self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint.folder}")
+            self._loading.enter_context(weights_only())  # until `train_begins`; last, for `train` closes it
         return tracker_run
 
     def _clear_away(self, run: RunFolder, first_step: int) -> None:
