@@ -136,7 +136,7 @@ class Sentinel:
             is_first_node=self.place.node == 0,
             warn_s=settings.get("stall_warn_s", WARN_S),
             limit_s=settings["stall_s"],
-            first_limit_s=max(settings["stall_s"], settings["join_s"]),
+            first_limit_s=max(settings["stall_s"], settings["first_stall_s"]),
             ask=lambda answer: self.between.ask(self._table(), answer),
             warn=self._say,
             report=self.between.report,
@@ -376,8 +376,8 @@ def _answer(**values: Any) -> None:
 
 def main() -> int:
     """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
-    agent_folder (which goes behind a launcher that died), timeout_s, and between nodes secret, join_s, addresses, port.
-    One line of JSON answers: error, or port."""
+    agent_folder (which goes behind a launcher that died), timeout_s, where stalls are looked for stall_s, first_stall_s
+    and stall_warn_s, and between nodes secret, join_s, addresses, port. One line of JSON answers: error, or port."""
     start_log()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

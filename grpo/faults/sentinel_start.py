@@ -62,7 +62,8 @@ def link_to_sentinel(
     place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
     patience_s = 2 * join_s  # who comes last has as long for its start as the others
     with on_expiry(join_s + patience_s, give_up):
-        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s, "stall_s": stall_s}
+        settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
+        settings |= {"stall_s": stall_s, "first_stall_s": join_s}
         name = _meet(launch, host, settings, store, timedelta(seconds=patience_s))
         return SentinelLink(name, launch.rank, place, timeout_s=timeout_s)
 

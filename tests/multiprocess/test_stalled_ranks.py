@@ -10,7 +10,7 @@ from tests.support.sentinels import LightNode, ends_well, everyone, light_job, n
 
 TIMEOUT_S = 2.0
 WARN_S, STALL_S = 1.0, 4.0
-QUICK = {"stall_warn_s": WARN_S, "stall_s": STALL_S}
+QUICK = {"stall_warn_s": WARN_S, "stall_s": STALL_S, "first_stall_s": 30.0}
 PATIENCE_S = 60.0
 
 
@@ -39,7 +39,7 @@ def holds_the_lock(rank: object) -> None:
 def test_a_rank_for_which_the_others_wait_is_named_with_its_stack(
     stuck: Callable | None, capfd: pytest.CaptureFixture
 ) -> None:
-    with light_job(TIMEOUT_S, nodes=2, join_s=STALL_S, **QUICK) as nodes:
+    with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
         if stuck is not None:
             stuck(nodes[1].ranks[0])
@@ -57,7 +57,7 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_stack(
 
 def test_who_saves_or_generates_has_deadlines_of_its_own(capfd: pytest.CaptureFixture) -> None:
     for phase in ("save", "generate", "evaluate"):
-        with light_job(TIMEOUT_S, nodes=2, join_s=STALL_S, **QUICK) as nodes:
+        with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
             all_enter(nodes, late=2, phase=phase)
             nothing_happens(nodes, STALL_S + 3 * TIMEOUT_S)
             ends_well(nodes)
@@ -65,7 +65,7 @@ def test_who_saves_or_generates_has_deadlines_of_its_own(capfd: pytest.CaptureFi
 
 
 def test_who_goes_on_is_not_stuck(capfd: pytest.CaptureFixture) -> None:
-    with light_job(TIMEOUT_S, nodes=2, join_s=STALL_S, **QUICK) as nodes:
+    with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
         for _ in range(30):
             nodes[1].ranks[0].do("enter 1")
@@ -78,8 +78,8 @@ def test_who_goes_on_is_not_stuck(capfd: pytest.CaptureFixture) -> None:
 
 
 def test_a_long_step_takes_its_time(capfd: pytest.CaptureFixture) -> None:
-    """Five of them; and before the first one has ended the time of a start."""
-    with light_job(TIMEOUT_S, nodes=2, join_s=30.0, **QUICK) as nodes:
+    """Five of them."""
+    with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
         nodes[1].ranks[0].do("step 60")
         nothing_happens(nodes, 2 * STALL_S)
@@ -87,8 +87,25 @@ def test_a_long_step_takes_its_time(capfd: pytest.CaptureFixture) -> None:
     assert "warns" not in capfd.readouterr().err
 
 
+def test_before_the_first_step_has_ended_there_is_the_time_of_a_start(capfd: pytest.CaptureFixture) -> None:
+    for first_s in (2 * STALL_S, 60.0):
+        with light_job(TIMEOUT_S, nodes=2, **{**QUICK, "first_stall_s": first_s}) as nodes:
+            for rank in everyone(nodes):
+                rank.do("phase train 1")
+                rank.do("enter 3" if rank.rank != 2 else "enter 2")
+            until_said(capfd, "the sentinel of node 1 warns that rank 2 is behind the others")
+            begun = time.monotonic()
+            if first_s > 2 * STALL_S:
+                nothing_happens(nodes, 2 * STALL_S)
+                ends_well(nodes)
+            else:
+                (record,) = {rank.record() for rank in everyone(nodes) if rank.rank != 2}
+                assert record.rank == 2
+                assert time.monotonic() - begun > STALL_S, "the limit of later steps"
+
+
 def test_all_wait_in_the_same_place(capfd: pytest.CaptureFixture) -> None:
-    with light_job(TIMEOUT_S, nodes=2, join_s=STALL_S, **QUICK) as nodes:
+    with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=-1)
         until_said(capfd, "none of them goes on, and all are as far")
         (record,) = {rank.record() for rank in everyone(nodes)}
@@ -97,7 +114,7 @@ def test_all_wait_in_the_same_place(capfd: pytest.CaptureFixture) -> None:
 
 def test_who_is_aborted_while_it_waits_is_not_blamed() -> None:
     """As by NCCL's watchdog."""
-    with light_job(TIMEOUT_S, nodes=2, stall_s=600.0) as nodes:
+    with light_job(TIMEOUT_S, nodes=2, stall_s=600.0, first_stall_s=600.0) as nodes:
         all_enter(nodes, late=2)
         time.sleep(TIMEOUT_S)  # until all is in a beat
         nodes[0].ranks[1].send(signal.SIGABRT)
@@ -105,7 +122,7 @@ def test_who_is_aborted_while_it_waits_is_not_blamed() -> None:
         assert (record.node, record.rank) == (1, 2)
         assert "the process of rank 1" in record.cause
         assert "[GRPO-620]" in record.cause
-    with light_job(TIMEOUT_S, nodes=2, stall_s=600.0) as nodes:
+    with light_job(TIMEOUT_S, nodes=2, stall_s=600.0, first_stall_s=600.0) as nodes:
         all_enter(nodes, late=-1)
         time.sleep(TIMEOUT_S)
         nodes[0].ranks[1].send(signal.SIGABRT)

@@ -184,3 +184,4 @@ def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.Mo
     patience_s = 14.0
     assert waited == dict.fromkeys(["node0", "hub"], timedelta(seconds=patience_s))
     assert [settings["join_s"] for settings in started] == [patience_s] * 2
+    assert [settings["first_stall_s"] for settings in started] == [7.0] * 2  # `start_timeout`, and no longer
