@@ -3,16 +3,14 @@
 import selectors
 import time
 from collections.abc import Callable
-from typing import Any
 
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place
 from grpo.faults.peer import Peer
+from grpo.faults.progress import Table
 
 GOODBYE_S = 3.0
 
-Table = dict[str, list[Any]]
-"""Phase and number of finished exchanges by rank."""
 Answer = Callable[[Table], object]
 
 

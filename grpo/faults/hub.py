@@ -10,11 +10,12 @@ import socket
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from grpo.faults.between import Answer, Between, Table, await_goodbyes
+from grpo.faults.between import Answer, Between, await_goodbyes
 from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, new_challenge, proof, tune
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place
 from grpo.faults.peer import Peer
+from grpo.faults.progress import Table
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ import selectors
 import socket
 from functools import partial
 
-from grpo.faults.between import Answer, Between, Table, await_goodbyes
+from grpo.faults.between import Answer, Between, await_goodbyes
 from grpo.faults.channel import Introduction, Message, join, tune
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place
 from grpo.faults.peer import Peer
+from grpo.faults.progress import Table
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ the one that the others wait for.
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.faults.failure import FailureRecord
 
@@ -17,8 +16,29 @@ _WORDS = struct.Struct("QQQ")  # entered, collectives, a step in ms
 WATCHED_PHASE = "train"
 """In which a rank may be stuck and no other deadline ends it: generation, rewards and weight syncs have theirs, and a
 save may take as long as it takes."""
-Table = Mapping[str, Sequence[Any]]
-"""By rank: phase, exchanges, entered, collectives, node, host."""
+Table = dict[str, list[Any]]
+"""A `Row` of each rank, as JSON has it, by the rank's number."""
+
+
+class Row(NamedTuple):
+    """One rank's, as all sentinels know it."""
+
+    phase: str
+    exchanges: int
+    """Finished."""
+    entered: int
+    collectives: int
+    node: int
+    host: str
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """What ranks are compared by."""
+        return self.entered, self.collectives
+
+
+def rows_of(table: Table) -> dict[int, Row]:
+    return {int(rank): Row(*row) for rank, row in table.items()}
 
 
 class Progress:
@@ -64,11 +84,6 @@ class Reached:
     step_s: float = 0.0
     """0: no step has ended."""
 
-    @property
-    def far(self) -> tuple[int, int]:
-        """What ranks are compared by."""
-        return self.entered, self.collectives
-
     @classmethod
     def read(cls, fd: int | None) -> "Reached":
         """Nothing where there is no descriptor."""
@@ -80,29 +95,29 @@ class Reached:
 
 
 def behind(table: Table) -> list[int]:
-    """Ranks that have entered less than another, where nothing else has to end what they do."""
-    most = max((tuple(row[2:4]) for row in table.values()), default=(0, 0))
-    late = [int(rank) for rank, row in table.items() if tuple(row[2:4]) < most and row[0] == WATCHED_PHASE]
-    return sorted(late, key=lambda rank: tuple(table[str(rank)][2:4]))
+    """Ranks that have entered less than another, the last one first, in a phase without a deadline of its own."""
+    rows = rows_of(table)
+    most = max((row.reached for row in rows.values()), default=(0, 0))
+    late = [rank for rank, row in rows.items() if row.reached < most and row.phase == WATCHED_PHASE]
+    return sorted(late, key=lambda rank: rows[rank].reached)
 
 
 def are_all_as_far(table: Table) -> bool:
     """Whether every rank waits where all others do."""
-    return len({tuple(row[2:4]) for row in table.values() if row[0] == WATCHED_PHASE}) == 1 and all(
-        row[0] == WATCHED_PHASE for row in table.values()
-    )
+    places = {(row.phase, row.reached) for row in rows_of(table).values()}
+    return len(places) == 1 and places.pop()[0] == WATCHED_PHASE
 
 
-def record_of_behind(table: Table, rank: int, *, what: str) -> FailureRecord:
-    """That the others wait for this rank.
+def record_of_stall(table: Table, rank: int, *, what: str) -> FailureRecord:
+    """A rank for which the others wait, or the first one where none is behind.
 
     Args:
         what: happened, or has been seen.
     """
-    phase, _, entered, collectives, node, host = table[str(rank)]
-    most = max(tuple(row[2:4]) for row in table.values())
-    cause = (
-        f"rank {rank} is behind the others, which wait for it: it has entered {entered} micro-batches, steps and ends "
-        f"of phases and {collectives} collectives, others {most[0]} and {most[1]} [GRPO-620]: {what}"
-    )
-    return FailureRecord(node=node, rank=rank, host=host, phase=phase, cause=cause)
+    rows = rows_of(table)
+    row, most = rows[rank], max(each.reached for each in rows.values())
+    done = f"{row.entered} micro-batches, steps and ends of phases and {row.collectives} collectives"
+    who = f"rank {rank} is behind the others, which wait for it: it has entered {done}, others {most[0]} and {most[1]}"
+    if row.reached == most:
+        who = f"no rank is behind: all have entered {done}"
+    return FailureRecord(node=row.node, rank=rank, host=row.host, phase=row.phase, cause=f"{who} [GRPO-620]: {what}")

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.between import Between, Table
+from grpo.faults.between import Between
 from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
@@ -31,7 +31,7 @@ from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
 from grpo.faults.oom import OomKills
 from grpo.faults.packets import message_in, receive
-from grpo.faults.progress import Reached, behind, record_of_behind
+from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import where
 from grpo.faults.stalls import WARN_S, Stalls, Watched
@@ -201,11 +201,11 @@ class Sentinel:
             self._end_ranks(now_s - self._failed_s)
 
     def _table(self) -> Table:
-        here = [self.place.node, self.place.host]
-        return {
-            str(number): [rank.phase, rank.exchanges, *Reached.read(rank.watched.progress).far, *here]
-            for number, rank in self._ranks.items()
-        }
+        table: Table = {}
+        for number, rank in self._ranks.items():
+            far, place = Reached.read(rank.watched.progress), (self.place.node, self.place.host)
+            table[str(number)] = [*Row(rank.phase, rank.exchanges, far.entered, far.collectives, *place)]
+        return table
 
     def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
         if self.between.record is None:
@@ -349,7 +349,7 @@ class Sentinel:
         """NCCL's watchdog ends those that wait: whom they wait for is what counts."""
         what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last words say why"
         if late := behind(table):
-            self.between.report(record_of_behind(table, late[0], what=what))
+            self.between.report(record_of_stall(table, late[0], what=what))
         else:
             self._report(rank, f"{what} [GRPO-621]")
 

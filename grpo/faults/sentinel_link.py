@@ -12,7 +12,7 @@ from typing import Any
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
 from grpo.faults.packets import MAX_PACKET_BYTES
-from grpo.faults.progress import Progress, behind, record_of_behind
+from grpo.faults.progress import Progress, Table, behind, record_of_stall, rows_of
 from grpo.faults.stacks import Stacks
 
 CONNECT_S = 60.0
@@ -39,7 +39,7 @@ class SentinelLink:
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
         self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # what the sentinel does not know yet, by kind
         self._saying = threading.Lock()
-        self._table: dict[str, list[Any]] = {}
+        self._table: Table = {}
         self._answered = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(CONNECT_S)
@@ -145,9 +145,9 @@ class SentinelLink:
 
     def not_come(self, exchange: int) -> dict[int, str]:
         """The ranks that have not come to that end of a phase, counted from 1, and the phases they are in."""
-        return {int(rank): phase for rank, (phase, reached, *_) in self._table.items() if reached < exchange}
+        return {rank: row.phase for rank, row in rows_of(self._table).items() if row.exchanges < exchange}
 
     def behind(self, what: str) -> FailureRecord | None:
         """As `not_come`: of the rank for which this one waits, if there is one."""
         late = behind(self._table)
-        return record_of_behind(self._table, late[0], what=what) if late else None
+        return record_of_stall(self._table, late[0], what=what) if late else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from grpo.faults.failure import FailureRecord
-from grpo.faults.progress import WATCHED_PHASE, Reached, Table, are_all_as_far, behind, record_of_behind
+from grpo.faults.progress import WATCHED_PHASE, Reached, Table, are_all_as_far, behind, record_of_stall
 from grpo.faults.stacks import STACKS_SIGNAL, empty, where
 
 WARN_S = 60.0
@@ -81,7 +81,7 @@ class Stalls:
         late = behind(table)
         first = min(self._ranks)
         if not late and self._is_first_node and are_all_as_far(table) and self._is_quiet(self._ranks[first]):
-            self._act(first, table, "none of them goes on, and all are as far: a device, or the network between them")
+            self._act(first, table, "none of them goes on, because of a device or of the network between them,")
         for number in late:
             if number in self._ranks and self._is_quiet(self._ranks[number]):
                 self._act(number, table, "it has not gone on")
@@ -100,7 +100,7 @@ class Stalls:
                 empty(rank.stacks)
                 os.kill(rank.pid, STACKS_SIGNAL)
             return
-        record = record_of_behind(table, number, what=f"{what} for {quiet_s:.0f} s{where(rank.stacks, 0)}")
+        record = record_of_stall(table, number, what=f"{what} for {quiet_s:.0f} s{where(rank.stacks, 0)}")
         if wish == "end":
             self._report(record)
         else:
