@@ -1,28 +1,25 @@
 """How far an engine has come, in memory that its client reads: a process that is stuck need not answer for that.
 
 The client makes the memory and hands it to the host; vLLM's EngineCore, which comes out of the host by fork, counts the
-steps that it ends there. Behind the count, processes that get `SIGNAL` write their stacks: a handler in C, which needs
-no interpreter lock.
+steps that it ends there. Behind the count, processes that are asked for their stacks write them.
 """
 
 import contextlib
 import faulthandler
 import mmap
 import os
-import signal
 import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.faults.sessions import process_state
-from grpo.faults.stacks import arranged
+from grpo.faults.stacks import STACKS_SIGNAL, arranged, ask_for_stacks
 from grpo.place.patches.vllm import report_steps
 
 STALL_S = 120.0
 STALL_SLOW_S = 600.0  # on CPUs, and while kernels are compiled
 SLOWEST_FACTOR = 10.0  # an engine that was that slow before may be so again
-SIGNAL = signal.SIGUSR2
 SHOW_S = 2.0  # for one process to write its stacks
 _QUIET_S = 0.1  # without another line of them
 _COUNT = struct.Struct("Qd")  # steps that have ended, and the seconds of the slowest
@@ -47,12 +44,13 @@ class Progress:
 
     def stacks(self, pids: Sequence[int]) -> str:
         """Of those processes that can show them; they go on."""
-        return "\n".join(f"process {pid} ({_title(pid)}):\n{self._stacks(pid)}" for pid in pids if _can_show(pid))
+        shown = [(pid, text) for pid in pids if (text := self._stacks(pid)) is not None]
+        return "\n".join(f"process {pid} ({_title(pid)}):\n{text}" for pid, text in shown)
 
-    def _stacks(self, pid: int) -> str:
+    def _stacks(self, pid: int) -> str | None:
         begin = end = os.fstat(self.fd).st_size
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, SIGNAL)
+        if not ask_for_stacks(pid):
+            return None
         since, until = time.monotonic(), time.monotonic() + SHOW_S
         while (now := time.monotonic()) < until and (end == begin or now - since < _QUIET_S):
             time.sleep(0.01)
@@ -60,14 +58,6 @@ class Progress:
                 end, since = size, now
         text = os.pread(self.fd, end - begin, begin).decode(errors="replace")
         return arranged(text) or f"  shows none: its state is {process_state(pid) or 'gone'}"
-
-
-def _can_show(pid: int) -> bool:
-    """Whether `SIGNAL` would not end it."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (SIGNAL - 1) & 1)
-    return False
 
 
 def _title(pid: int) -> str:
@@ -79,7 +69,7 @@ def _title(pid: int) -> str:
 
 def count_steps(fd: int) -> None:
     """In an engine host that has imported vLLM: let its EngineCore count, and all that come out of it show stacks."""
-    faulthandler.register(SIGNAL, file=fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
     memory = mmap.mmap(fd, _COUNT.size)
 
     def count(seconds: float) -> None:

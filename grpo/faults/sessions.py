@@ -18,11 +18,15 @@ REMOVAL_S = 2.0
 
 def process_state(pid: int) -> str:
     """The letter that stands for it in /proc/PID/stat: `T` is stopped, `t` held by a debugger; '' when it is gone."""
+    return next(iter(_stat_of(pid)), "")
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the command, which may itself hold spaces and parentheses."""
     try:
-        # Behind the command, which may itself hold spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 class ProcessEnd:
@@ -102,11 +106,9 @@ def remove_traces(private_folder: Path) -> None:
 
 def signal_that_ended(pid: int) -> signal.Signals | None:
     """Of a process that has ended and was not waited for yet by its parent; None where none did, or nobody knows."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return signal.Signals(int(stat.read().rpartition(")")[2].split()[-1]) & 0x7F)
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(IndexError, ValueError):  # it is gone; it ended by itself
+        return signal.Signals(int(_stat_of(pid)[-1]) & 0x7F)
+    return None
 
 
 class WatchedProcess:

@@ -1,10 +1,11 @@
-"""The stacks of a process that is stuck, written by a thread in C: it needs no interpreter lock."""
+"""The stacks of a process that is stuck, written in C, by a thread or a signal's handler: neither needs the GIL."""
 
 import contextlib
 import faulthandler
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 MAX_LINES = 60
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -27,7 +28,7 @@ class Stacks:
     @contextlib.contextmanager
     def armed(self, timeout_s: float) -> Iterator[None]:
         """They are written if the inside takes longer; Python code need not run for that."""
-        self._empty()
+        empty(self.fd)
         faulthandler.dump_traceback_later(timeout_s, file=self.fd)
         try:
             yield
@@ -42,12 +43,9 @@ class Stacks:
 
     def now(self, first: int) -> str:
         """As they are at this moment; see `read_stacks`."""
-        self._empty()
+        empty(self.fd)
         faulthandler.dump_traceback(file=self.fd)
         return read_stacks(self.fd, first)
-
-    def _empty(self) -> None:
-        empty(self.fd)
 
 
 @contextlib.contextmanager
@@ -59,6 +57,16 @@ def ending_process(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def ask_for_stacks(pid: int) -> bool:
+    """Have a process write its stacks; False where it is gone or writes none, and the signal would end it."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if int(status.partition("SigCgt:")[2].split()[0], 16) >> (STACKS_SIGNAL - 1) & 1:
+            os.kill(pid, STACKS_SIGNAL)
+            return True
+    return False
 
 
 def empty(fd: int) -> None:

@@ -1,12 +1,11 @@
 """Ranks of a node that are alive and do nothing, while the others wait for them: a warning, then the job's end."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from grpo.faults.failure import FailureRecord
 from grpo.faults.progress import WATCHED_PHASE, Reached, Table, are_all_as_far, behind, record_of_stall
-from grpo.faults.stacks import STACKS_SIGNAL, empty, where
+from grpo.faults.stacks import ask_for_stacks, empty, where
 
 WARN_S = 60.0
 WARN_STEPS = 5  # or so many steps' time, where that is longer
@@ -98,7 +97,7 @@ class Stalls:
             rank.asked_for = wish
             if rank.stacks is not None:
                 empty(rank.stacks)
-                os.kill(rank.pid, STACKS_SIGNAL)
+                ask_for_stacks(rank.pid)
             return
         record = record_of_stall(table, number, what=f"{what} for {quiet_s:.0f} s{where(rank.stacks, 0)}")
         if wish == "end":

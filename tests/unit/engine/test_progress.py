@@ -11,6 +11,7 @@ import pytest
 
 from grpo.engine import progress
 from grpo.engine.progress import Progress, StallWatch, count_steps
+from grpo.faults.stacks import STACKS_SIGNAL
 from tests.support.launching import ROOT
 
 LOOK_S = 2.0
@@ -77,7 +78,7 @@ def test_steps_of_a_forked_process_are_read_from_outside(monkeypatch: pytest.Mon
     memory = Progress()
     assert memory.read() == (0, 0.0)
     count_steps(memory.fd)
-    faulthandler.unregister(progress.SIGNAL)
+    faulthandler.unregister(STACKS_SIGNAL)
 
     def work() -> None:
         for seconds in (0.5, 2.5, 1.0):
