@@ -1,11 +1,10 @@
 """What a sentinel needs of those of other nodes, and how it takes leave of them."""
 
-import selectors
 import time
 from collections.abc import Callable
 
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import AwakeClock, Place
+from grpo.faults.liveness import Loop, Place
 from grpo.faults.peer import Peer
 from grpo.faults.progress import Table
 
@@ -20,8 +19,8 @@ class Between:
     record: FailureRecord | None = None
     """The job's."""
 
-    def __init__(self, place: Place, clock: AwakeClock, timeout_s: float) -> None:
-        self.place, self._clock, self._timeout_s = place, clock, timeout_s
+    def __init__(self, place: Place, loop: Loop) -> None:
+        self.place, self._loop = place, loop
 
     def report(self, record: FailureRecord) -> None:
         """Make it the job's, unless one is there already."""
@@ -39,9 +38,7 @@ class Between:
         """Say goodbye; blocks `GOODBYE_S` at most, and where a network is cut until it is whole or a peer is lost."""
 
 
-def await_goodbyes(
-    peers: Callable[[], list[Peer]], clock: AwakeClock, selector: selectors.BaseSelector, look: Callable[[], None]
-) -> None:
+def await_goodbyes(peers: Callable[[], list[Peer]], loop: Loop, look: Callable[[], None]) -> None:
     """Until the others have read everything, and have ended their connections: what is unread when a connection is
     closed may be lost with it. One that is held will read it later; one that is cut off has to come back for it.
 
@@ -53,7 +50,7 @@ def await_goodbyes(
     while waited_for := peers():
         if time.monotonic() > deadline and all(peer.knows_all() for peer in waited_for):
             break
-        for key, _ in selector.select(0.05):
+        for key, _ in loop.selector.select(0.05):
             key.data()
-        clock.tick()
+        loop.clock.tick()
         look()

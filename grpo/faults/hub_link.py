@@ -12,7 +12,7 @@ from functools import partial
 from grpo.faults.between import Answer, Between, await_goodbyes
 from grpo.faults.channel import Introduction, Message, join, tune
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import AwakeClock, Place
+from grpo.faults.liveness import Loop, Place
 from grpo.faults.peer import Peer
 from grpo.faults.progress import Table
 
@@ -31,27 +31,24 @@ class HubLink(Between):
     def __init__(
         self,
         place: Place,
-        clock: AwakeClock,
-        timeout_s: float,
+        loop: Loop,
         *,
-        selector: selectors.BaseSelector,
         num_nodes: int,
         addresses: list[str],
         port: int,
         secret: str,
     ) -> None:
-        super().__init__(place, clock, timeout_s)
-        self._selector, self._secret, self._num_nodes = selector, secret, num_nodes
+        super().__init__(place, loop)
+        self._secret, self._num_nodes = secret, num_nodes
         self._is_connected, self._is_leaving = True, False
         self._attempt: Introduction | None = None
         self._attempt_s = 0.0
         self._table: Table = {}
         self._waiting: list[Answer] = []
         self._reported: FailureRecord | None = None
-        channel, hub = join(addresses, port, secret, place, timeout_s)
+        channel, hub = join(addresses, port, secret, place, loop.timeout_s)
         self._address = channel.socket.getpeername()
-        own = (hub, clock, timeout_s, selector)
-        self._hub = Peer(*own, on_message=self._take, on_end=self._on_end, on_loss=self._look)
+        self._hub = Peer(hub, loop, on_message=self._take, on_end=self._on_end, on_loss=self._look)
         self._hub.add(channel)
         _log.debug("has reached the sentinel of node 0")
 
@@ -78,7 +75,7 @@ class HubLink(Between):
         if self._is_connected:
             self._is_leaving = True
             self._hub.send("bye")
-            await_goodbyes(lambda: [self._hub] * self._is_connected, self._clock, self._selector, self._look)
+            await_goodbyes(lambda: [self._hub] * self._is_connected, self._loop, self._look)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -93,7 +90,7 @@ class HubLink(Between):
                 self._lose(None)
 
     def _on_end(self, silent_s: float) -> None:
-        self._lose(self._hub.place.is_gone(silent_s, self._timeout_s))
+        self._lose(self._hub.place.is_gone(silent_s, self._loop.timeout_s))
 
     def _lose(self, record: FailureRecord | None) -> None:
         _log.debug("the connection to the sentinel of node 0 has ended")
@@ -114,15 +111,15 @@ class HubLink(Between):
             self._lose(self._why())
         elif not self._hub.is_quiet():
             self._give_up_attempt()
-        elif self._attempt is None or self._clock.now_s - self._attempt_s > ATTEMPT_S:
+        elif self._attempt is None or self._loop.clock.now_s - self._attempt_s > ATTEMPT_S:
             self._try_again()
 
     def _why(self) -> FailureRecord:
-        if not self._hub.is_out_of_reach(self._timeout_s / 2):
-            return self._hub.place.is_silent(self._timeout_s)
+        if not self._hub.is_out_of_reach(self._loop.timeout_s / 2):
+            return self._hub.place.is_silent(self._loop.timeout_s)
         if self._num_nodes == 2:
-            return self.place.has_no_link_to(self._hub.place, self._timeout_s)
-        return self.place.is_cut_off(f"node 0 ({self._hub.place.host})", self._timeout_s)
+            return self.place.has_no_link_to(self._hub.place, self._loop.timeout_s)
+        return self.place.is_cut_off(f"node 0 ({self._hub.place.host})", self._loop.timeout_s)
 
     def _try_again(self) -> None:
         """Another connection, beside what is there."""
@@ -131,14 +128,14 @@ class HubLink(Between):
         connection.setblocking(False)
         code = connection.connect_ex(self._address)
         attempt = self._attempt = Introduction(connection, self._secret, self.place)
-        self._attempt_s = self._clock.now_s
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear_attempt, attempt))
+        self._attempt_s = self._loop.clock.now_s
+        self._loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear_attempt, attempt))
         if code == errno.ECONNREFUSED:
             self._on_end(self._hub.silent_s())
 
     def _give_up_attempt(self) -> None:
         if self._attempt is not None:
-            self._selector.unregister(self._attempt.channel.socket)
+            self._loop.selector.unregister(self._attempt.channel.socket)
             self._attempt.channel.close()
             self._attempt = None
 
@@ -154,8 +151,8 @@ class HubLink(Between):
                 self._on_end(self._hub.silent_s())
             return
         self._attempt = None
-        self._selector.unregister(attempt.channel.socket)
-        tune(attempt.channel.socket, self._timeout_s)
+        self._loop.selector.unregister(attempt.channel.socket)
+        tune(attempt.channel.socket, self._loop.timeout_s)
         self._hub.add(attempt.channel)
         _log.debug("has reached the sentinel of node 0 again")
         self._send_again()

@@ -1,5 +1,6 @@
 """What counts as alive: time in which one has been awake oneself, and the records of nodes that are not heard of."""
 
+import selectors
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,16 @@ class AwakeClock:
         self.now_s += min(now - self._seen, 2 * self._interval_s)
         self._seen = now
         return self.now_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What a sentinel is driven by; all that it does between nodes shares it."""
+
+    clock: AwakeClock
+    selector: selectors.BaseSelector
+    timeout_s: float
+    """Without a word of a node, until it is taken for lost."""
 
 
 @dataclass(slots=True, kw_only=True)

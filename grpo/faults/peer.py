@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from grpo.faults.channel import Channel, Message
-from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
+from grpo.faults.liveness import Loop, Place, beat_interval_s
 
 QUIET_S = 5.0  # until a new connection is tried; a quarter of the timeout where that is less
 RETURN_BEATS = 3  # in which a peer has to come back, whose connection was reset
@@ -27,26 +27,23 @@ class Peer:
     def __init__(
         self,
         place: Place,
-        clock: AwakeClock,
-        timeout_s: float,
-        selector: selectors.BaseSelector,
+        loop: Loop,
         *,
         on_message: Callable[[Message], None],
         on_end: Callable[[float], None],
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
-        self.place = place
-        self._clock, self._timeout_s, self._selector = clock, timeout_s, selector
+        self.place, self._loop = place, loop
         self._on_message, self._on_end, self._on_loss = on_message, on_end, on_loss
         self._channels: list[Channel] = []  # oldest first
-        self._heard_s = clock.now_s
+        self._heard_s = loop.clock.now_s
         self._silent_before_s = 0.0  # its last connection was reset
 
     def add(self, channel: Channel) -> None:
         """It is there, by a connection on which it has shown who it is."""
-        self._heard_s = self._clock.now_s
+        self._heard_s = self._loop.clock.now_s
         self._channels.append(channel)
-        self._selector.register(channel.socket, selectors.EVENT_READ, partial(self._hear, channel))
+        self._loop.selector.register(channel.socket, selectors.EVENT_READ, partial(self._hear, channel))
 
     def send(self, kind: str, **values: Any) -> None:
         """On the newest connection; what must arrive is sent again on the next one."""
@@ -59,7 +56,7 @@ class Peer:
 
     def _drop(self, channel: Channel) -> None:
         self._channels.remove(channel)
-        self._selector.unregister(channel.socket)
+        self._loop.selector.unregister(channel.socket)
         channel.close()
 
     def _hear(self, channel: Channel) -> None:
@@ -70,7 +67,7 @@ class Peer:
         """What has come on one of its connections."""
         silent_s = self.silent_s()
         if messages:
-            self._heard_s = self._clock.now_s
+            self._heard_s = self._loop.clock.now_s
             for older in self._channels[: self._channels.index(channel)]:
                 self._drop(older)
         for message in messages:
@@ -83,31 +80,31 @@ class Peer:
         if channel.error is None:
             self._on_end(silent_s)
         else:
-            self._heard_s, self._silent_before_s = self._clock.now_s, silent_s
+            self._heard_s, self._silent_before_s = self._loop.clock.now_s, silent_s
             self._on_loss()
 
     # -- silence --------------------------------------------------------------------------------------------------
 
     def silent_s(self) -> float:
         """Without a word on any connection; before the reset, if there is none."""
-        return self._clock.now_s - self._heard_s if self._channels else self._silent_before_s
+        return self._loop.clock.now_s - self._heard_s if self._channels else self._silent_before_s
 
     def is_connected(self) -> bool:
         return bool(self._channels)
 
     def is_quiet(self) -> bool:
         """Long enough to try another connection."""
-        return not self._channels or self.silent_s() > min(QUIET_S, self._timeout_s / 4)
+        return not self._channels or self.silent_s() > min(QUIET_S, self._loop.timeout_s / 4)
 
     def is_missing(self) -> bool:
         """Perhaps with others, and for the same reason."""
-        return not self._channels or self.silent_s() > self._timeout_s / 2
+        return not self._channels or self.silent_s() > self._loop.timeout_s / 2
 
     def is_lost(self) -> bool:
         """For too long."""
         if self._channels:
-            return self.silent_s() > self._timeout_s
-        return self._clock.now_s - self._heard_s > RETURN_BEATS * beat_interval_s(self._timeout_s)
+            return self.silent_s() > self._loop.timeout_s
+        return self._loop.clock.now_s - self._heard_s > RETURN_BEATS * beat_interval_s(self._loop.timeout_s)
 
     def knows_all(self) -> bool:
         """Its machine has what was sent, or it is lost."""

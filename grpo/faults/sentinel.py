@@ -28,7 +28,7 @@ from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
 from grpo.faults.hub_link import HubLink
-from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
+from grpo.faults.liveness import AwakeClock, Loop, Place, beat_interval_s
 from grpo.faults.oom import OomKills
 from grpo.faults.packets import message_in, receive
 from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
@@ -119,11 +119,10 @@ class Sentinel:
             self._await_end(self._agent, partial(self._on_dead_agent, self._agent))
 
     def _meet(self, settings: dict[str, Any]) -> Between:
-        own = (self.place, self._clock, self.timeout_s)
+        own = (self.place, Loop(clock=self._clock, selector=self._selector, timeout_s=self.timeout_s))
         if settings["num_nodes"] == 1:
             return Between(*own)
         others: dict[str, Any] = {name: settings[name] for name in ("num_nodes", "secret")}
-        others["selector"] = self._selector
         if self.place.node == 0:
             return Hub(*own, **others, ranks_per_node=len(self._ranks), join_s=settings["join_s"])
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
