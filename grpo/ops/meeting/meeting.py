@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from grpo.faults.interrupt import TELL_EVERY_S
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.ops.meeting.deadline import within
 from grpo.ops.meeting.expected import Place
@@ -31,7 +32,6 @@ _LEAVE_S = 10.0  # how long the head stays for the others to read the verdict
 _POLL_S = 0.05
 _CLOCK_SAMPLES = 3
 _CLOCK_S = 60.0  # for the head's answer
-_TELL_EVERY_S = 60.0  # who is waited for
 _CLOSED = 1 << 20  # more processes than ever come under one name: added to its count when the meeting is closed
 
 
@@ -161,7 +161,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
         may_report = any(node not in answers and now < at + place.report_timeout_s for node, at in came.items())
         if not may_join and not may_report:
             return answers, came, first_up
-        if now > told + _TELL_EVERY_S:
+        if now > told + TELL_EVERY_S:
             told = now
             print(
                 f"[grpo] for {now - opened:.0f} s {place.command} waits for {_awaited(place, came, answers)}",

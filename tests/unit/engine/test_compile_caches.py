@@ -1,5 +1,6 @@
 """What an engine leaves to the next one: when it ends well, is killed while it starts, shares a folder with others."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -79,9 +80,11 @@ sys.stdin.read()
 """
 
 
-def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def start_of(code: str, *folders: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A host's process that runs this, in a session of its own, and the slot that it has taken."""
     with subprocess.Popen(
-        [sys.executable, "-c", STARTING, str(tmp_path)],
+        [sys.executable, "-c", code, *map(str, folders)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -89,7 +92,11 @@ def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_p
         start_new_session=True,
     ) as host:
         assert host.stdout is not None
-        spoilt = Path(host.stdout.readline().strip())
+        yield host, Path(host.stdout.readline().strip())
+
+
+def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_path: Path) -> None:
+    with start_of(STARTING, tmp_path) as (host, spoilt):
         beside = engines.start()
         assert beside.folder != spoilt
         (beside.folder / "kernel.so").write_text("whole")
@@ -129,16 +136,7 @@ sys.stdin.read()
 def a_late_start(base: Path, private_folder: Path) -> Path:
     """The slot that it had."""
     private_folder.mkdir(exist_ok=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", LATE, str(base), str(private_folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as host:
-        assert host.stdout is not None
-        folder = Path(host.stdout.readline().strip())
+    with start_of(LATE, base, private_folder) as (host, folder):
 
         def end() -> None:
             end_session(host.pid, private_folder)

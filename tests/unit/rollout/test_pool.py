@@ -2,26 +2,17 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo.engine.client import EngineError
-from grpo.rollout import pool as engine_pool
 from grpo.rollout.packing import REFUSED, Request, to_lists
 from grpo.rollout.stints import IdleClock
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(engine_pool, "POLL_S", 0.02)
-    node = Node()
-    yield node
-    node.end()
 
 
 @pytest.mark.parametrize("trial", range(20))

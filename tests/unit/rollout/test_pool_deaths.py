@@ -1,7 +1,5 @@
 """A pool whose engines die and come back."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,14 +9,6 @@ from grpo.rollout.packing import Request, to_lists
 from grpo.rollout.pool import DeadlyRequests, EnginePool
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(engine_pool, "POLL_S", 0.02)
-    node = Node()
-    yield node
-    node.end()
 
 
 def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 0) -> None:

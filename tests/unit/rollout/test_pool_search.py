@@ -1,12 +1,11 @@
 """Engines that die again and again: of one prompt, which is found and left out; of themselves; of nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from grpo.engine.client import EngineDied
-from grpo.rollout import pool as engine_pool
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, to_lists
 from grpo.rollout.pool import DeadlyRequests, EnginePool
@@ -15,14 +14,6 @@ from tests.support.engines import DEADLINE_S, Owed, ThreadedEngine
 from tests.support.pools import Node, expected_of, wait_until
 
 POISON = 666
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(engine_pool, "POLL_S", 0.02)
-    node = Node()
-    yield node
-    node.end()
 
 
 def is_poison(owed: Owed) -> bool:

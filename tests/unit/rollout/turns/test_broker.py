@@ -40,13 +40,6 @@ class Watch:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    node.end()
-
-
-@pytest.fixture
 def watch() -> Watch:
     return Watch()
 
