@@ -291,7 +291,7 @@ class LocalVLLM:
         self._look_at(self.last_batch.reports)
 
     def _look_at(self, reports: Sequence[GenerationReport]) -> None:
-        """Tell of prompts that no engine takes, and end the job where they are too many, or where an engine does not
+        """Warn of prompts that no engine takes, and end the job where they are too many, or where an engine does not
         know what it samples; the same on every rank."""
         for report in reports:
             if report.not_finite is not None:

@@ -46,7 +46,7 @@ class EngineDied(EngineError):
     """The engine's processes have ended: nothing will come from it any more."""
 
     is_requests_fault = False
-    """Whether whoever has heard of it says that it died of what it was asked, and not of itself."""
+    """Whether a request has killed the engine, by the judgement of the pool."""
 
 
 class EngineClient:

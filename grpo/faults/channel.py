@@ -22,9 +22,9 @@ from grpo.faults.liveness import Place
 MAX_LINE_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
 MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
-MAX_READ_BYTES = 1 << 16  # in one turn: others are heard, too
+MAX_READ_BYTES = 1 << 16  # in one turn of the loop, which reads other connections, too
 CONNECT_S = 5.0
-JOIN_S = 30.0  # of trying, unless nobody listens
+JOIN_S = 30.0  # of trying, unless the port is closed
 AGAIN_S = 0.2
 
 Message = dict[str, Any]
@@ -48,7 +48,7 @@ class Channel:
         self.socket = connection
         self.is_open = True
         self.error: OSError | None = None
-        """By which it was lost; None: the other side has ended it, as the kernel does for a process that dies."""
+        """By which the connection was lost; None: the other side ended it, as the kernel does for a dead process."""
         self.max_line_bytes = MAX_GREETING_BYTES
         self._read = b""
         self._unsent = b""
@@ -91,7 +91,7 @@ class Channel:
         return messages
 
     def _note(self, error: OSError) -> None:
-        """The kernel tells it once. A broken pipe comes behind the other side's end."""
+        """Keep the first error: the kernel reports it once. A broken pipe follows the other side's end."""
         if self.error is None and not isinstance(error, BrokenPipeError):
             self.error = error
 
@@ -133,7 +133,7 @@ def is_proof(given: Any, expected: str) -> bool:
 
 
 class Introduction:
-    """This node shows whoever listens at the other end of `connection` that it knows the secret, and is shown it."""
+    """A handshake over `connection`: each side shows the other that it knows the secret."""
 
     def __init__(self, connection: socket.socket, secret: str, place: Place) -> None:
         self.channel = Channel(connection)
@@ -141,11 +141,11 @@ class Introduction:
         self._ours, self._theirs = new_challenge(), ""
 
     def hear(self) -> Place | None:
-        """When something has come: who is there, once it has shown that it knows the secret. That is told with the
-        proof, so that a peer that is held right behind it can still be named.
+        """Read what has arrived. Returns the other side's place, once it has shown that it knows the secret: the place
+        comes with the proof, so that a peer that is stopped right after it can still be named.
 
         Raises:
-            OSError: nobody is there, or somebody else.
+            OSError: the port is closed, or the other side does not know the secret.
         """
         for message in self.channel.receive():
             match message:
@@ -168,11 +168,11 @@ class Introduction:
 
 
 def join(addresses: list[str], port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
-    """A channel to the first address behind which somebody knows the secret, and who that is. Tries each
-    for `CONNECT_S`, and all again until `JOIN_S` have passed or nobody listens at any.
+    """Connect to the first address whose other side knows the secret; returns the channel and its place. Tries each
+    address for `CONNECT_S`, and all again until `JOIN_S` have passed or all ports are closed.
 
     Args:
-        place: of this node, which the other side is told.
+        place: of this node; sent to the other side.
 
     Raises:
         OSError: there is none; says why, for each.

@@ -62,7 +62,7 @@ class HubLink(Between):
     def beat(self, table: Table) -> None:
         self._table = table
         self._look()
-        self._hub.send("beat", phase=self.place.phase, table=table)  # to nobody, where it is lost
+        self._hub.send("beat", phase=self.place.phase, table=table)  # dropped where the connection is lost
 
     def ask(self, table: Table, answer: Answer) -> None:
         if self._is_connected:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from grpo.faults.failure import FailureRecord, JobFailed
 
-TELL_EVERY_S = 60.0
+REMINDER_S = 60.0  # of a wait, between two lines about it
 AGAIN_S = 5.0  # after which code that has caught `DeadlinePassed` and goes on gets it once more
 _calls: set[threading.Event] = set()
 """Of the calls in `interrupted_after`: set, the main thread is woken from a system call."""
@@ -34,15 +34,15 @@ def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling(tell: Callable[[float], None]) -> Iterator[None]:
-    """Around a wait for others in a library: once a minute `tell` gets the seconds so far, in another thread."""
+def every_minute(act: Callable[[float], None]) -> Iterator[None]:
+    """Around a long wait in a library: call `act` with the seconds so far, from another thread, once a minute."""
     begun, is_over = time.monotonic(), threading.Event()
 
     def repeat() -> None:
-        while not is_over.wait(TELL_EVERY_S):
-            tell(time.monotonic() - begun)
+        while not is_over.wait(REMINDER_S):
+            act(time.monotonic() - begun)
 
-    threading.Thread(target=repeat, name="grpo-telling", daemon=True).start()
+    threading.Thread(target=repeat, name="grpo-every-minute", daemon=True).start()
     try:
         yield
     finally:

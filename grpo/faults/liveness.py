@@ -80,14 +80,14 @@ class Place:
         )
 
     def has_no_link_to(self, hub: "Place", timeout_s: float) -> FailureRecord:
-        """In a job of two nodes, where nobody knows which of the two is to blame: both say this."""
+        """The record of both nodes of a job of two, since neither can know which of them is to blame."""
         return self._record(
             f"node {hub.node} ({hub.host}) and node {self.node} ({self.host}) have not heard of each other for "
             f"{timeout_s:g} s (heartbeat_timeout): the network between them is cut, or one of them is off [GRPO-614]"
         )
 
     def is_cut_off(self, others: str, timeout_s: float) -> FailureRecord:
-        """It has heard of none of them for so long, and does not know why."""
+        """The record of a node that has had no beat of the others for so long."""
         return self._record(
             f"the node has been cut off from {others} for {timeout_s:g} s (heartbeat_timeout): its own network is "
             "down, or that between them, or they are off or stopped all at once [GRPO-616]"

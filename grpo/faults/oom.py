@@ -29,7 +29,7 @@ class OomKills:
         self._before, self._seen = self._seen, self._now()
 
     def lately(self) -> int:
-        """How many processes it has taken; 0 where nobody counts."""
+        """Number of processes that it has taken; 0 where there is no count."""
         return self._now() - self._before
 
     def _now(self) -> int:

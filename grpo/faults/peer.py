@@ -13,10 +13,10 @@ RETURN_BEATS = 3  # in which a peer has to come back, whose connection was reset
 
 
 class Peer:
-    """Another node's sentinel. All its connections are heard; with its first word on a new one the older ones end.
+    """Another node's sentinel. All its connections are read; its first message on a new one closes the older ones.
 
-    The kernel waits twice as long with each try to get something through, so that an old connection speaks again long
-    after the network does. Whoever has died has ended all connections at once, and a network alone ends none.
+    TCP doubles its retransmission timer, so an old connection resumes long after the network does. A process that dies
+    ends all its connections at once; a network failure ends none.
 
     Args:
         on_message: gets what it says.

@@ -175,7 +175,7 @@ class Sentinel:
             self._agent.kill()
             self._agent.close()
         if self._agent is not None and self._agent.is_dead and self._agent_folder is not None:
-            shutil.rmtree(self._agent_folder, ignore_errors=True)  # nobody else is left to do it
+            shutil.rmtree(self._agent_folder, ignore_errors=True)  # its owner is dead
 
     # -- once an interval -----------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def link_to_sentinel(
         store: with keys of these sentinels alone.
         timeout_s: without a word of a node until it is taken for lost.
         join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node as long.
-        stall_s: without progress of a rank for which others wait; None: nobody looks.
+        stall_s: limit without progress of a rank for which others wait; None: no limit.
 
     Raises:
         SentinelError: a sentinel does not start, or cannot reach the first node's.
@@ -81,7 +81,7 @@ def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store
         store.set("hub", json.dumps({**hub, "port": port, "addresses": _addresses()}))
     store.set(mine, json.dumps({"name": name}))
     if store.add("come", 1) == launch.num_nodes and launch.num_nodes > 1:
-        store.delete_key("hub")  # whoever reaches the store reads it, and nobody needs the secret any more
+        store.delete_key("hub")  # the store has no password, and the secret is not needed any more
     return name
 
 

@@ -105,7 +105,7 @@ def remove_traces(private_folder: Path) -> None:
 
 
 def signal_that_ended(pid: int) -> signal.Signals | None:
-    """Of a process that has ended and was not waited for yet by its parent; None where none did, or nobody knows."""
+    """The signal that ended a process whose parent has not reaped it yet; None for another end, or an unknown one."""
     with contextlib.suppress(IndexError, ValueError):  # it is gone; it ended by itself
         return signal.Signals(int(_stat_of(pid)[-1]) & 0x7F)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 MAX_LINES = 60
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""On which a process writes its stacks (`on_signal`): one that nobody else takes, for its default is the end."""
+"""Makes a process write its stacks, once `on_signal` was called in it; ends any other process."""
 _STDERR = 2
 _on_signal: "Stacks | None" = None
 

@@ -1,4 +1,4 @@
-"""Ranks of a node that are alive and do nothing, while the others wait for them: a warning, then the job's end."""
+"""Stuck ranks of a node: alive, without progress, and behind the others. A warning first, then the job's end."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Stalls:
         warn_s: without progress, behind the others, until the user is warned.
         limit_s: until the job has failed; `first_limit_s` before its first step.
         ask: brings the table of all ranks, now or later.
-        warn: tells the user.
+        warn: prints a warning.
         report: makes a record the job's.
     """
 

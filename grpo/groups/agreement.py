@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.interrupt import on_expiry, telling
+from grpo.faults.interrupt import every_minute, on_expiry
 from grpo.place.same_everywhere import check_same
 from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
@@ -91,7 +91,7 @@ def agree_on_topology(
         around.enter_context(on_expiry(timeout_s + STORE_S, _end_without_store))
         if rank == 0:
             words = _store_of(number, _job_store().clone())  # the job's is in the wait
-            around.enter_context(telling(partial(_tell_of_missing, words, world_size)))
+            around.enter_context(every_minute(partial(_name_missing, words, world_size)))
         verdict = _find_verdict(store, rank, world_size, timedelta(seconds=timeout_s))
     if verdict.failure is not None:
         raise JobFailed(verdict.failure)
@@ -125,7 +125,7 @@ def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timede
     return _Verdict.loads(store.get("verdict"))
 
 
-def _tell_of_missing(words: dist.Store, world_size: int, seconds: float) -> None:
+def _name_missing(words: dist.Store, world_size: int, seconds: float) -> None:
     if missing := [rank for rank in range(world_size) if not words.check([f"rank{rank}"])]:
         _say(
             f"for {seconds:.0f} s ranks {missing} have been waited for: they are not in the trainer yet, but at "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.faults.interrupt import telling
+from grpo.faults.interrupt import every_minute
 from grpo.faults.watch import FailureWatch
 from grpo.place.patches.torch import unbound_default_group
 
@@ -54,7 +54,7 @@ def new_gloo_groups(
     def missing_ranks() -> list[int]:
         return [other for other in range(world_size) if not arrivals.check([str(other)])]
 
-    def tell(seconds: float) -> None:
+    def name_missing(seconds: float) -> None:
         if missing := missing_ranks():
             phases = {} if watch is None else watch.not_come(sys.maxsize)
             what = ", ".join(f"{other} ({phases.get(other, 'before its first phase')})" for other in missing)
@@ -77,7 +77,7 @@ def new_gloo_groups(
         with contextlib.ExitStack() as around:
             around.enter_context(unbound_default_group())
             if rank == 0:
-                around.enter_context(telling(tell))
+                around.enter_context(every_minute(name_missing))
             if watch is not None:
                 around.enter_context(watch.during("process groups"))
                 around.enter_context(watch.within(creation_timeout_s + STUCK_S, complaint))

@@ -14,7 +14,7 @@ from grpo.rollout.queue import Chunk, RequestQueue
 _log = logging.getLogger(__name__)
 
 MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
-KNOWN_GOOD = range(-1, 0)  # the id of a completion that nobody has asked for
+KNOWN_GOOD = range(-1, 0)  # the id of a completion that belongs to no batch
 Prompt = TypeVar("Prompt", bound=Hashable)
 
 
@@ -107,7 +107,7 @@ class Trials:
         return sent
 
     def settle(self, completions: Iterable[int]) -> None:
-        """These are answered, or nobody wants them any more."""
+        """These are answered, or no longer wanted."""
         if self._search is None:
             return
         was_under_way = bool(self._under_way)
@@ -132,10 +132,10 @@ class Trials:
         _log.warning("an engine died of a trial of %d prompts", len(self._search.trial), extra=FILE_ONLY)
         prompt = self._search.died()
         if prompt is not None:
-            told = error.what.partition("\n")[0]
+            first_line = error.what.partition("\n")[0]
             length = len(next(iter(owed.values())).token_ids)
             self.deadly[prompt] = (
-                f"engines die of a prompt of {length} tokens, which none is given again [GRPO-416]: {told}"
+                f"engines die of a prompt of {length} tokens, which none is given again [GRPO-416]: {first_line}"
             )
         elif self._search.num_deaths == MAX_MORE_DEATHS:
             return f"and {MAX_MORE_DEATHS} times at parts of them"
@@ -170,7 +170,7 @@ class Trials:
         while search is not None and search.trial and not self._under_way:
             if any(self._is_among(search.trial, chunk) for chunk in self._held):
                 break
-            search.answered()  # nobody wants it any more
+            search.answered()  # the trial is no longer wanted
         if search is not None and not search.suspects:
             self._search = search = None
             _log.warning("the search for a prompt is over: %d known", len(self.deadly), extra=FILE_ONLY)
@@ -181,7 +181,7 @@ class Trials:
 
 
 def about_deadly(samples: Sequence[Sample], batches: Mapping[int, Batch], why: str, error: EngineDied) -> str:
-    """What is told where the search has ended without a prompt.
+    """The cause, where the search has ended without a prompt.
 
     Args:
         samples: that engines died at work on.

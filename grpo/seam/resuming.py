@@ -65,7 +65,7 @@ class ResumableTrainer(OrderedTrainer):
     first_step = 0
     """Optimizer steps that earlier attempts have done."""
     _loading: contextlib.ExitStack
-    """While a checkpoint is read: every pickle with the allow-list, whoever reads it."""
+    """Open while a checkpoint is read: every `torch.load` has the allow-list, DeepSpeed's too."""
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         self._screen = ProgressOnScreen()

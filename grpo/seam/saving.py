@@ -40,7 +40,7 @@ from grpo.seam.trimming import TrimmingTrainer
 
 _log = logging.getLogger(__name__)
 
-ODD_NORMS = 3  # in a row, until it is told
+ODD_NORMS = 3  # in a row, until a warning
 MAX_NAMED = 5
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 VISIBLE_S = 180.0  # until rank 0 sees what the others have written: NFS keeps what it knows of a folder for 60 s

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.matrix import Cell, Expected
-from tests.support.contract import told_by_ranks
+from tests.support.contract import records_by_rank
 from tests.support.launching import Job
 from tests.support.left_over import left_over, processes_in
 
@@ -72,17 +72,17 @@ def records(job: Job) -> list[str]:
 
 
 def silent_ranks(job: Job, struck: Collection[int]) -> list[int]:
-    """Ranks that have told no record, on the screen or in their logs, and should have.
+    """Ranks without a record, on the screen or in their logs, that should have one.
 
     Args:
         struck: ranks that the fault itself has taken.
     """
     output = job.output()
-    told = {*told_by_ranks(output), *(int(number) for number in _DIED.findall(output)), *struck}
+    reported = {*records_by_rank(output), *(int(number) for number in _DIED.findall(output)), *struck}
     for path in (job.output_dir / "run" / "logs").glob("rank-*.log"):
         if _TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
-            told.add(int(match[1]))
-    return [rank for rank in RANKS if rank not in told]
+            reported.add(int(match[1]))
+    return [rank for rank in RANKS if rank not in reported]
 
 
 def judge(

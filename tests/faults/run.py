@@ -33,7 +33,7 @@ from tests.support.tiny_models import save_tiny_model
 from tools.code_digest import commit
 
 JOB = ROOT / "tests" / "jobs" / "fault_job.py"
-TOLD_S = 2 * MAX_INTERVAL_S  # until a node has told the others what it does
+TWO_BEATS_S = 2 * MAX_INTERVAL_S  # until the others know what a node does
 DISK, SHM = "16m", "4m"  # of the file systems that are filled
 _OF_BOTH = ("train", "save", "resume")  # phases in which every rank waits, not the local mains alone
 
@@ -163,7 +163,7 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
         return set(), set()
     taken = targets(job, marks, cell)
     if fault.target.startswith("node"):
-        time.sleep(TOLD_S)  # the others know a node's phase by its last beat
+        time.sleep(TWO_BEATS_S)  # the others know a node's phase by its last beat
     held = [inner_process(engine_pid(marks, rank)).pid for rank in ranks] if cell.phase == "generate" else []
     send(held, signal.SIGSTOP)  # so that nothing is answered before the fault comes
     if cell.phase == "generate":

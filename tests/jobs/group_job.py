@@ -58,7 +58,7 @@ with watch.guard():
         found["sprung"] = True
 
     store = dist.distributed_c10d._get_default_store()
-    interrupt.TELL_EVERY_S = 0.5
+    interrupt.REMINDER_S = 0.5
     late = "nothing raised"
     if rank != 1:
         try:

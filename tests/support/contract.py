@@ -67,9 +67,8 @@ def until_it_ends(job: Job, timeout_s: float) -> str:
     return expect_the_contract(job, time.monotonic(), everyone)
 
 
-def told_by_ranks(output: str) -> dict[int, set[str]]:
-    """The first lines of the records that ranks tell, by rank: each in its last words, or, of a rank that says nothing
-    any more, its node's sentinel for it."""
+def records_by_rank(output: str) -> dict[int, set[str]]:
+    """First lines of the records that each rank has printed, or that its node's sentinel has printed for it."""
     found: dict[int, set[str]] = {}
     for match in _TOLD.finditer(output):
         found.setdefault(int(match["rank"] or match["ended"] or match["killed"]), set()).add(match["record"])
@@ -80,12 +79,12 @@ def the_record(job: Job, output: str, *, says: Sequence[str], ranks: Collection[
     """The one failure record that all ranks tell.
 
     Args:
-        ranks: those that have to tell it, each for itself.
+        ranks: those that have to print it, each for itself.
     """
-    told = told_by_ranks(output)
+    by_rank = records_by_rank(output)
     records = {line.partition("the job failed on ")[2] for line in output.splitlines() if "the job failed on" in line}
     assert len(records) == 1, job.fail(f"not one record: {records}")
-    assert told.keys() >= set(ranks), job.fail(f"rank {sorted(set(ranks) - told.keys())} did not tell")
+    assert by_rank.keys() >= set(ranks), job.fail(f"rank {sorted(set(ranks) - by_rank.keys())} has no record")
     (record,) = records
     for part in says:
         assert part in record, job.fail(f"no {part!r} in {record}")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from grpo.faults.interrupt import TELL_EVERY_S
+from grpo.faults.interrupt import REMINDER_S
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.ops.meeting.deadline import within
 from grpo.ops.meeting.expected import Place
@@ -143,7 +143,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
     others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
     answers: dict[str, Arrival] = {}
-    told = opened
+    reminded = opened
     while True:
         for node in others:
             if node not in came and store.check([f"hello/{node}"]):
@@ -161,8 +161,8 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
         may_report = any(node not in answers and now < at + place.report_timeout_s for node, at in came.items())
         if not may_join and not may_report:
             return answers, came, first_up
-        if now > told + TELL_EVERY_S:
-            told = now
+        if now > reminded + REMINDER_S:
+            reminded = now
             print(
                 f"[grpo] for {now - opened:.0f} s {place.command} waits for {_awaited(place, came, answers)}",
                 flush=True,

@@ -12,8 +12,8 @@ from grpo.faults.failure import FailureRecord
 from grpo.groups.agreement import (
     _find_verdict,
     _judge,
+    _name_missing,
     _store_of,
-    _tell_of_missing,
     _Verdict,
     _Word,
     agree_on_topology,
@@ -117,11 +117,11 @@ def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> 
 def test_who_is_waited_for_is_said(capfd: pytest.CaptureFixture) -> None:
     words = dist.HashStore()
     words.set("rank0", "")
-    _tell_of_missing(words, 3, 61.2)
+    _name_missing(words, 3, 61.2)
     assert capfd.readouterr().out.startswith("[grpo] for 61 s ranks [1, 2] have been waited for: they are not in the")
     words.set("rank1", "")
     words.set("rank2", "")
-    _tell_of_missing(words, 3, 121.2)
+    _name_missing(words, 3, 121.2)
     assert capfd.readouterr().out == ""
 
 

@@ -126,7 +126,7 @@ def test_a_node_that_starts_too_late_is_told_what_to_set(monkeypatch: pytest.Mon
 def test_a_node_that_comes_and_does_not_report_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(meeting, "REMINDER_S", 0.1)
     store = dist.HashStore()
     store.set("hello/b", "0")
     attendance, counts = meeting._receive(store, replace(place(wait_s=0.0), report_timeout_s=0.4))
