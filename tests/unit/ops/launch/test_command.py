@@ -33,6 +33,19 @@ def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path)
     assert (asked.wishes.reserved_gpus, asked.wishes.use_cpu, is_readable) == (2, True, False)
 
 
+@pytest.mark.parametrize(("words", "seconds"), [((), 1800.0), (("--start-timeout", "77"), 77.0)])
+def test_how_long_a_nodes_report_may_take(
+    words: tuple[str, ...], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Place] = []
+    monkeypatch.setattr(command, "_meet_and_launch", lambda args, place, *_: places.append(place) or 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "mine.py").touch()
+    args, _ = read(*words, str(tmp_path / "mine.py"))
+    assert command.run(args) == 0
+    assert [place.report_timeout_s for place in places] == [seconds]
+
+
 def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This node has done its part: the head's model is what is waited for."""
 
