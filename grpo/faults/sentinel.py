@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
 from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Loop, Place, beat_interval_s
-from grpo.faults.oom import OomKills
 from grpo.faults.packets import message_in, receive
 from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
+from grpo.faults.rank import Limit, Rank
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import where
-from grpo.faults.stalls import WARN_S, Stalls, Watched
+from grpo.faults.stalls import WARN_S, Stalls
+from grpo.faults.storage import LOOK_S, Storage
 from grpo.place.log import open_log, start_log
 
 _log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
@@ -47,50 +48,6 @@ SAY_S = 1.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """Of what a rank does now."""
-
-    deadline_s: float
-    phase: str
-    overdue: str
-    """What to say when it has passed."""
-    thread: int
-    """Which does it."""
-
-
-class _Rank(WatchedProcess):
-    """One of this node's ranks, and what it has told."""
-
-    def __init__(self, rank: int, pid: int) -> None:
-        super().__init__(pid)
-        self.rank = rank
-        self.oom_kills = OomKills(pid)
-        self.connection: socket.socket | None = None
-        self.watched = Watched(pid=pid)
-        self.phase = "start"
-        self.exchanges = 0
-        self.limit: _Limit | None = None
-        self.has_left = False
-        """It has said that it ends, and is well."""
-        self.has_stopped = False
-        """It has said that it is watched no more."""
-        self.is_told = False
-        """Of the job's record."""
-        self.covered: dict[str, int | None] = {}
-        """Session by folder, to be ended and removed behind it."""
-
-    def send(self, kind: str, **values: Any) -> bool:
-        """Whether it went out: a rank that is held reads nothing."""
-        if self.connection is None:
-            return False
-        try:
-            self.connection.send(json.dumps({"kind": kind, **values}).encode())
-        except OSError:
-            return False
-        return True
-
-
 class Sentinel:
     """See `main` for the settings. Raises OSError when the hub cannot be reached."""
 
@@ -99,7 +56,7 @@ class Sentinel:
         self.interval_s = beat_interval_s(self.timeout_s)
         self._clock = AwakeClock(self.interval_s)
         self._selector = selectors.DefaultSelector()
-        self._ranks = {int(rank): _Rank(int(rank), pid) for rank, pid in settings["pids"].items()}
+        self._ranks = {int(rank): Rank(int(rank), pid) for rank, pid in settings["pids"].items()}
         self._first = self._ranks[min(self._ranks)]
         self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
         self._agent = None if settings["agent"] is None else WatchedProcess(settings["agent"])
@@ -110,7 +67,7 @@ class Sentinel:
         self.between = self._meet(settings)
         self._listener = listener
         self._nameless: dict[socket.socket, Callable[[], None]] = {}
-        self._stalls = self._look_at_stalls_with(settings)
+        self._look_at_stalls_with(settings)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         for rank in self._ranks.values():
@@ -127,18 +84,28 @@ class Sentinel:
             return Hub(*own, **others, ranks_per_node=len(self._ranks), join_s=settings["join_s"])
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
-    def _look_at_stalls_with(self, settings: dict[str, Any]) -> Stalls | None:
-        if not settings.get("stall_s"):
-            return None
-        return Stalls(
+    def _look_at_stalls_with(self, settings: dict[str, Any]) -> None:
+        self._stalls: Stalls | None = None
+        self._storage: Storage | None = None
+        if not (limit_s := settings.get("stall_s")):
+            return
+        warn_s = settings.get("stall_warn_s", WARN_S)
+        self._stalls = Stalls(
             {number: rank.watched for number, rank in self._ranks.items()},
             is_first_node=self.place.node == 0,
-            warn_s=settings.get("stall_warn_s", WARN_S),
-            limit_s=settings["stall_s"],
-            first_limit_s=max(settings["stall_s"], settings["first_stall_s"]),
+            warn_s=warn_s,
+            limit_s=limit_s,
+            first_limit_s=max(limit_s, settings["first_stall_s"]),
             ask=lambda answer: self.between.ask(self._table(), answer),
             warn=self._say,
             report=self.between.report,
+        )
+        # Before the rank that it holds, whose stack says less.
+        self._storage = Storage(
+            warn_s=warn_s / 2,
+            limit_s=max(limit_s - 2 * LOOK_S, LOOK_S),
+            warn=self._say,
+            fail=partial(self._report, self._first),
         )
 
     def _await_end(self, process: WatchedProcess, then: Callable[[], None]) -> None:
@@ -196,6 +163,8 @@ class Sentinel:
         if self._stalls is not None and self._failed_s is None:
             free = [rank for rank in self._ranks.values() if not (rank.is_dead or rank.has_left or rank.limit)]
             self._stalls.look({rank.rank: (rank.phase, rank.exchanges) for rank in free}, now_s)
+        if self._storage is not None and self._failed_s is None:
+            self._storage.look(now_s)
         if self._failed_s is not None:
             self._end_ranks(now_s - self._failed_s)
 
@@ -206,7 +175,7 @@ class Sentinel:
             table[str(number)] = [*Row(rank.phase, rank.exchanges, far.entered, far.collectives, *place)]
         return table
 
-    def _report(self, rank: _Rank, cause: str, phase: str | None = None) -> None:
+    def _report(self, rank: Rank, cause: str, phase: str | None = None) -> None:
         if self.between.record is None:
             _log.warning("sees: %s", cause)
             where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
@@ -259,7 +228,7 @@ class Sentinel:
             self._nameless[connection] = greet
             self._selector.register(connection, selectors.EVENT_READ, greet)
 
-    def _greet(self, connection: socket.socket, ranks: list[_Rank]) -> None:
+    def _greet(self, connection: socket.socket, ranks: list[Rank]) -> None:
         """Which of `ranks`, those of the connecting process, this is."""
         packet, descriptors = receive(connection)
         if packet is None:
@@ -278,7 +247,7 @@ class Sentinel:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
         self._hear(rank)
 
-    def _hear(self, rank: _Rank) -> None:
+    def _hear(self, rank: Rank) -> None:
         while rank.connection is not None:
             packet, _ = receive(rank.connection)
             if packet is None:
@@ -290,7 +259,7 @@ class Sentinel:
                 return
             self._take(rank, message_in(packet))
 
-    def _take(self, rank: _Rank, message: dict[str, Any]) -> None:
+    def _take(self, rank: Rank, message: dict[str, Any]) -> None:
         match message:
             case {"kind": "phase", "phase": phase, "exchanges": exchanges}:
                 rank.phase, rank.exchanges = phase, exchanges
@@ -298,7 +267,7 @@ class Sentinel:
             case {"kind": "limit", "timeout_s": None}:
                 rank.limit = None
             case {"kind": "limit", "timeout_s": timeout_s, "phase": phase, "overdue": overdue, "thread": thread}:
-                rank.limit = _Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
+                rank.limit = Limit(self._clock.now_s + timeout_s, phase, overdue, thread)
             case {"kind": "report", "record": record}:
                 _log.warning("rank %d reports a failure in phase '%s'", rank.rank, record.get("phase"))
                 self.between.report(FailureRecord(**record))
@@ -313,12 +282,14 @@ class Sentinel:
                 _log.debug("rank %d leaves", rank.rank)
             case {"kind": "log", "path": path}:
                 open_log(Path(path), f"sentinel of ranks {sorted(self._ranks)}, heartbeat_timeout {self.timeout_s:g}")
+                if self._storage is not None:
+                    self._storage.folder = Path(path).parent
             case {"kind": "stop"}:
                 rank.has_left = rank.has_stopped = True
             case _:
                 self._say(f"leaves out what rank {rank.rank} has sent, which is no message")
 
-    def _on_dead_rank(self, rank: _Rank) -> None:
+    def _on_dead_rank(self, rank: Rank) -> None:
         if rank.connection is None:  # it came and died while something else was done: it still waits at the door
             self._accept()
             for greet in list(self._nameless.values()):
@@ -333,7 +304,7 @@ class Sentinel:
             thread.start()
             self._enders.append(thread)
 
-    def _report_dead(self, rank: _Rank) -> None:
+    def _report_dead(self, rank: Rank) -> None:
         who = f"the process of rank {rank.rank} (pid {rank.pid})"
         if taken := rank.oom_kills.lately():
             killer = f"out of memory, for the kernel's OOM killer has just taken {taken} process(es)"
@@ -344,7 +315,7 @@ class Sentinel:
             by = "killed?" if rank.ended_by is None else f"killed by {rank.ended_by.name}?"
             self._report(rank, f"{who} died without a word: {by} [GRPO-601]")
 
-    def _report_aborted(self, rank: _Rank, who: str, table: Table) -> None:
+    def _report_aborted(self, rank: Rank, who: str, table: Table) -> None:
         """NCCL's watchdog ends those that wait: whom they wait for is what counts."""
         what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last words say why"
         if late := behind(table):

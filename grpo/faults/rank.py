@@ -1,0 +1,54 @@
+"""One of a node's ranks, as its sentinel knows it."""
+
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.faults.oom import OomKills
+from grpo.faults.sessions import WatchedProcess
+from grpo.faults.stalls import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of what a rank does now."""
+
+    deadline_s: float
+    phase: str
+    overdue: str
+    """What to say when it has passed."""
+    thread: int
+    """Which does it."""
+
+
+class Rank(WatchedProcess):
+    """One of this node's ranks, and what it has told."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        super().__init__(pid)
+        self.rank = rank
+        self.oom_kills = OomKills(pid)
+        self.connection: socket.socket | None = None
+        self.watched = Watched(pid=pid)
+        self.phase = "start"
+        self.exchanges = 0
+        self.limit: Limit | None = None
+        self.has_left = False
+        """It has said that it ends, and is well."""
+        self.has_stopped = False
+        """It has said that it is watched no more."""
+        self.is_told = False
+        """Of the job's record."""
+        self.covered: dict[str, int | None] = {}
+        """Session by folder, to be ended and removed behind it."""
+
+    def send(self, kind: str, **values: Any) -> bool:
+        """Whether it went out: a rank that is held reads nothing."""
+        if self.connection is None:
+            return False
+        try:
+            self.connection.send(json.dumps({"kind": kind, **values}).encode())
+        except OSError:
+            return False
+        return True
