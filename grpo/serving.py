@@ -1,6 +1,7 @@
 """What a rank has to push and to sample with, once all engines of the job take work."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from grpo.engine.supervisor import EngineSupervisor, Respawn
 from grpo.faults.failure import JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.gpu_needs import nccl_doubt
 from grpo.place.startup import StartupClock
 from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
@@ -40,9 +42,12 @@ def _backend(args: GRPOConfig, topology: NodeTopology) -> str:
 def engine_spec(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> EngineSpec:
-    """How to build each of the node's engines."""
+    """How to build each of the node's engines. Logs a warning where their deaths may end the trainer too."""
+    backend = _backend(args, topology)
+    if backend == "nccl" and (doubt := nccl_doubt(os.environ)):
+        _log.warning("WARNING: %s: %s", *doubt)
     return EngineSpec(
-        engine_args=engine_args(args, model, topology, adapters) | transfer_args(_backend(args, topology)),
+        engine_args=engine_args(args, model, topology, adapters) | transfer_args(backend),
         sampling=sampling_settings(args),
     )
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from grpo.place.files import is_on, read_wishes
+from grpo.place.gpu_needs import needed_branch, read_driver, unmet_needs
 
 UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
 _BESIDE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # of ROCm alone
@@ -110,6 +111,18 @@ def torch_build() -> str | None:
 
 
 def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
+    """`seen_gpus` of a job that is about to start.
+
+    Raises DeviceMistake as that does, and where GPUs lack what a first kernel needs: driver, C compiler, Python.h.
+    """
+    count = seen_gpus(env, use_cpu=use_cpu)
+    if count and (unmet := unmet_needs(torch_build(), env)):
+        first, *others = unmet
+        raise DeviceMistake(first.what, "; ".join([first.fix, *(f"{what}: {fix}" for what, fix in others)]))
+    return count
+
+
+def seen_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
     """GPUs of a job on this machine: 0 with `use_cpu`, or where accelerate was told so (ACCELERATE_USE_CPU).
 
     Raises DeviceMistake where torch is built for GPUs and sees none, or where engines cannot be given what it sees.
@@ -128,10 +141,14 @@ def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
         return count
     lists = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", *_BESIDE) if name in env}
     shown = " ".join(f"{name}={value!r}" for name, value in lists.items()) or "CUDA_VISIBLE_DEVICES is unset"
+    driver = "nvidia-smi"
+    if needed := needed_branch(build):
+        loaded = read_driver()
+        driver += f"; {build} needs {needed} or newer" + (loaded and f", and {loaded} is loaded")
     raise DeviceMistake(
         f"torch is built for {build}, but sees no GPU ({shown}) [GRPO-101]",
         "ask the scheduler for them (Slurm: --gres=gpu:8 or --gpus-per-node=8; Kubernetes: nvidia.com/gpu: 8), look at "
-        "CUDA_VISIBLE_DEVICES and at the driver (nvidia-smi), or write use_cpu: true (--use_cpu) to train on CPUs",
+        f"CUDA_VISIBLE_DEVICES and at the driver ({driver}), or write use_cpu: true (--use_cpu) to train on CPUs",
     )
 
 

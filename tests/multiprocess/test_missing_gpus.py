@@ -1,4 +1,4 @@
-"""A torch that is built for GPUs and sees none, in every process that is started: nothing trains, and all say why."""
+"""A torch that is built for GPUs and sees none, or no compiler beside them: nothing trains, and all say why."""
 
 import json
 import os
@@ -51,6 +51,25 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
     assert "CUDA 12.9" in outputs[1]
     assert "[GRPO-101]" in outputs[1]
     assert "--gres=gpu:8" in outputs[1]
+
+
+def test_gpus_without_a_compiler(env: dict[str, str], tmp_path: Path) -> None:
+    """Triton would look for it in the engines' first kernel, minutes later."""
+    made_up = (
+        "torch.version.cuda = '12.9'\ntorch.cuda.is_available = lambda: True\ntorch.cuda.device_count = lambda: 2\n"
+    )
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"import torch\n{made_up}")
+    out = tmp_path / "out"
+    env |= {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
+    env.pop("CC", None)
+    train = start([sys.executable, "train.py", "--output_dir", str(out)], env)
+    doctor = start([sys.executable, "-m", "grpo", "doctor"], env)
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in (train, doctor)]
+    assert [train.returncode, doctor.returncode] == [1, 1], "\n".join(outputs)
+    for output in outputs:
+        assert "[GRPO-109]" in output
+        assert "apt install gcc" in output
+    assert not (out / "model").exists(), "it ends before the demo's model is warmed up"
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import torch
 
 from grpo.ops.doctor.records import Finding
 from grpo.place.devices import DeviceMistake
+from grpo.place.gpu_needs import nccl_doubt, unmet_needs
 
 MIB, GIB = 1 << 20, 1 << 30
 IDLE_BYTES = GIB  # what a driver holds on a GPU that nobody uses stays well below
@@ -132,3 +133,19 @@ def check_gpu_memory(gpus: Sequence[Gpu], processes: Processes) -> list[Finding]
     if gpus and not findings:
         findings.append(Finding.passed("gpu memory", f"{len(gpus)} GPUs idle"))
     return findings
+
+
+def check_needs(build: str, env: Mapping[str, str], *, driver: str) -> list[Finding]:
+    """What kernels need beside GPUs, and a setting of NCCL; for a node that has GPUs.
+
+    Args:
+        build: what torch is built for.
+        driver: its version; empty where nvidia-smi does not say.
+    """
+    unmet = unmet_needs(build, env, driver=driver or None)
+    found = [Finding.fail("kernels", *need) for need in unmet]
+    if not found:
+        found.append(Finding.passed("kernels", f"driver {driver or 'unknown'}, a C compiler and Python.h"))
+    if doubt := nccl_doubt(env):
+        found.append(Finding.warn("nccl memory", *doubt))
+    return found

@@ -92,14 +92,16 @@ def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> tupl
         return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
     seen, mistake = 0, None
     try:
-        seen = devices.count_gpus(env, use_cpu=False)
+        seen = devices.seen_gpus(env, use_cpu=False)
     except devices.DeviceMistake as error:
         mistake = error
     found, processes = gpus.query_gpus()
     visible = gpus.visible_gpus(found, env.get("CUDA_VISIBLE_DEVICES"))
     count = gpus.check_gpu_count(seen=seen, asked=asked, gpus=visible, mistake=mistake)
-    fields = {"gpus": seen, "driver": found[0].driver if found else ""}
-    return [count, *gpus.check_gpu_memory(visible, processes)], fields
+    fields: Fields = {"gpus": seen, "driver": found[0].driver if found else ""}
+    build = devices.torch_build()
+    needs = gpus.check_needs(build, env, driver=fields["driver"]) if build and (seen or found) else []
+    return [count, *needs, *gpus.check_gpu_memory(visible, processes)], fields
 
 
 def _network(variables: Mapping[str, str], peers: Sequence[str]) -> tuple[list[Finding], Fields]:
