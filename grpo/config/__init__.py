@@ -213,7 +213,8 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "help": "Seconds that a training process may be stuck in training while the others wait for it, until the "
             "job ends with a failure that names it; after 60 s, or five steps' time, a warning has its stacks. Before "
             "the first step start_timeout, where that is longer. Generation, rewards and weight syncs have deadlines "
-            "of their own, and saves and evaluations take as long as they take."
+            "of their own, and saves and evaluations take as long as they take. A folder of the run that takes no "
+            "write ends the job, too, 20 s before."
         },
     )
     heartbeat_timeout: float = field(

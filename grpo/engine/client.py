@@ -21,6 +21,7 @@ from grpo.place.log import is_record
 
 POLL_S = 0.5
 STOPPED_TIMEOUT_S = 20.0
+STEPPING = ("prompt_logprobs",)  # calls that the engine runs steps for
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -80,7 +81,7 @@ class EngineClient:
         self._stopped_timeout_s = stopped_timeout_s
         self._call_ids = itertools.count()
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, tuple[str, Future[Any]]] = {}
         self._owed: set[int] = set()  # ids of completions that are neither answered nor aborted
         self._num_answers = 0
         self._has_generated = False
@@ -185,7 +186,7 @@ class EngineClient:
         with self._lock:
             if self._death is not None:
                 raise self._death
-            self._calls[call.call_id] = future
+            self._calls[call.call_id] = (method, future)
         self._send(call)
         try:
             return future.result(timeout_s)
@@ -251,7 +252,7 @@ class EngineClient:
                         self._hear(self.error(f"failed at a request: {sampled.error}") if is_lost else sampled)
                 case Reply():
                     with self._lock:
-                        future = self._calls.pop(message.call_id, None)
+                        _, future = self._calls.pop(message.call_id, ("", None))
                     if future is None:
                         continue  # its caller gave up
                     if message.error is None:
@@ -264,7 +265,8 @@ class EngineClient:
     def _look_for_stall(self, passed_s: float) -> str | None:
         steps, slowest_s = self._host.progress.read()
         with self._lock:
-            num_owed = 0 if self._calls else len(self._owed)
+            methods = [method for method, _ in self._calls.values()]
+            num_owed = len(self._owed) + len(methods) if all(method in STEPPING for method in methods) else 0
             answers, is_first = self._num_answers, not self._has_generated
         stalled_s = self._stalls.look(
             passed_s, owes=num_owed > 0, steps=steps, answers=answers, slowest_s=slowest_s, is_first=is_first
@@ -272,7 +274,7 @@ class EngineClient:
         if stalled_s is None:
             return None
         self._stuck = (
-            f"is stuck: it has ended no step for {stalled_s:.0f} s (vllm_stall_timeout), with {num_owed} completions "
+            f"is stuck: it has ended no step for {stalled_s:.0f} s (vllm_stall_timeout), with {num_owed} requests "
             f"under way; its slowest of {steps} steps took {slowest_s:.1f} s [GRPO-415]\n"
             f"where its processes are, the innermost call first:\n{self._host.stacks()}"
         )
@@ -300,7 +302,7 @@ class EngineClient:
                 log.write(f"{death.what}\n".encode())
         with self._lock:
             self._death, hear = death, self._hear
-            waiting = [*self._calls.values()]
+            waiting = [future for _, future in self._calls.values()]
             self._calls.clear()
         if not self._ready.done():
             waiting.append(self._ready)

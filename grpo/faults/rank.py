@@ -40,6 +40,10 @@ class Rank(WatchedProcess):
         """It has said that it is watched no more."""
         self.is_told = False
         """Of the job's record."""
+        self.killed_s: float | None = None
+        """When it was, in seconds since the job's record."""
+        self.is_held = False
+        """Killed, and still there."""
         self.covered: dict[str, int | None] = {}
         """Session by folder, to be ended and removed behind it."""
 

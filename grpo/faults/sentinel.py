@@ -42,6 +42,7 @@ _log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
 
 STUCK_GRACE_S = 6.0  # from a record until a rank that has not raised is ended
 EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
+KILLED_S = 3.0  # from then until it is left behind: a file system that hangs holds it
 MARGIN_S = 2.0  # beyond these, in which a rank ends itself, the sentinel does it
 STACKS_S = 1.0  # after a deadline, for the stacks to be written
 SAY_S = 1.0
@@ -124,7 +125,7 @@ class Sentinel:
     def run(self) -> None:
         """Until all ranks of this node have ended or left the watch, and nothing of theirs is left."""
         next_beat_s = 0.0
-        while not all(rank.is_dead or rank.has_stopped for rank in self._ranks.values()):
+        while not all(rank.is_dead or rank.has_stopped or rank.is_held for rank in self._ranks.values()):
             events = self._selector.select(max(0.0, next_beat_s - self._clock.now_s))
             now_s = self._clock.tick()
             for key, _ in events:
@@ -134,11 +135,16 @@ class Sentinel:
                 self._beat(now_s)
             self._tell_ranks(now_s)
         _log.info("ends: all ranks of this node have ended or left")
+        held = [rank for rank in self._ranks.values() if rank.is_held]
+        for rank in held:
+            self._say(f"leaves rank {rank.rank} (pid {rank.pid}) behind: killed, but the kernel holds it in a call")
+            self._end_covered(rank)
         for thread in self._enders:
             thread.join()
         self.between.leave()
-        if self.between.record is not None and self._agent is not None and self._agent.is_stopped():
-            self._say(f"kills the launcher (pid {self._agent.pid}), which is stopped")
+        if self.between.record is not None and self._agent is not None and (held or self._agent.is_stopped()):
+            why = "waits for what does not end" if held else "is stopped"
+            self._say(f"kills the launcher (pid {self._agent.pid}), which {why}")
             self._agent.kill()
             self._agent.close()
         if self._agent is not None and self._agent.is_dead and self._agent_folder is not None:
@@ -197,9 +203,13 @@ class Sentinel:
             is_late = since_s > STUCK_GRACE_S + EXIT_GRACE_S + MARGIN_S and not rank.has_left
             if rank.is_dead or not (is_late or (since_s > STUCK_GRACE_S + MARGIN_S and rank.is_stopped())):
                 continue
-            why = f"the job failed on {self.between.record}"
-            self._say(f"kills rank {rank.rank} (pid {rank.pid}), which does not end: {why}")
+            if rank.killed_s is None:
+                rank.killed_s = since_s
+                why = f"the job failed on {self.between.record}"
+                self._say(f"kills rank {rank.rank} (pid {rank.pid}), which does not end: {why}")
             rank.kill()
+            if since_s - rank.killed_s > KILLED_S:
+                rank.is_held = True
 
     def _say(self, what: str) -> None:
         """Within `SAY_S`: whoever reads it may be gone, or stopped as well."""
@@ -298,6 +308,9 @@ class Sentinel:
         _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
             self._report_dead(rank)
+        self._end_covered(rank)
+
+    def _end_covered(self, rank: Rank) -> None:
         for folder, session in rank.covered.items():
             end = remove_traces if session is None else lambda path, session=session: end_session(session, path)
             thread = threading.Thread(target=end, args=[Path(folder)])  # takes seconds, and beats go on

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.matrix import Cell, Expected
+from tests.faults.matrix import NODES, Cell, Expected
 from tests.support.contract import records_by_rank
 from tests.support.launching import Job
 from tests.support.left_over import left_over, processes_in
@@ -15,8 +15,6 @@ from tests.support.left_over import left_over, processes_in
 PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
 FINISH_S = 180.0  # of a job that goes on
 POLL_S = 0.2
-RANKS = (0, 1)
-"""Of every layout."""
 RECORD_LINES = 6
 _TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
 _LOG = re.compile(r"rank-node\d+-(\d+)\.attempt-\d+\.log")
@@ -41,15 +39,30 @@ class Result:
     """See `stamps.code_of`."""
 
 
-def until_gone(job: Job, deadline: float, spared: set[int]) -> float | None:
-    """When the last process was gone, those spared aside, by `time.monotonic`; None: not by the deadline."""
-    while processes_in(job.temporary).keys() - spared:
+def until_gone(job: Job, deadline: float, spared: set[int], *, spares_held: bool = False) -> float | None:
+    """When the last process was gone, those spared aside, by `time.monotonic`; None: not by the deadline.
+
+    Args:
+        spares_held: also those that the kernel holds in a call.
+    """
+    while left := processes_in(job.temporary).keys() - spared:
+        if spares_held and all(_is_held(pid) for pid in left):
+            break
         if time.monotonic() > deadline:
             return None
         for launcher in job.launchers:
             launcher.poll()
         time.sleep(POLL_S)
     return time.monotonic()
+
+
+def _is_held(pid: int) -> bool:
+    """Whether one of its threads waits where no signal ends it."""
+    states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    try:
+        return "D" in states
+    except OSError:
+        return False
 
 
 def records(job: Job) -> list[str]:
@@ -71,7 +84,12 @@ def records(job: Job) -> list[str]:
     return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
 
 
-def silent_ranks(job: Job, struck: Collection[int]) -> list[int]:
+def ranks_of(layout: str) -> range:
+    """The ranks of a job."""
+    return range(max(2, NODES[layout]))
+
+
+def silent_ranks(job: Job, struck: Collection[int], ranks: Collection[int] = (0, 1)) -> list[int]:
     """Ranks without a record, on the screen or in their logs, that should have one.
 
     Args:
@@ -82,7 +100,7 @@ def silent_ranks(job: Job, struck: Collection[int]) -> list[int]:
     for path in (job.output_dir / "run" / "logs").glob("rank-*.log"):
         if _TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
             reported.add(int(match[1]))
-    return [rank for rank in RANKS if rank not in reported]
+    return [rank for rank in ranks if rank not in reported]
 
 
 def judge(
@@ -94,6 +112,7 @@ def judge(
     *,
     struck: Collection[int],
     spares: bool,
+    ranks: Collection[int] = (0, 1),
 ) -> Result:
     """Of a job that is to end.
 
@@ -107,9 +126,9 @@ def judge(
         wrong.append(f"processes run after {expected.within_s + PATIENCE_S:.0f} s: {running}")
     elif seconds > expected.within_s:
         wrong.append(f"took {seconds:.0f} s")
-    if len(found) != 1:
+    if len(found) != expected.records:
         wrong.append(f"{len(found)} records" if found else "no record")
-    wrong += [f"rank {rank} told nothing" for rank in silent_ranks(job, struck)]
+    wrong += [f"rank {rank} told nothing" for rank in silent_ranks(job, struck, ranks)]
     for words in expected.says:
         if not any(word in record for word in words.split("|") for record in found):
             wrong.append(f"the record has no {words}")

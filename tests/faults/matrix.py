@@ -23,12 +23,14 @@ PHASES = {
     "save": "ranks have written their parts of a checkpoint, which is not complete",
     "resume": "a checkpoint is being loaded",
 }
-NODES = {"one": 1, "two": 2}
+NODES = {"one": 1, "two": 2, "three": 3}
 LAYOUTS = {
     "one": "one node by torchrun: 2 ranks with ZeRO-3 and an engine; faults strike its processes",
     "two": "two nodes by `grpo launch --nodes 127.0.0.1,127.0.0.2`, each a rank with ZeRO-3 and an engine; faults "
     "strike node 1, unless they name node 0",
+    "three": "three nodes as on two, each in a network namespace of its own",
 }
+STALL_S = 40  # of `rank_stall_timeout` and `vllm_stall_timeout` where something is stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,12 @@ class Fault:
     name: str
     shown: str
     act: str
-    """kill or stop (SIGSTOP) a process; fill a file system; or asked: the job is started with what goes wrong."""
+    """kill or stop (SIGSTOP) a process; stick: it goes nowhere; eat: it takes more memory than there is; fill or freeze
+    a file system; cut or reset a node's network; or asked: the job is started with what goes wrong."""
     target: str = ""
     """See `strike.py`; of `fill` the file system."""
     phases: tuple[str, ...] = tuple(PHASES)
+    layouts: tuple[str, ...] = ("one", "two")
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the job script."""
@@ -70,6 +74,9 @@ _PROCESSES = (
     ("node 0", "all processes of node 0", {}),
 )
 _ACTS = (("kill", "killed"), ("stop", "stopped"))
+_STALLS = {f"{what}_timeout": STALL_S for what in ("rank_stall", "generate", "vllm_stall", "vllm_sync")}
+_RUNNING = ("generate", "train")
+_ONE = {"phases": _RUNNING, "layouts": ("one",)}
 FAULTS = (
     Fault(
         name="engine-refuses",
@@ -114,6 +121,34 @@ FAULTS = (
             ("reward-hangs-everywhere", "the reward hangs on all ranks", "all hang"),
         )
     ),
+    *(
+        Fault(name=f"{what.replace(' ', '')}-{done}", shown=shown, act=act, target=what, phases=_RUNNING, layouts=where)
+        for what, act, done, shown, where in (
+            ("network", "cut", "cut", "network of node 1 cut", ("two",)),
+            ("network", "reset", "reset", "all connections of node 1 reset", ("two",)),
+            ("network 0", "cut", "cut", "node 0's uplink cut", ("three",)),
+        )
+    ),
+    *(
+        Fault(
+            name=f"{target}-stuck", shown=f"{what} alive and stuck", act="stick", target=target, config=_STALLS, **_ONE
+        )
+        for target, what in (("core", "vLLM's EngineCore"), ("main", "local main"))
+    ),
+    *(
+        Fault(
+            name=f"{target}-out-of-memory", shown=f"{what} killed for want of memory", act="eat", target=target, **_ONE
+        )
+        for target, what in (("core", "vLLM's EngineCore"), ("main", "local main"))
+    ),
+    Fault(
+        name="folder-hangs",
+        shown="the output folder hangs",
+        act="freeze",
+        target="disk",
+        config={"rank_stall_timeout": 30},
+        **_ONE,
+    ),
 )
 
 
@@ -128,7 +163,9 @@ class Expected:
     within_s: float = PROMISED_S
     """From the fault to the job's last process, or to the next logged step."""
     spared: str = ""
-    """Whose processes stay, for they are stopped and nobody on their node is left to end them."""
+    """Whose processes stay: they are stopped and nobody on their node is left to end them, or the kernel holds them."""
+    records: int = 1
+    """So many, where nodes cannot hear of each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +193,7 @@ class Cell:
         return {name: value for name, value in wanted.items() if name in _OPTIONS}
 
 
+_OTHER_LAYOUT = "as in the other layout, or nothing of it depends on the number of nodes"
 _AS_ON_ONE = "as on one node: nothing in it depends on the number of nodes"
 _REASONS = {  # by patterns of cells' names; the first one holds
     "agent0-*/*/one": "the only launcher: the row of the launcher",
@@ -194,13 +232,21 @@ def _reason(name: str) -> str:
 def _expected(fault: Fault, phase: str, layout: str) -> Expected:
     node = "node 0" if NODES[layout] == 1 or fault.target.endswith(" 0") else "node 1"
     if fault.is_engines and phase not in ("start", "resume"):  # where engines have not served yet, a death is the end
-        return Expected(goes_on=True)
+        return Expected(goes_on=True, within_s=PROMISED_S + (STALL_S if fault.act == "stick" else 0))
     if fault.act == "asked":
         return {
             "engine-refuses": Expected(says=("node 0", "rank 0", "engine start", "no-such-type")),
             "prompt-refused": Expected(says=("phase 'generate'", "vllm_max_refused", "GRPO-412")),
             "reward-raises": Expected(says=("node 0", "rank 1", "train|reward", "went wrong")),
         }.get(fault.name, Expected(says=(node, "reward"), within_s=PROMISED_S + REWARD_S))
+    if fault.act in ("cut", "reset"):
+        return _of_the_network(fault)
+    if fault.act == "freeze":
+        return Expected(says=(node, "GRPO-622", "/run/logs"), spared="those that the kernel holds")
+    if fault.act == "stick":
+        return Expected(says=(node, "rank 0", _SAID[phase]), within_s=PROMISED_S + STALL_S)
+    if fault.act == "eat":
+        return Expected(says=(node, "rank 0", "GRPO-628"))
     if fault.act == "fill":
         return Expected(says=(node, "GRPO-702|No space left|Insufficient space|no room|full|Bus error|GRPO-601"))
     if fault.is_engines:
@@ -217,6 +263,14 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
     return Expected(says=(*place, rank, "GRPO-601" if fault.act == "kill" else "GRPO-603"))
 
 
+def _of_the_network(fault: Fault) -> Expected:
+    if fault.act == "reset":
+        return Expected(says=("node", "rank"))
+    if fault.target.endswith(" 0"):  # each of the three is alone
+        return Expected(says=("node 0", "GRPO-616"), records=3)
+    return Expected(says=("node 0", "node 1", "GRPO-614"))
+
+
 def cells() -> Iterator[Cell]:
     """Every fault in every phase in every layout."""
     for fault in FAULTS:
@@ -225,6 +279,8 @@ def cells() -> Iterator[Cell]:
                 why_not = _reason(f"{fault.name}/{phase}/{layout}")
                 if phase not in fault.phases:
                     why_not = f"it comes in {' and '.join(fault.phases)} alone"
+                if layout not in fault.layouts:
+                    why_not = _OTHER_LAYOUT
                 expected = None if why_not else _expected(fault, phase, layout)
                 yield Cell(fault=fault, phase=phase, layout=layout, expected=expected, why_not=why_not)
 

@@ -22,10 +22,22 @@ from pathlib import Path
 
 from grpo.faults.liveness import MAX_INTERVAL_S
 from tests.faults import page
-from tests.faults.judge import PATIENCE_S, RANKS, Result, judge, judge_going_on, until_gone
+from tests.faults.judge import PATIENCE_S, Result, judge, judge_going_on, ranks_of, until_gone
 from tests.faults.matrix import NODES, Cell, find
 from tests.faults.stamps import code_of
-from tests.faults.strike import SIGNALS, engine_pid, fill, lose_memory, own_files, rank_pid, seen_by, send, targets
+from tests.faults.strike import (
+    SIGNALS,
+    engine_pid,
+    fill,
+    lose_memory,
+    own_files,
+    rank_pid,
+    seen_by,
+    send,
+    struck_rank,
+    targets,
+)
+from tests.faults.surroundings import Surroundings, surroundings
 from tests.support.contract import STARTUP_S, inner_process
 from tests.support.launching import BIN, ROOT, Job, free_port, start, torchrun_command
 from tests.support.left_over import left_over, processes_in
@@ -34,7 +46,6 @@ from tools.code_digest import commit
 
 JOB = ROOT / "tests" / "jobs" / "fault_job.py"
 TWO_BEATS_S = 2 * MAX_INTERVAL_S  # until the others know what a node does
-DISK, SHM = "16m", "4m"  # of the file systems that are filled
 _OF_BOTH = ("train", "save", "resume")  # phases in which every rank waits, not the local mains alone
 
 
@@ -63,19 +74,23 @@ class Ground:
 
 
 def start_job(
-    ground: Ground, out: Path, *, layout: str, config: dict, settings: dict | None = None, mounts: str = ""
+    ground: Ground,
+    out: Path,
+    *,
+    layout: str,
+    config: dict,
+    settings: dict | None = None,
+    around: Surroundings | None = None,
 ) -> Job:
-    """The job, with its marks in `out/marks` and its output in `out/run`.
-
-    Args:
-        mounts: shell commands that run in mounts of the launcher's own.
-    """
+    """The job, with its marks in `out/marks` and its output in `out/run`, where its `around` has it."""
+    around = around or Surroundings()
     marks = out / "marks"
     marks.mkdir(parents=True)
     (out / "run").mkdir(mode=0o700, exist_ok=True)
     zero3 = {} if NODES[layout] > 1 else {"deepspeed": str(ROOT / "configs" / "zero3.json")}
     values = {
         **{"model": str(ground.model), "marks": str(marks), "hold": "", "reward": "", "prompt_words": 0},
+        **{"stuck": None, "eats": None, "from_step": 1},
         "config": {"output_dir": str(out / "run"), **zero3, **config},
         **(settings or {}),
     }
@@ -85,65 +100,71 @@ def start_job(
     def command(node: int) -> list[str]:
         words = torchrun_command(script)
         if NODES[layout] > 1:
-            words = [str(BIN / "grpo"), "launch", "--port", str(port), "--nodes", "127.0.0.1,127.0.0.2"]
+            words = [str(BIN / "grpo"), "launch", "--port", str(port), "--nodes", ",".join(around.addresses)]
             words += ["--node-rank", str(node), "--ranks-per-node", "1", *script]
-        return [*_OWN_MOUNTS, f'{mounts} && exec "$@"', "sh", *words] if mounts else words
+        return around.command(node, words)
 
-    return start(command, out, nodes=NODES[layout], env={"CUDA_VISIBLE_DEVICES": ""})
-
-
-_OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    return start(command, out, nodes=NODES[layout], env={"CUDA_VISIBLE_DEVICES": "", **around.env})
 
 
 def run_cell(cell: Cell, ground: Ground, out: Path) -> Result:
     """Start the job, put the fault where the cell says, and see how it ends."""
     assert cell.expected is not None, f"{cell.name} is not run: {cell.why_not}"
-    run, marks, fault = out / "run", out / "marks", cell.fault
+    (out / "run").mkdir(parents=True, mode=0o700)
     if cell.phase == "resume":
-        run.mkdir(parents=True)
-        saved = ground.checkpoint()
-        subprocess.run(["cp", "-r", str(saved), str(run)], check=True)
-    mounts = {
-        "disk": f"mount -t tmpfs -o size={DISK} tmpfs {run}",
-        "shm": f"mount -t tmpfs -o size={SHM} tmpfs /dev/shm",
-    }
-    hold = "" if fault.act == "asked" else cell.phase
-    job = start_job(
-        ground,
-        out,
-        layout=cell.layout,
-        config=cell.config(),
-        settings={"hold": hold, **fault.settings},
-        mounts=mounts[fault.target] if fault.act == "fill" else "",
-    )
+        subprocess.run(["cp", "-r", str(ground.checkpoint()), str(out / "run")], check=True)
+    with surroundings(cell, out) as around:
+        return _run_in(around, cell, ground, out)
+
+
+def _run_in(around: Surroundings, cell: Cell, ground: Ground, out: Path) -> Result:
+    assert cell.expected is not None
+    run, marks, fault = out / "run", out / "marks", cell.fault
+    settings: dict[str, object] = {"hold": "" if fault.act == "asked" else cell.phase, **fault.settings}
+    if fault.act in ("stick", "eat") and not fault.is_engines:
+        settings["stuck" if fault.act == "stick" else "eats"] = struck_rank(cell)
+    if fault.act == "stick":
+        settings["from_step"] = 3  # the first one, which waits for engines, is no measure
+    job = start_job(ground, out, layout=cell.layout, config=cell.config(), settings=settings, around=around)
     spared: set[int] = set()
     try:
-        struck, lost = _put(cell, job, marks)
+        struck, lost = _put(cell, job, marks, around)
         began = time.monotonic()
+        if fault.act == "eat":
+            around.lift()
+        holds = fault.act == "freeze"
         if cell.expected.spared:
             spared = struck
         if cell.expected.goes_on:
             return judge_going_on(cell, job, run, began)
-        seconds = until_gone(job, began + cell.expected.within_s + PATIENCE_S, spared)
+        deadline = began + cell.expected.within_s + PATIENCE_S
+        seconds = until_gone(job, deadline, spared, spares_held=holds)
         ended = None if seconds is None else seconds - began
         running = processes_in(job.temporary)
+        around.lift()
         send(struck, signal.SIGKILL)
         lose_memory(lost)
+        if holds:
+            until_gone(job, time.monotonic() + PATIENCE_S, set())
         left = sorted(left_over(job.temporary, job.orphans_before | lost)) if ended is not None else []
-        ranks = [rank for rank in RANKS if (marks / f"rank-{rank}.json").exists() and rank_pid(marks, rank) in struck]
-        return judge(cell.expected, job, ended, running, left, struck=ranks, spares=bool(spared))
+        ranks = ranks_of(cell.layout)
+        gone = [rank for rank in ranks if (marks / f"rank-{rank}.json").exists() and rank_pid(marks, rank) in struck]
+        return judge(
+            cell.expected, job, ended, running, left, struck=gone, spares=bool(cell.expected.spared), ranks=ranks
+        )
     finally:
+        around.lift()
         send(processes_in(job.temporary), signal.SIGKILL)
         job.end(may_leave=True)
 
 
-def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
+def _put(cell: Cell, job: Job, marks: Path, around: Surroundings) -> tuple[set[int], set[str]]:
     """Wait until the job is where the fault belongs, and put it there.
 
     Returns:
         The pids that it took; and the files that nobody is left to remove.
     """
-    fault, ranks = cell.fault, [0, 1]
+    fault, ranks = cell.fault, [*ranks_of(cell.layout)]
     if fault.act == "asked":
         if fault.settings.get("reward"):
             _await(job, marks / "at-reward-1")
@@ -161,6 +182,18 @@ def _put(cell: Cell, job: Job, marks: Path) -> tuple[set[int], set[str]]:
         fill(seen_by(job.launchers[0].pid, where))
         (marks / "go-on").touch()
         return set(), set()
+    if fault.act not in SIGNALS:
+        if fault.act in ("cut", "reset"):
+            time.sleep(TWO_BEATS_S)  # each side knows the other's phase by its last beat
+        around.put()
+        (marks / "go-on").touch()
+        return {rank_pid(marks, struck_rank(cell))} if fault.act == "eat" and not fault.is_engines else set(), set()
+    return _strike(cell, job, marks, ranks)
+
+
+def _strike(cell: Cell, job: Job, marks: Path, ranks: list[int]) -> tuple[set[int], set[str]]:
+    """Send signals; see `_put`."""
+    fault = cell.fault
     taken = targets(job, marks, cell)
     if fault.target.startswith("node"):
         time.sleep(TWO_BEATS_S)  # the others know a node's phase by its last beat

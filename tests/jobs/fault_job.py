@@ -1,8 +1,9 @@
 """A training job that waits at one point of one phase, so that a fault can be put there; for `tests/faults`.
 
-`python fault_job.py SETTINGS.json`: `model`, `marks` (a folder), `hold` (a phase, or nothing), `prompt_words` (of the
-prompts that a stream has behind the first ones), `reward` (what rank 1's does behind the first step: "raises", "hangs";
-"all hang": every rank's), and `config` for `GRPOConfig`. Writes `marks/rank-<rank>.json` and
+`python fault_job.py SETTINGS.json`: `model`, `marks` (a folder), `hold` (a phase, or nothing), `from_step` (it waits
+behind so many), `prompt_words` (of the prompts that a stream has behind the first ones), `stuck` and `eats` (a rank
+that does not go on, or takes all memory when it does; null: none), `reward` (what rank 1's does behind the first step:
+"raises", "hangs"; "all hang": every rank's), and `config` for `GRPOConfig`. Writes `marks/rank-<rank>.json` and
 `marks/engine-<rank>-<n>.json` with pids, and `marks/at-<phase>-<rank>` where it waits, until `marks/go-on` is there;
 `marks/submitted-<rank>` when an engine has got the requests that it waited with.
 """
@@ -20,6 +21,9 @@ from datasets import Dataset, IterableDataset
 
 from grpo.engine.client import EngineClient
 from grpo.preflight.data import SAMPLED_ROWS
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.support.memory_groups import eat_all_memory
 
 HOLD_S = 300.0
 LOCAL = {  # with engines
@@ -49,13 +53,15 @@ def mark(phase: str) -> None:
     waited.add(phase)
     write(f"at-{phase}-{rank}", pid=os.getpid())
     deadline = time.monotonic() + HOLD_S
-    while not (marks / "go-on").exists() and time.monotonic() < deadline:
+    while not ((marks / "go-on").exists() and rank != settings["stuck"]) and time.monotonic() < deadline:
         time.sleep(0.02)
+    if rank == settings["eats"]:
+        eat_all_memory()
 
 
 def reward(completions, completion_ids, **kwargs):
     wish = settings["reward"]
-    if trainer.state.global_step >= 1 and (rank == 1 or wish == "all hang"):
+    if trainer.state.global_step >= settings["from_step"] and (rank == 1 or wish == "all hang"):
         if wish:
             write(f"at-reward-{rank}", pid=os.getpid())
         if wish == "raises":
@@ -73,14 +79,14 @@ class Engine(EngineClient):
         mark("start")
 
     def submit(self, sample):
-        if trainer.state.global_step >= 1:
+        if trainer.state.global_step >= settings["from_step"]:
             mark("generate")
         super().submit(sample)
         if "generate" in waited:
             write(f"submitted-{rank}")
 
     def call(self, method, timeout_s, **kwargs):
-        if method == "update_weights" and trainer.state.global_step >= 1:
+        if method == "update_weights" and trainer.state.global_step >= settings["from_step"]:
             mark("push")
         return super().call(method, timeout_s, **kwargs)
 
@@ -89,7 +95,7 @@ class Trainer(GRPOTrainer):
     start_engine = Engine
 
     def training_step(self, *args, **kwargs):
-        if self.state.global_step >= 1:
+        if self.state.global_step >= settings["from_step"]:
             mark("train")
         return super().training_step(*args, **kwargs)
 

@@ -19,6 +19,7 @@ from grpo.faults.channel import Channel, join
 from grpo.faults.hub import GREETING_S, MAX_STRANGERS
 from grpo.faults.sentinel_start import _started, start_sentinel
 from tests.support.launching import free_port
+from tests.support.memory_groups import MemoryGroup
 from tests.support.proxies import pipe
 from tests.support.sentinels import (
     PATIENCE_S,
@@ -139,24 +140,21 @@ def test_a_rank_and_a_launcher_that_are_dead_already() -> None:
 
 
 @pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group in which a process may have 64 MiB."""
-    root = Path("/sys/fs/cgroup")
-    is_v1 = (root / "memory").exists()
-    folder = (root / "memory" if is_v1 else root) / f"grpo-test-{os.getpid()}"
+def small_group() -> Iterator[MemoryGroup]:
+    """In which a process may have 64 MiB."""
     try:
-        folder.mkdir()
-        (folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(64 << 20))
+        group = MemoryGroup()
     except OSError as error:
         pytest.skip(f"needs a memory control group that may be written ({error})")
-    yield folder
-    folder.rmdir()
+    group.limit(64 << 20)
+    yield group
+    group.remove()
 
 
-def test_who_was_killed_for_want_of_memory_is_told_as_such(small_group: Path) -> None:
+def test_who_was_killed_for_want_of_memory_is_told_as_such(small_group: MemoryGroup) -> None:
     ranks = [LightRank(rank, LONG_S) for rank in (0, 1)]
     try:
-        (small_group / "cgroup.procs").write_text(str(ranks[0].pid))
+        small_group.members.write_text(str(ranks[0].pid))
         node = LightNode(0, ranks, {"num_nodes": 1, "agent": None, "timeout_s": LONG_S})
         ranks[0].tell("eat 512")
         cause = ranks[1].record().cause

@@ -68,6 +68,13 @@ class Network:
         """Nothing reaches it or comes from it, and nobody is told."""
         self._at_switch("ip", "link", "set", f"port{host}", "nomaster")
 
+    def reset(self, host: int) -> None:
+        """Every connection that it has with another gets a reset, as by a firewall that forgets; new ones are made."""
+        for other in range(len(self._hosts)):
+            if other != host:
+                kill = self.inside(host, ["ss", "--kill", "--tcp", "dst", self.address(other)])
+                subprocess.run(kill, check=True, stdout=subprocess.DEVNULL)
+
     def join(self, host: int) -> None:
         self._at_switch("ip", "link", "set", f"port{host}", "master", "switch")
 

@@ -10,6 +10,8 @@ _PLUGIN = """
 import ctypes, os, time
 from pathlib import Path
 
+from tests.support.memory_groups import eat_all_memory
+
 WISH = Path(os.environ["NEXT_STEP_TAKES"])
 DEADLY = int(os.environ["DIES_OF_TOKENS"])
 
@@ -24,8 +26,11 @@ def register():
         if any(len(request.prompt_token_ids) == DEADLY for request in output.scheduled_new_reqs):
             os._exit(7)
         if WISH.exists() and output.total_num_scheduled_tokens:
-            until = time.monotonic() + float(WISH.read_text())
+            wish = WISH.read_text()
             WISH.unlink()
+            if wish == "all memory":
+                eat_all_memory()
+            until = time.monotonic() + float(wish)
             while time.monotonic() < until:  # again: a signal ends it
                 ctypes.PyDLL(None).sleep(1)  # with the interpreter's lock
         return output
@@ -58,8 +63,14 @@ class NextStep:
         }
 
     def takes(self, seconds: float) -> None:
+        self._wishes(str(seconds))
+
+    def takes_all_memory(self) -> None:
+        self._wishes("all memory")
+
+    def _wishes(self, what: str) -> None:
         new = self._wish.with_suffix(".new")
-        new.write_text(str(seconds))
+        new.write_text(what)
         new.rename(self._wish)
 
     @property
