@@ -21,7 +21,7 @@ class OomKills:
     """
 
     def __init__(self, pid: int, root: Path = Path("/")) -> None:
-        self._files = [path for path in _candidates(pid, root) if _count_in(path) is not None][:1]
+        self._files = [path for path in _candidates(pid, root) if kills_in(path) is not None][:1]
         self._seen = self._before = self._now()
 
     def look(self) -> None:
@@ -33,16 +33,14 @@ class OomKills:
         return self._now() - self._before
 
     def _now(self) -> int:
-        return sum(_count_in(path) or 0 for path in self._files)
+        return sum(kills_in(path) or 0 for path in self._files)
 
 
 def _candidates(pid: int, root: Path) -> Iterator[Path]:
     """Files that may hold the count, the best one first."""
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            groups |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
+        groups = groups_of((root / f"proc/{pid}/cgroup").read_text())
     mounted = root / "sys/fs/cgroup"
     if "memory" in groups:
         yield mounted / "memory" / groups["memory"] / "memory.oom_control"
@@ -53,7 +51,14 @@ def _candidates(pid: int, root: Path) -> Iterator[Path]:
     yield root / "proc/vmstat"
 
 
-def _count_in(path: Path) -> int | None:
+def groups_of(text: str) -> dict[str, str]:
+    """Paths of the control groups in `/proc/PID/cgroup`, without their first slash, by controller; "": version 2's."""
+    lines = (line.split(":", 2) for line in text.splitlines())
+    return {name: path.lstrip("/") for _, controllers, path in lines for name in controllers.split(",")}
+
+
+def kills_in(path: Path) -> int | None:
+    """How many processes a file says that were killed for want of memory; None where it does not say."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -55,7 +55,7 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
         if wall_s <= 0:
             return 0.0
         ended = run_program(blocks[-1], case["input"].encode(), Limits(wall_s=wall_s), isolated=isolated)
-        if ended.why not in ("", "late", "output"):
+        if ended.why not in ("", "late", "output", "memory"):
             return None
         if ended.code != 0 or lines_of(ended.output.decode(errors="replace")) != lines_of(case["output"]):
             return 0.0

@@ -1,5 +1,6 @@
 """Programs that a model wrote, run with limits. docs/recipes.md says what they are kept from, and what not."""
 
+import contextlib
 import functools
 import json
 import os
@@ -11,10 +12,11 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo.ops.train.sandbox_group import entrance, is_full, own_place, program_group
 from grpo.ops.train.system_calls import seccomp_filter
 
 UNISOLATED = "GRPO_CODE_REWARD_UNISOLATED"
@@ -32,7 +34,7 @@ class Limits:
     cpu_s: int = 8
     """Of each of its processes."""
     memory_bytes: int = 2**30
-    """Address space of each of its processes."""
+    """Address space of each of its processes; where there are control groups, all memory of them together, too."""
     processes: int = 8
     """And threads, all together. Without namespaces those of its user count, and root's are not counted."""
     file_bytes: int = 2**24
@@ -49,7 +51,7 @@ class Outcome:
     output: bytes
     """Standard output, up to `output_bytes`."""
     why: str = ""
-    """Why it was ended: "late", "output", or what the sandbox could not do."""
+    """Why it was ended: "late", "output", "memory" (of all its processes), or what the sandbox could not do."""
     is_refused: bool = False
     """Whether that was to get what a sandbox is made of from this machine."""
 
@@ -62,6 +64,17 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
             `system_calls`. Where that cannot be had `why` says so. Otherwise with limits, and what can be had.
     """
     limits = Limits() if limits is None else limits
+    with contextlib.ExitStack() as stack:
+        try:
+            place = own_place()
+            group = None if place is None else stack.enter_context(program_group(place, limits.memory_bytes))
+        except OSError as error:
+            return Outcome(code=None, output=b"", why=f"control group: {error}")
+        ended = _run(source, stdin, limits, group, isolated=isolated)
+        return replace(ended, code=None, why="memory") if is_full(group) else ended
+
+
+def _run(source: str, stdin: bytes, limits: Limits, group: Path | None, *, isolated: bool) -> Outcome:
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
     status, said = socket.socketpair(type=socket.SOCK_SEQPACKET)
     try:
@@ -74,6 +87,7 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
                 code = seccomp_filter(os.uname().machine, isolated=isolated)
                 own = {"folder": folder, "isolated": isolated, "status_fd": said.fileno()}
                 own |= {"filter": None if code is None else code.hex()}
+                own |= {"group": None if group is None else str(entrance(group))}
                 own |= {"python": os.path.realpath(sys.executable), "prefix": os.path.realpath(sys.base_prefix)}
                 child = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | own)],

@@ -88,6 +88,8 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
     if not pid:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
+            if settings["group"] is not None:
+                _write(settings["group"], "0")  # this process, and with it all below it
             if settings["isolated"]:
                 _isolated(settings, is_root, say_ready, may_go, tell)
             _die_with_parent()

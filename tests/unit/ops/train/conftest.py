@@ -1,6 +1,7 @@
 """What tests of the sandbox share."""
 
 import ctypes
+import os
 import tempfile
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 from grpo.ops.train.sandbox import must_isolate
+from grpo.ops.train.sandbox_group import PREFIX, Place, own_place
 from tests.support.sandboxed import living_since
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -15,7 +17,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture
 def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither folders nor processes, whatever a program did: who loses all its parents becomes this process's child."""
+    """Neither folders, processes nor control groups, whatever a program did.
+
+    Who loses all its parents becomes this process's child.
+    """
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children(recursive=True))
@@ -27,6 +32,8 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
         left = living_since(before)
     assert list(folder.iterdir()) == []
     assert left == []
+    place = own_place()
+    assert place is None or list(place.folder.glob(f"{PREFIX}{os.getpid()}-*")) == []
 
 
 @pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
@@ -34,6 +41,15 @@ def isolated(request: pytest.FixtureRequest) -> bool:
     if request.param and not must_isolate():
         pytest.fail("this machine gives no namespaces, so nothing of the sandbox itself can be tested on it")
     return request.param
+
+
+@pytest.fixture
+def place() -> Place:
+    """Where this machine lets this process make control groups."""
+    found = own_place()
+    if found is None:
+        pytest.skip("this process may make no control group with a limit of memory")
+    return found
 
 
 @pytest.fixture

@@ -53,6 +53,12 @@ def test_a_sandbox_that_fails_is_not_the_programs_fault(monkeypatch: pytest.Monk
     assert code_reward([RIGHT], [ADD]) == [None]
 
 
+def test_a_program_that_wants_too_much_memory_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "must_isolate", lambda: True)
+    monkeypatch.setattr(module, "run_program", lambda *_, **__: Outcome(code=None, output=b"3", why="memory"))
+    assert code_reward([RIGHT], [ADD]) == [0.0]
+
+
 def test_a_completion_has_a_deadline_for_all_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROGRAM_S", 0.0)
     assert code_reward([RIGHT], [ADD]) == [0.0]

@@ -12,6 +12,7 @@ import pytest
 
 from grpo.ops.train import sandbox
 from grpo.ops.train.sandbox import Outcome
+from grpo.ops.train.sandbox_group import Place
 from grpo.ops.train.system_calls import seccomp_filter
 from tests.support.sandboxed import living_since, outcome
 
@@ -130,6 +131,43 @@ fill(1 << 16)
     assert full == full_again == 28  # ENOSPC
     assert 1000 < files < 4096
     assert 1 <= blocks <= 16  # of 1 MiB
+
+
+MANY_PROCESSES = """
+import os, time
+children = []
+for _ in range(8):
+    reader, writer = os.pipe()
+    children.append(os.fork())
+    if not children[-1]:
+        held = b"x" * (75 << 20)
+        os.write(writer, b"h")
+        time.sleep(600)
+    os.close(writer)
+    os.read(reader, 1)
+print(75 * sum(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children))
+"""
+FILES_IN_MEMORY = """
+held = 0
+for number in range(8):
+    with open(f"{number}", "wb") as file:
+        for _ in range(75):
+            held += file.write(bytes(1 << 20)) >> 20
+print(held)
+"""
+
+
+@pytest.mark.parametrize("source", [MANY_PROCESSES, FILES_IN_MEMORY], ids=["processes", "files"])
+def test_what_no_process_holds_alone_is_limited_by_a_control_group(
+    source: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """600 MiB at a limit of 128, which each process keeps to."""
+    limits = {"memory_bytes": 2**27, "file_bytes": 2**30, "processes": 16}
+    ended = outcome(source, True, **limits)
+    assert (ended.code, ended.why) == (None, "memory")
+    assert int(ended.output or 0) <= 128
+    monkeypatch.setattr(sandbox, "own_place", lambda: None)
+    assert outcome(source, True, **limits) == Outcome(code=0, output=b"600\n"), "without a group the attack works"
 
 
 def test_buffers_of_pipes_are_small(isolated: bool) -> None:

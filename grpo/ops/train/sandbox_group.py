@@ -1,0 +1,163 @@
+"""A control group for each program: one limit for the memory of all its processes and of its files in memory.
+
+There is one only where this process may make it. Of version 1 it lies below the own group. Version 2 takes limits only
+where `memory` is in `cgroup.subtree_control`, and the kernel lets no group have that which holds processes, but for the
+root of all: so it lies below the parent. Not higher: there the limits of the job would no longer count it.
+"""
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from grpo.faults.oom import groups_of, kills_in
+
+PREFIX = "grpo-sandbox-"  # then the process that made it
+_REMOVAL_S = 5.0  # processes that were killed are still leaving
+_TRIAL_S, _TRIAL_BYTES = 30.0, 2**26
+
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_OF_SOME_KERNELS = {  # swap; and that all of the group is killed, not the largest alone
+    1: {"memory.memsw.limit_in_bytes": "{}"},
+    2: {"memory.swap.max": "0", "memory.oom.group": "1"},
+}
+_COUNTS = {1: "memory.oom_control", 2: "memory.events"}
+_ENTRANCES = {1: "tasks", 2: "cgroup.procs"}  # of 1, the other one waits 10 ms for all processors
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where groups are made."""
+
+    folder: Path
+    version: int
+    """1 or 2."""
+
+
+@contextlib.contextmanager
+def program_group(place: Place, memory_bytes: int) -> Iterator[Path]:
+    """The folder of a group without processes, which is removed in the end.
+
+    Raises:
+        OSError: the kernel makes none, or takes no limit.
+    """
+    with contextlib.ExitStack() as stack:
+        for is_last in (False, False, True):
+            folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place.folder))
+            stack.callback(_remove, folder)
+            try:
+                stack.enter_context(_locked(folder))
+                set_limits(folder, place.version, memory_bytes)
+                break
+            except OSError:  # another process may have swept it away before it was locked
+                if is_last:
+                    raise
+        yield folder
+
+
+def set_limits(group: Path, version: int, memory_bytes: int) -> None:
+    """Memory, and memory with swap where the kernel counts that.
+
+    Raises:
+        OSError: the group takes no limit.
+    """
+    (group / _LIMIT[version]).open("r+").close()  # or a folder that is no control group would get a file
+    (group / _LIMIT[version]).write_text(str(memory_bytes))
+    for name, value in _OF_SOME_KERNELS[version].items():
+        if (group / name).exists():
+            (group / name).write_text(value.format(memory_bytes))
+
+
+def entrance(group: Path) -> Path:
+    """The file to which a process without threads writes 0 to come in."""
+    return next(group / name for name in _ENTRANCES.values() if (group / name).exists())
+
+
+def is_full(group: Path | None) -> bool:
+    """Whether a process of it was killed for want of memory."""
+    return group is not None and any(kills_in(group / name) for name in _COUNTS.values())
+
+
+@functools.cache
+def own_place() -> Place | None:
+    """Where this process makes groups, if it may; groups of ended processes are removed there. The log says which."""
+    files = (Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
+    cgroups, mountinfo = (path.read_text() if path.exists() else "" for path in files)
+    place = find_place(cgroups, mountinfo, can_limit=_can_limit)
+    if place is None:
+        _log.info("programs of the model: memory is limited for each process; no control group can be made for all")
+        return None
+    _log.info("programs of the model: memory is limited by control groups below %s (v%d)", place.folder, place.version)
+    for folder in place.folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(folder):
+            folder.rmdir()
+    return place
+
+
+def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[Place], bool]) -> Place | None:
+    """The first one that `can_limit` says yes to.
+
+    Args:
+        cgroups: `/proc/self/cgroup`.
+        mountinfo: `/proc/self/mountinfo`.
+        can_limit: whether a group that is made there takes a limit and a process.
+    """
+    groups = groups_of(cgroups)
+    version = 1 if "memory" in groups else 2
+    own = PurePosixPath("/", groups.get("memory", groups.get("", "..")))
+    for line in mountinfo.splitlines():
+        mount, _, file_system = line.partition(" - ")
+        root, mounted = mount.split()[3:5]
+        kind, _, options = file_system.split()
+        is_it = kind == "cgroup2" if version == 2 else kind == "cgroup" and "memory" in options.split(",")
+        if not is_it or ".." in own.parts or not own.is_relative_to(root):  # outside what is mounted
+            continue
+        folder = Path(mounted, own.relative_to(root))
+        folders = [folder, folder.parent] if version == 2 and own != PurePosixPath(root) else [folder]
+        for place in (Place(folder=each, version=version) for each in folders):
+            if can_limit(place):
+                return place
+    return None
+
+
+def _can_limit(place: Place) -> bool:
+    with contextlib.suppress(OSError, subprocess.SubprocessError), program_group(place, _TRIAL_BYTES) as group:
+        enter = ["/bin/sh", "-c", 'echo 0 > "$0"', str(entrance(group))]
+        return subprocess.run(enter, stderr=subprocess.DEVNULL, timeout=_TRIAL_S).returncode == 0
+    return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """While it is locked its maker lives, in whatever container.
+
+    Raises:
+        OSError: another process holds it, or it is gone.
+    """
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
+
+
+def _remove(folder: Path) -> None:
+    until = time.monotonic() + _REMOVAL_S
+    while folder.exists():
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if time.monotonic() > until:
+                _log.warning("the control group %s stays behind: %s; a later job there removes it", folder, error)
+                return
+            time.sleep(0.002)
