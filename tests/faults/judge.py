@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.matrix import NODES, Cell, Expected
-from tests.support.contract import records_by_rank
+from tests.support.contract import TOLD, records_by_rank, records_in
 from tests.support.launching import Job
 from tests.support.left_over import left_over, processes_in
 
 PATIENCE_S = 45.0  # beyond the promise: what is late is measured, too
 FINISH_S = 180.0  # of a job that goes on
 POLL_S = 0.2
-RECORD_LINES = 6
-_TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
 _LOG = re.compile(r"rank-node\d+-(\d+)\.attempt-\d+\.log")
 _DIED = re.compile(r"the process of rank (\d+) .*\[GRPO-601\]")
 
@@ -66,19 +64,9 @@ def _is_held(pid: int) -> bool:
 
 
 def records(job: Job) -> list[str]:
-    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler.
-
-    Records differ by their first line, behind which a launcher says what follows. Some have more, as what pydantic says
-    of a wrong value.
-    """
-    lines, found = job.output().splitlines(), {}
-    for number, line in enumerate(lines):
-        if _TOLD in line:
-            first = line.partition(_TOLD)[2]
-            found[first] = "\n".join([first, *lines[number + 1 : number + RECORD_LINES]]).partition(_LOGS_END)[0]
-    if found:
-        own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
-        return [found[first] for first in own]
+    """Those that the ranks tell; of a mistake before the first step the one that is kept for the scheduler."""
+    if found := records_in(job.output()):
+        return found
     state = job.output_dir / "run" / "run_state.json"
     kept = json.loads(state.read_text()) if state.exists() else {"state": "nothing is kept"}
     return [kept["why"].splitlines()[0]] if kept["state"] == "failed" else []
@@ -98,7 +86,7 @@ def silent_ranks(job: Job, struck: Collection[int], ranks: Collection[int] = (0,
     output = job.output()
     reported = {*records_by_rank(output), *(int(number) for number in _DIED.findall(output)), *struck}
     for path in (job.output_dir / "run" / "logs").glob("rank-*.log"):
-        if _TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
+        if TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
             reported.add(int(match[1]))
     return [rank for rank in ranks if rank not in reported]
 

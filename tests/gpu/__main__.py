@@ -3,91 +3,176 @@
     python -m tests.gpu [PYTEST ARGUMENTS]
 
 Needs torch (2.11 or newer) and pytest; the rest is said test by test. Tests without a GPU are left to `make test`.
+The tests run in a process of their own. One that hangs, or takes that process along, ends with it and with all that it
+has started; the others go on in a new one.
 """
 
-import faulthandler
+import contextlib
+import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 try:
-    import pytest
+    import pytest  # noqa: F401
     import torch  # noqa: F401  before anything is promised
 except ModuleNotFoundError as error:
     sys.exit(f"make test-gpu needs {error.name}: pip install {error.name}, or make test-gpu PYTHON=...")
 
-from tests.gpu.report import Outcome, machine, render, summary
+from tests.gpu.failures import keep_logs
+from tests.gpu.report import Outcome, duration, machine, render, summary
 from tests.gpu.requirements import RUN_BY, num_gpus, rehearsed
+from tests.gpu.session import DONE, EVENTS, ROOT, STACKS
+from tests.support.descendants import adopt, bury, end_descendants
 
-ROOT = Path(__file__).resolve().parents[2]
 REPORT = Path(os.environ.get("GRPO_GPU_REPORT", ROOT / "runs" / "gpu-report.md"))
-TEST_S = 1800  # of one test, whose own deadlines are shorter: only a hang on the device comes so far
+FOLDER = os.environ.get("GRPO_GPU_TESTS", str(ROOT / "tests" / "gpu"))
+POLL_S = 0.1
+STACKS_S = 1.0  # from a test's limit, at which its process writes its stacks, to its end
+ENDS_S = 30.0  # of pytest, after Ctrl-C
 
-# Without what pyproject.toml asks for `make test`: neither xdist nor timeout need be installed.
-OPTIONS = ("-o", "addopts=", "-o", "timeout=0", "-W", "ignore::pytest.PytestConfigWarning", "--rootdir", str(ROOT))
 
+class Run:
+    """All tests, in as many sessions as it takes. The report is written after every change."""
 
-class ReportPlugin:
-    """Fills the outcomes from pytest's hooks, and writes the report after every change: a hang leaves it readable."""
-
-    def __init__(self, path: Path, facts: list[tuple[str, str]], stderr: int) -> None:
+    def __init__(self, report: Path, facts: list[tuple[str, str]]) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self._path, self._facts, self._stderr = path, facts, stderr
+        self._limits: dict[str, float] = {}
+        self._report, self._facts = report, facts
+        self._kept = report.with_name(f"{report.stem}-failures")
+        self._running, self._began, self._folders = "", 0.0, list[Path]()
+        self._tail = ""
+        self._events: dict[str, Callable[..., None]] = {
+            "collected": self._collect,
+            "unreadable": self._read_in_vain,
+            "not chosen": self._leave_out,
+            "began": self._begin,
+            "folder": self._note_folder,
+            "reported": self._report_phase,
+            "finished": self._finish,
+        }
+        shutil.rmtree(self._kept, ignore_errors=True)
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        gpus = {item: max((mark.args[0] for mark in item.iter_markers("gpus")), default=0) for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not gpus[item]])
-        items[:] = sorted((item for item in items if gpus[item]), key=lambda item: gpus[item])
-        for item in items:
-            name = item.nodeid.rpartition("/")[2]
-            self.outcomes[item.nodeid] = Outcome(name=name, gpus=gpus[item], result="not run", detail="not reached")
+    def run(self, arguments: list[str]) -> int:
+        """Exit code of the last session, or 1 if one has ended otherwise than by itself."""
+        code, again = 0, True
+        while again:
+            with tempfile.TemporaryDirectory(prefix="test-gpu-") as channel:
+                ended, again = self._session(Path(channel), arguments)
+            code = int(again) or code or ended
+        return code
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            detail = f"could not be read: {report.longreprtext.splitlines()[-1]}"
-            self.outcomes[report.nodeid] = Outcome(name=report.nodeid, gpus=0, result="FAILED", detail=detail)
+    def _session(self, channel: Path, arguments: list[str]) -> tuple[int, bool]:
+        """One process of tests: its exit code, and whether a test ended it, so that others are left to run."""
+        done = [name for name, outcome in self.outcomes.items() if outcome.detail != "not reached"]
+        (channel / DONE).write_text(json.dumps(done))
+        (channel / EVENTS).touch()
+        self._tail = ""
+        command = [sys.executable, "-m", "tests.gpu.session", str(channel), FOLDER, *arguments]
+        process = subprocess.Popen(command)
+        with (channel / EVENTS).open() as events:
+            try:
+                while (code := process.poll()) is None and not self._is_late():
+                    time.sleep(POLL_S)
+                    bury(process.pid)
+                    self._take(events.read())
+            except KeyboardInterrupt:  # pytest has it too
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDS_S)
+                raise
+            finally:
+                left = end_descendants(process.pid)
+                process.poll()
+                self._take(events.read())
+        if not self._running:  # without a code one that has just ended, at its limit
+            return int(code or 0), code is None
+        how = f"took its process along (exit code {code})"
+        if code is None:
+            limit = duration(self._limits[self._running])
+            how = f"hung: ended after {limit}, with the processes that it had started"
+        if left:
+            how += f"; processes {left} cannot be killed, and may hold their GPUs"
+        outcome = self.outcomes[self._running]
+        outcome.seconds = time.monotonic() - self._began
+        self._fail(self._running, how, channel / STACKS)
+        self._running = ""
+        print(f"\n{outcome.name}: {how}")
+        return int(code or 1), True
 
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            if item.nodeid in self.outcomes:
-                self.outcomes[item.nodeid].detail = "not chosen on the command line"
+    def _is_late(self) -> bool:
+        return bool(self._running) and time.monotonic() > self._began + self._limits[self._running] + STACKS_S
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.outcomes[nodeid].result, self.outcomes[nodeid].detail = "began", ""
-        self.write()
-        faulthandler.dump_traceback_later(TEST_S, exit=True, file=self._stderr)
+    def _take(self, written: str) -> None:
+        *lines, self._tail = (self._tail + written).split("\n")
+        for line in lines:
+            event = json.loads(line)
+            self._events[event.pop("event")](**event)
+        if lines:
+            self.write()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = self.outcomes[report.nodeid]
-        outcome.seconds += report.duration
-        if report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            outcome.result, outcome.detail = "not run", reason.removeprefix("Skipped: ")
-        elif report.failed:
-            told = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
-            outcome.result, outcome.detail = "FAILED", (told or [report.longreprtext])[0][:300]
-        elif report.when == "call":
-            outcome.result = "passed"
-            outcome.figures = [value for name, value in report.user_properties if name == "figure"]
+    def _collect(self, id: str, name: str, gpus: int, usual_s: float, limit_s: float) -> None:
+        self._limits[id] = limit_s
+        made = Outcome(name=name, gpus=gpus, result="not run", usual_s=usual_s, detail="not reached")
+        self.outcomes.setdefault(id, made)
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        faulthandler.cancel_dump_traceback_later()
+    def _read_in_vain(self, id: str, detail: str) -> None:
+        self.outcomes[id] = Outcome(name=id, gpus=0, result="FAILED", detail=f"could not be read: {detail}")
+
+    def _leave_out(self, ids: list[str]) -> None:
+        for each in ids:
+            if each in self.outcomes and self.outcomes[each].result == "not run":
+                self.outcomes[each].detail = "not chosen on the command line"
+
+    def _begin(self, id: str) -> None:
+        self._running, self._began, self._folders = id, time.monotonic(), []
+        self.outcomes[id].result, self.outcomes[id].detail = "began", ""
+
+    def _note_folder(self, path: str) -> None:
+        self._folders.append(Path(path))
+
+    def _report_phase(self, id: str, seconds: float, text: str = "", **more: Any) -> None:
+        outcome = self.outcomes[id]
+        outcome.seconds += seconds
+        if more.get("result") == "FAILED":
+            self._fail(id, more["detail"], text=text)
+        elif outcome.result != "FAILED":  # a teardown may be skipped, too
+            for name, value in more.items():
+                setattr(outcome, name, value)
+
+    def _finish(self, id: str) -> None:
+        self._running = ""
+
+    def _fail(self, id: str, detail: str, stacks: Path | None = None, *, text: str = "") -> None:
+        outcome = self.outcomes[id]
+        outcome.result, outcome.detail = "FAILED", outcome.detail or detail
+        outcome.records, outcome.logs = keep_logs(outcome.name, self._folders, self._kept, stacks=stacks, text=text)
         self.write()
 
     def write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(render(self._facts, list(self.outcomes.values())))
+        self._report.parent.mkdir(parents=True, exist_ok=True)
+        self._report.write_text(render(self._facts, list(self.outcomes.values())))
 
 
-def main(arguments: list[str], folder: str = str(ROOT / "tests" / "gpu")) -> int:
+def main(arguments: list[str]) -> int:
+    adopt()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.environ[RUN_BY] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for jobs
     facts = [*machine(), *([("rehearsal", "jobs ran on CPU: nothing here was seen on a GPU")] if rehearsed() else [])]
-    plugin = ReportPlugin(REPORT, facts, os.dup(2))
-    options = [*OPTIONS, "-v", "--confcutdir", folder]  # without the conftest.py of all tests, which needs transformers
-    code = int(pytest.main([*options, *arguments, folder], plugins=[plugin]))
-    plugin.write()
-    outcomes = list(plugin.outcomes.values())
+    run = Run(REPORT, facts)
+    try:
+        code = run.run(arguments)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    run.write()
+    outcomes = list(run.outcomes.values())
     where = "rehearsed on CPU" if rehearsed() else f"on {num_gpus()} GPUs"
     print(f"\nmake test-gpu {where}: {summary(outcomes)}")
     for needed in sorted({outcome.gpus for outcome in outcomes if outcome.result == "not run"}):

@@ -6,17 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.gpu.requirements import STACK, lacking, rehearsed
+from tests.gpu.requirements import missing_for
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    gpus = max((mark.args[0] for mark in item.iter_markers("gpus")), default=0)
-    modules = [module for mark in item.iter_markers("requires") for module in mark.args]
-    if item.get_closest_marker("job"):
-        modules += STACK
-    if rehearsed() and (item.get_closest_marker("job") or item.get_closest_marker("rehearsable")):
-        gpus = 0
-    if missing := lacking(gpus, modules):
+    if missing := missing_for(item):
         pytest.skip(f"needs {' and '.join(missing)}")
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -21,10 +22,16 @@ class Outcome:
     result: str
     """`passed`, `FAILED`, `not run`; `began` while it runs, and for good if it takes the process along."""
     seconds: float = 0.0
+    usual_s: float = 0.0
+    """What it takes by estimate."""
     detail: str = ""
-    """What it needs, where it was not run; the last line of its error, where it failed."""
+    """What it needs, where it was not run; the first line of its error, where it failed."""
     figures: list[tuple[str, float, str]] = field(default_factory=list)
     """Name, value, unit."""
+    records: list[str] = field(default_factory=list)
+    """Where it failed: of each of its jobs the first line of the failure record."""
+    logs: list[Path] = field(default_factory=list)
+    """Where it failed: copies of its logs, which are there after the run."""
 
 
 def _answer(*command: str) -> str:
@@ -60,10 +67,23 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """`40 s`, `5 min`, `1 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def summary(outcomes: Sequence[Outcome]) -> str:
     counts = {result: sum(o.result == result for o in outcomes) for result in ("passed", "FAILED", "began", "not run")}
     said = [f"{number} {'did not end' if result == 'began' else result}" for result, number in counts.items() if number]
     return ", ".join(said) or "nothing was collected"
+
+
+def _from_here(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def render(facts: Sequence[tuple[str, str]], outcomes: Sequence[Outcome]) -> str:
@@ -74,15 +94,31 @@ def render(facts: Sequence[tuple[str, str]], outcomes: Sequence[Outcome]) -> str
 
     lines = ["# GPU report", "", "Written by `make test-gpu`.", "", "| | |", "|---|---|"]
     lines += [row(name, value) for name, value in facts]
+    tiers = {gpus: sum(o.usual_s for o in outcomes if o.gpus == gpus) for gpus in sorted({o.gpus for o in outcomes})}
+    said = ", ".join(f"{gpus} GPU{'s' if gpus > 1 else ''} {duration(usual_s)}" for gpus, usual_s in tiers.items())
+    lines += ["", f"What the tests take by estimate, by the GPUs that they need: {said}."]
     ran = [outcome for outcome in outcomes if outcome.result != "not run"]
     lines += ["", f"## What ran: {summary(outcomes)}", ""]
     if ran:
-        lines += ["| GPUs | test | result | seconds | figures |", "|---|---|---|---|---|"]
+        spent, usual = sum(o.seconds for o in ran), sum(o.usual_s for o in ran)
+        lines += [f"{duration(spent)} in all; {duration(usual)} by estimate.", ""]
+        lines += ["| GPUs | test | result | seconds | by estimate | figures |", "|---|---|---|---|---|---|"]
     for outcome in ran:
         figures = "; ".join(f"{name} {shown(value)} {unit}".strip() for name, value, unit in outcome.figures)
         result = {"began": "began, and did not end"}.get(outcome.result, outcome.result)
-        cells = [f"{result}: {outcome.detail}" if outcome.detail else result, f"{outcome.seconds:.1f}", figures]
+        cells = [
+            f"{result}: {outcome.detail}" if outcome.detail else result,
+            f"{outcome.seconds:.1f}",
+            f"{outcome.usual_s:.0f}",
+            figures,
+        ]
         lines.append(row(str(outcome.gpus), f"`{outcome.name}`", *cells))
+    failed = [outcome for outcome in ran if outcome.result == "FAILED"]
+    if failed:
+        lines += ["", "## What failed"]
+    for outcome in failed:
+        lines += ["", f"### `{outcome.name}`", "", "```text", outcome.detail, *outcome.records, "```", ""]
+        lines += [f"- `{_from_here(log)}`" for log in outcome.logs] or ["It has left no logs."]
     left = [outcome for outcome in outcomes if outcome.result == "not run"]
     if left:
         lines += ["", "## What did not run", "", "| GPUs | test | why |", "|---|---|---|"]

@@ -10,6 +10,7 @@ from tests.gpu.jobs import by_accelerate, finish, largest_gap, launch, save_mode
 
 @pytest.mark.gpus(8)
 @pytest.mark.job
+@pytest.mark.takes(150)
 def test_two_nodes_of_four(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
 
     model, out = save_model("llama-untied", tmp_path / "model"), tmp_path / "out"

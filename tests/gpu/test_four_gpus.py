@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.jobs import by_accelerate, finish, largest_gap, launch, save_model, tiny_script
 
-pytestmark = [pytest.mark.gpus(4), pytest.mark.job]
+pytestmark = [pytest.mark.gpus(4), pytest.mark.job, pytest.mark.takes(120)]
 
 LAYOUTS = {
     # name: model, nodes, GPUs of each, reserved of each, settings

@@ -11,6 +11,7 @@ from tests.gpu.requirements import rehearsed
 
 @pytest.mark.gpus(3)
 @pytest.mark.job
+@pytest.mark.takes(120)
 def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
     """Two ranks and an engine: every rank receives the other's half in an all-gather, one of them otherwise."""
     from bench.push import figures_of, run_ranks

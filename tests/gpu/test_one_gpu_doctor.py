@@ -12,6 +12,7 @@ from tests.gpu.requirements import num_gpus, rehearsed
 
 @pytest.mark.gpus(1)
 @pytest.mark.job
+@pytest.mark.takes(60)
 def test_the_doctor_counts_the_gpus(tmp_path: Path) -> None:
     """Its verdict is the machine's; here it must have looked, and found every GPU."""
     found = num_gpus()

@@ -18,7 +18,7 @@ from tests.gpu.jobs import (
 )
 from tests.support.launching import ROOT
 
-pytestmark = [pytest.mark.gpus(3), pytest.mark.job]
+pytestmark = [pytest.mark.gpus(3), pytest.mark.job, pytest.mark.takes(120)]
 
 Figure = Callable[[str, float, str], None]
 FIRST_STEP_S = 120  # from the launch: a group that hangs at its creation does so without a word
@@ -44,5 +44,6 @@ def test_the_first_step_comes_within_two_minutes(launcher: str, tmp_path: Path, 
     figure("push", steps[-1]["push/total_s"], "s")
 
 
+@pytest.mark.takes(300)
 def test_benchmark_push(tmp_path: Path, figure: Figure) -> None:
     benchmark("push", tmp_path, figure, gpus=3)

@@ -3,7 +3,8 @@
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
 names what to slow down so that a test can strike in the middle of it: "push", "train", or "generation-2", the one
 after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's reward
-raises after five. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase
+raises after five. "stale-3": the batch after three steps is sampled with the weights of the
+one before. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase
 is entered.
 """
 
@@ -48,7 +49,9 @@ def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
         row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
         lines.write(json.dumps(row) + "\n")
-    if hold == f"reward-error-{trainer.state.global_step}" and rank == 1:
+    if hold == f"reward-error-{trainer.state.global_step}" and rank == min(
+        1, int(os.environ.get("WORLD_SIZE", "1")) - 1
+    ):
         raise ZeroDivisionError("a reward of the user's went wrong")
     for engine in trainer._local.engines.clients if trainer._local is not None else ():
         strike("reward", engine)
@@ -108,6 +111,8 @@ class Trainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         mark(f"waits-{self.state.global_step}-{rank}")
+        if hold == f"stale-{self.state.global_step}":
+            self._last_loaded_step = self.state.global_step  # TRL takes it that the engine has them already
         return super()._generate_single_turn(*args, **kwargs)
 
 

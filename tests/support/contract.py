@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 STARTUP_S = 240  # until a job is where a test wants it; it takes about 25 s alone
 CONTRACT_S = 30  # promised, from the death on
-_TOLD = re.compile(
+TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
+_RECORD_LINES = 6
+_BY_RANK = re.compile(
     r"^(?:\[rank(?P<rank>\d+)\]: .*|\[grpo\] rank (?P<ended>\d+) ends: |\[grpo\] the sentinel of node \d+ kills rank "
     r"(?P<killed>\d+) .*)the job failed on (?P<record>.*)$",
     re.MULTILINE,
@@ -70,9 +72,24 @@ def until_it_ends(job: Job, timeout_s: float) -> str:
 def records_by_rank(output: str) -> dict[int, set[str]]:
     """First lines of the records that each rank has printed, or that its node's sentinel has printed for it."""
     found: dict[int, set[str]] = {}
-    for match in _TOLD.finditer(output):
+    for match in _BY_RANK.finditer(output):
         found.setdefault(int(match["rank"] or match["ended"] or match["killed"]), set()).add(match["record"])
     return found
+
+
+def records_in(output: str) -> list[str]:
+    """Those that a job's output tells, each once.
+
+    Records differ by their first line, behind which a launcher says what follows. Some have more, as what pydantic says
+    of a wrong value.
+    """
+    lines, found = output.splitlines(), {}
+    for number, line in enumerate(lines):
+        if TOLD in line:
+            first = line.partition(TOLD)[2]
+            found[first] = "\n".join([first, *lines[number + 1 : number + _RECORD_LINES]]).partition(_LOGS_END)[0]
+    own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
+    return [found[first] for first in own]
 
 
 def the_record(job: Job, output: str, *, says: Sequence[str], ranks: Collection[int] = ()) -> str:
