@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grpo.config import GRPOConfig
 from grpo.config.models import AdapterSlot, EngineModel, choose_backend, engine_args, sampling_settings
 from grpo.engine.messages import EngineSpec
-from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.engine.supervisor import START_PHASE, EngineSupervisor, Respawn
 from grpo.faults.failure import JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
@@ -98,7 +98,7 @@ class ServingStart:
         args, clients = self.args, self.engines.clients
         source = self.trained.source(args)
         pool, broker, facts, failure = None, None, None, None
-        with self.watch.during("engine start"), self.startup.waiting():
+        with self.watch.during(START_PHASE), self.startup.waiting():
             try:
                 _log.info("the model is loaded; waiting for the engines to start")
                 if clients:

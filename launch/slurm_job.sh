@@ -8,13 +8,14 @@ slurm_job=$SLURM_JOB_ID
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || slurm_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
 run_job() {
-    local script=train.py replaced nodes used lost attempt status stop_file='' asked_to_stop=''
+    local script=train.py replaced nodes here used lost attempt status stop_file='' asked_to_stop=''
     if [[ ${1:--} != -* ]]; then
         script=$1
         shift
     fi
     # shellcheck disable=SC2207  # names of nodes hold no white space
-    nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST")) # the first one is this
+    nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+    here=${nodes[0]}
     used=$((SLURM_NNODES - spare_nodes))
     if ((spare_nodes < 0 || used < 1)); then
         say "GRPO_SPARE_NODES is $spare_nodes, but the job has $SLURM_NNODES nodes: ask for more by --nodes"
@@ -80,7 +81,7 @@ run_attempt() {
     step=$!
     if ((${#nodes[@]} > used)); then # it ends an srun that waits for a lost node
         python -m grpo.ops.launch.lost_nodes "$output_dir" --job "$SLURM_JOB_ID" --attempt "$attempt" --srun "$step" \
-            --nodes "$(comma_separated "${nodes[@]}")" --used "$used" >"$output_dir/lost_nodes.$SLURM_JOB_ID" &
+            --here "$here" --nodes "$(comma_separated "${nodes[@]}")" --used "$used" >"$output_dir/lost_nodes.$SLURM_JOB_ID" &
         watch=$!
     fi
     status=0
@@ -130,11 +131,14 @@ conclude_attempt() {
     exit 85
 }
 
-# Give back all nodes but `nodes`: Slurm requeues the whole job as soon as it misses a node of it.
+# Give back all nodes but `nodes`, and `here`, on which this runs: Slurm requeues the whole job as soon as it misses a
+# node of it.
 leave_lost_nodes() {
-    local folder
+    local folder kept=("${nodes[@]}")
+    [[ " ${nodes[*]} " == *" $here "* ]] || kept=("$here" "${nodes[@]}")
+    ((${#kept[@]} < SLURM_NNODES)) || return 0
     folder=$(mktemp -d) # the command writes two files to where it is
-    (cd "$folder" && timeout 30 scontrol update JobId="$slurm_job" NodeList="$(comma_separated "${nodes[@]}")") \
+    (cd "$folder" && timeout 30 scontrol update JobId="$slurm_job" NodeList="$(comma_separated "${kept[@]}")") \
         >"$folder/said" 2>&1 || say "scontrol does not shrink the job: $(head -n 1 "$folder/said")"
     rm -rf -- "$folder"
 }

@@ -24,6 +24,7 @@ from grpo.place.topology import NodeTopology
 
 _log = logging.getLogger(__name__)
 
+START_PHASE = "engine start"
 WINDOW_S = 3600.0  # in which deaths are counted
 MAX_FAILED_STARTS = 2  # of one respawn
 NOTICE_S = 30.0  # from an engine's end until its supervisor has decided what follows
@@ -313,7 +314,8 @@ class EngineSupervisor:
 
     def _note_death(self, index: int, error: EngineDied) -> None:
         """In a thread of the dead engine."""
-        record = self._watch.make_record(error)
+        phase = None if self._supervises else START_PHASE  # the ranks may be further, and wait for it later
+        record = self._watch.make_record(error, phase)
         _log.warning("an engine died in phase '%s': %s", record.phase, _first_line(error.what), extra=FILE_ONLY)
         stops = self._watch.stop_was_asked()
         with self._changed:
@@ -326,7 +328,7 @@ class EngineSupervisor:
             if loss.given_up is None:
                 self._start_successor(slot, loss)
         elif not stops:
-            self._watch.fail(error)
+            self._watch.report(record)
 
     def _answer_death(self, slot: _Slot, record: FailureRecord, error: EngineDied, stops: bool) -> _Loss:
         cause = record.cause

@@ -33,6 +33,7 @@ class FailureRecord:
 
     node: int
     rank: int
+    """-1 where there are no ranks yet."""
     host: str
     phase: str
     """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""

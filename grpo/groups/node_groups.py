@@ -8,7 +8,7 @@ under its watchdog. All methods are collective over the ranks that they name, in
 
 import json
 import logging
-import socket
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from grpo.faults.signals import StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.process_groups import new_gloo_groups
 from grpo.groups.texts import all_gather_texts, broadcast_text
-from grpo.place.launch import Launch
+from grpo.place.launch import Launch, host_name
 from grpo.place.wire import Wire, from_json, to_json
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class NodeGroups:
                 record = (
                     self._watch.make_record(problem)
                     if self._watch is not None
-                    else record_of(problem, node=0, rank=0, host=socket.gethostname(), phase="start")
+                    else record_of(problem, node=0, rank=0, host=host_name(os.environ), phase="start")
                 )
                 error, answer = problem, json.dumps([None, record.as_dict()])
         if self._leaders is not None:

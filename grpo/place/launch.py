@@ -6,6 +6,7 @@ The one place that reads torchrun's variables.
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,11 @@ class Launch:
         """Ranks of this node, in the job; the first one is the local main."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
+
+
+def host_name(env: Mapping[str, str]) -> str:
+    """Slurm's name of this machine, by which a job can leave it out; elsewhere its host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:

@@ -5,7 +5,6 @@ what was read.
 """
 
 import os
-import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from grpo.place.launch import (
     accelerate_request,
     check_accelerate_request,
     either,
+    host_name,
     multiples_around,
     parent_argv,
     read_launch,
@@ -63,7 +63,7 @@ def plan_node(
     those of the model, where known. Raises ValueError when no placement follows from them; the local main warns when
     GPUs stay idle.
     """
-    host = socket.gethostname() if host is None else host
+    host = host_name(os.environ) if host is None else host
     _check_tensor_parallel(tensor_parallel_size, num_attention_heads, num_key_value_heads)
     if engines_per_node is not None and engines_per_node < 1:
         raise ValueError(f"vllm_engines_per_node is {engines_per_node}: a node needs at least 1, or leave it unset")

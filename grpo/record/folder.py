@@ -266,8 +266,10 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
-def record_early_failure(path: Path, env: Mapping[str, str], why: str, kind: FailureKind) -> None:
-    """Say in `run_state.json` that this attempt failed before there was a trainer."""
+def record_early_failure(
+    path: Path, env: Mapping[str, str], why: str, kind: FailureKind, failure: FailureRecord | None = None
+) -> None:
+    """Say in `run_state.json` and `run.json` that this attempt failed before there was a trainer."""
     try:
         folder = RunFolder(path, env)
     except (OSError, ValueError):  # no folder, or another job's
@@ -283,7 +285,7 @@ def record_early_failure(path: Path, env: Mapping[str, str], why: str, kind: Fai
     try:
         if not is_told:  # else the trainer has said more
             folder.begin_attempt(goes_on=True)
-            folder.update(state="failed", why=why, kind=kind)
+            folder.update(state="failed", why=why, kind=kind, failure=failure)
     except OSError as problem:  # a full disk must not hide the failure
         warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
     finally:

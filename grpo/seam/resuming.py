@@ -7,7 +7,6 @@ stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from grpo.faults.mistakes import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups, as_one_node
-from grpo.place.launch import read_launch
+from grpo.place.launch import host_name, read_launch
 from grpo.place.log import FILE_ONLY
 from grpo.place.patches.trl import SAMPLE_PRINTER
 from grpo.place.topology import NodeTopology
@@ -108,7 +107,7 @@ class ResumableTrainer(OrderedTrainer):
         note_run(Path(args.output_dir), os.environ)
         check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
 
-        hosts = self._node_groups.all_gather(socket.gethostname())
+        hosts = self._node_groups.all_gather(host_name(os.environ))
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)

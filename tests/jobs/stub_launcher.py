@@ -14,6 +14,7 @@ as `grpo launch` does after such an end.
     progress   completes a newer checkpoint, then dies without a word
     lopsided   node 1 dies, node 0 waits until it is ended
     silent     node 1 says and hears nothing more, and node 0 says so
+    broken K   the engine of node K does not start
 """
 
 import argparse
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.launch import attempt, command, next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.folder import RunFolder, note_run
@@ -122,6 +123,14 @@ class Stub:
                 run.update(state="failed", why="words that nobody reads", kind=FailureKind.NODE_LOST, nodes=(1,))
             case "hopeless":
                 run.update(state="failed", why="28 training processes were asked for, 24 fit", kind=FailureKind.USER)
+            case "broken 0" | "broken 1":
+                node = int(word[-1])
+                host = json.loads(self.record(node).read_text())["environment"]["SLURMD_NODENAME"]
+                died = FailureRecord(
+                    node=node, rank=node, host=host, phase="engine start", cause="it died", kind=FailureKind.ENGINE
+                )
+                run.begin_attempt()
+                run.update(state="failed", why=str(died), kind=died.kind, failure=died)
             case _:
                 raise ValueError(word)
         return word in ("finish", "wait")

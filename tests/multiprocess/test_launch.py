@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo.ops.launch.faulty_host import read_faulty_host
 from tests.support.launching import (
     BIN,
     ROOT,
@@ -301,3 +302,15 @@ def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tm
         assert not list(nodes.folder.glob("*.json"))
     assert nodes.start(0, *words).wait(END_S) == DONE, nodes.said(0)
     assert nodes.told(0)["told"]["RANK"] == "0"
+
+
+def test_a_node_on_which_the_doctor_fails_is_on_record(nodes: Nodes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--doctor", "--nodes", ",".join(ADDRESSES[:2]), "--output-dir", str(run), TOLD_JOB, str(nodes.folder)]
+    for node in (0, 1):
+        env = {"NCCL_SOCKET_IFNAME": "no-such-interface"} if node else {}
+        nodes.start(node, "--node-rank", str(node), *words, env=env)
+    assert nodes.wait() == [START_AGAIN] * 2, nodes.said(0) + nodes.said(1)
+    failure = json.loads((run / "run.json").read_text())["attempts"][-1]["failure"]
+    assert (failure["node"], failure["host"], failure["phase"]) == (1, ADDRESSES[1], "doctor"), nodes.said(0)
+    assert read_faulty_host(run, json.loads((run / "run_state.json").read_text())) == ADDRESSES[1]

@@ -91,6 +91,62 @@ def test_a_crash_that_is_no_nodes_fault_is_requeued(cluster: slurm.Slurm, tmp_pa
     assert nodes_of(output_dir, 1) == ["n1", "n2"], said
 
 
+@pytest.mark.parametrize(("node", "left", "given_back"), [(1, ["n1", "n3"], True), (0, ["n2", "n3"], False)])
+def test_a_host_that_two_attempts_blame_is_replaced(
+    node: int, left: list[str], given_back: bool, cluster: slurm.Slurm, tmp_path: Path
+) -> None:
+    """It runs, and the batch script may run on it."""
+    output_dir = tmp_path / "out"
+    job = submit_stub(cluster, tmp_path, f"broken {node}", f"broken {node}", "finish")
+    ended = cluster.wait_for_state(job, ENDS, 180)
+    said = everything_said(output_dir)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    assert ended["NodeList"] == ("n[1,3]" if given_back else "n[1-3]"), said
+    assert "does not shrink" not in said
+    assert [nodes_of(output_dir, attempt) for attempt in (0, 1, 2)] == [["n1", "n2"], ["n1", "n2"], left], said
+
+
+# In every Python that starts: on one node it is as if the engine's GPU were broken.
+ENGINE_OF_N2_DIES = """\
+import os, sys
+if os.environ.get("SLURMD_NODENAME") == "n2" and "grpo.engine.host" in sys.orig_argv:
+    sys.stderr.write("CUDA error: uncorrectable ECC error encountered\\n")
+    os._exit(1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
+    output_dir, programs = tmp_path / "out", tmp_path / "python"
+    programs.mkdir()
+    (programs / "sitecustomize.py").write_text(ENGINE_OF_N2_DIES)
+    job = submit(
+        cluster,
+        "train.sbatch",
+        output_dir,
+        [BIN],
+        "tests/jobs/lost_node_job.py",
+        options=["--partition=cpu", "--nodes=3", "--time=30"],
+        PYTHONPATH=str(programs),
+        MODEL=str(demo_model),
+        GRPO_SPARE_NODES="1",
+        GRPO_CONFIG_FILE="configs/cpu.yaml",
+        GRPO_RANKS_PER_NODE="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    ended = cluster.wait_for_state(job, ENDS, 900)
+    said = everything_said(output_dir)
+    assert (ended["JobState"], ended["Restarts"], ended["NodeList"]) == ("COMPLETED", "1", "n[1,3]"), said
+    assert "lost n2: another attempt on n1 n3" in said
+    attempts = json.loads((output_dir / "run.json").read_text())["attempts"]
+    blamed = [each["failure"] and (each["failure"]["host"], each["failure"]["kind"]) for each in attempts]
+    assert blamed == [("n2", "engine"), ("n2", "engine"), None]
+    assert [each["topology"]["hosts"] for each in attempts] == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
+    state = json.loads((output_dir / "run_state.json").read_text())
+    assert (state["state"], state["step"], state["attempt"]) == ("finished", 6, 2), said
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:

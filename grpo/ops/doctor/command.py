@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", help="a folder or a hub name: is it complete on every node")
     what.add_argument("--dataset", help="a path or a hub name: the same")
     add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which data set"))
+    parser.add_argument(
+        "--failed-nodes", type=Path, metavar="FILE", help="gets, on the head, the names of the nodes with a FAIL"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
 
 

@@ -99,6 +99,12 @@ class Verdict(Wire):
     def exit_code(self) -> int:
         return int(self.status is Status.FAIL)
 
+    @property
+    def failed_nodes(self) -> list[str]:
+        """Those that a FAIL is about."""
+        failed = {node for finding in self.findings if finding.status is Status.FAIL for node in finding.nodes}
+        return [node for node in self.nodes if node in failed]
+
 
 def merge(findings: Iterable[Finding], nodes: tuple[str, ...] = ()) -> tuple[Finding, ...]:
     """One finding for nodes that found the same, in the order of the first. `nodes`: of those that name none."""

@@ -23,8 +23,14 @@ Examine = Callable[[], NodeReport]
 
 def alone(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     verdict = judge(place.nodes, [examine()])
-    show(verdict, as_json=args.json)
+    _conclude(verdict, args)
     return verdict.exit_code
+
+
+def _conclude(verdict: Verdict, args: argparse.Namespace, **shown: str) -> None:
+    show(verdict, as_json=args.json, **shown)
+    if args.failed_nodes is not None:
+        args.failed_nodes.write_text("\n".join(verdict.failed_nodes))
 
 
 def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
@@ -32,7 +38,7 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     codes = []
 
     def tell(verdict: Verdict) -> str:
-        show(verdict, as_json=args.json, next_step=BANDWIDTH)
+        _conclude(verdict, args, next_step=BANDWIDTH)
         codes.append(verdict.exit_code)
         return replace(verdict, reports=()).dumps()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.faults.decisions import Answer, answer_to_end
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_early_failure
@@ -120,10 +120,22 @@ class Attempt:
         )
 
 
-def record_no_start(output_dir: Path, env: Mapping[str, str], why: str, kind: FailureKind, *, max_crashes: int) -> int:
-    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code."""
+def record_no_start(
+    output_dir: Path,
+    env: Mapping[str, str],
+    why: str,
+    kind: FailureKind,
+    failure: FailureRecord | None = None,
+    *,
+    max_crashes: int,
+) -> int:
+    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code.
+
+    Args:
+        failure: for `run.json`, where it is one of a node.
+    """
     started = time.time()
-    record_early_failure(output_dir, {**env, "GRPO_STARTED": repr(started)}, why, kind)
+    record_early_failure(output_dir, {**env, "GRPO_STARTED": repr(started)}, why, kind, failure)
     state = next_attempt.read_state(output_dir, lambda state: state.get("started") == started)
     job, attempt = _names(env, state, started)
     code, _ = next_attempt.conclude(output_dir, state, job=job, attempt=attempt, max_crashes=max_crashes)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo.faults.decisions import Answer, answer_to
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
+from grpo.ops.launch.faulty_host import DOCTOR_PHASE
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.ranks import Asked
 from grpo.ops.meeting import expected
@@ -105,9 +106,10 @@ def run(args: argparse.Namespace) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
     try:
-        if args.doctor and (found := _doctor(args, place, script.arguments if is_readable else ())):
+        found, failed = _doctor(args, place, script.arguments if is_readable else ()) if args.doctor else (0, [])
+        if found:
             why = f"grpo doctor {'found nodes that cannot train' if found == 1 else f'ended with {found}'}"
-            return _not_started(args, place, FailureKind.USER if found == 2 else FailureKind.MACHINE, why)
+            return _not_started(args, place, FailureKind.USER if found == 2 else FailureKind.MACHINE, why, failed)
         return _meet_and_launch(args, place, script, file, asked, received)
     except KeyboardInterrupt:
         print("grpo launch: interrupted", file=sys.stderr)
@@ -156,8 +158,8 @@ def _meet_and_launch(
     return _launch(args, place, at, words, verdict.agreed.started, received)
 
 
-def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> int:
-    """Its exit code on this node, which is that of all."""
+def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> tuple[int, list[str]]:
+    """Its exit code on this node, which is that of all; and on the head the nodes that have failed."""
     words = ["--node-name", place.node, "--port", str(place.port), "--join-timeout", str(args.join_timeout)]
     words += ["--nodes", ",".join(place.nodes)]
     if place.head_address != place.head:
@@ -168,11 +170,13 @@ def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) 
         words += ["--config_file", args.config_file]
     if train_flags and train_flags[0].startswith("-"):
         words += ["--", *train_flags]
-    doctor = subprocess.Popen([sys.executable, "-m", "grpo", "doctor", *words])
-    try:
-        return doctor.wait()
-    finally:
-        doctor.kill()
+    with tempfile.TemporaryDirectory(prefix=LAUNCH_FOLDER) as folder:
+        failed = Path(folder, "failed_nodes")
+        doctor = subprocess.Popen([sys.executable, "-m", "grpo", "doctor", "--failed-nodes", str(failed), *words])
+        try:
+            return doctor.wait(), failed.read_text().split() if failed.exists() else []
+        finally:
+            doctor.kill()
 
 
 # -- the line -----------------------------------------------------------------------------------------------------
@@ -323,11 +327,21 @@ def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
         os.environ |= line.deepspeed_variables(str(Path(args.config_file).absolute()))
 
 
-def _not_started(args: argparse.Namespace, place: Place, kind: FailureKind, why: str) -> int:
-    """What follows when no launcher could be started; on the head it counts as this attempt's end."""
+def _not_started(
+    args: argparse.Namespace, place: Place, kind: FailureKind, why: str, failed: Sequence[str] = ()
+) -> int:
+    """What follows when no launcher could be started; on the head it counts as this attempt's end.
+
+    Args:
+        failed: nodes on which the doctor did; a single one is put on record.
+    """
     if not place.is_head or args.output_dir is None:
         is_over = answer_to(kind, is_behind_first_step=False) is Answer.END
         return next_attempt.FAILED if is_over else next_attempt.START_AGAIN
     from grpo.ops.launch.attempt import record_no_start
 
-    return record_no_start(args.output_dir, os.environ, why, kind, max_crashes=args.max_crashes)
+    failure = None
+    if len(failed) == 1 and kind is FailureKind.MACHINE:
+        host, node = failed[0], place.nodes.index(failed[0])
+        failure = FailureRecord(node=node, rank=-1, host=host, phase=DOCTOR_PHASE, cause=why, kind=kind)
+    return record_no_start(args.output_dir, os.environ, why, kind, failure, max_crashes=args.max_crashes)

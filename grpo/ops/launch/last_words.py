@@ -1,6 +1,7 @@
 """What this node's launcher owes the others at its end: word to ranks that wait for its own, and patience."""
 
 import contextlib
+import os
 import socket
 import time
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous
 from grpo.ops.meeting.deadline import within
+from grpo.place.launch import host_name
 
 STORE_S = 10.0
 LOOK_S = 2.0
@@ -35,7 +37,7 @@ def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | 
     record = FailureRecord(
         node=at.node_rank,
         rank=failed.get("rank", ending.rank),
-        host=socket.gethostname(),
+        host=host_name(os.environ),
         phase=PHASE,
         cause=failed["why"],
         kind=failed.get("kind", FailureKind.MACHINE),

@@ -1,11 +1,12 @@
 """Which nodes of a Slurm job are lost, while an attempt runs on some of them and when it has ended badly.
 
-    python -m grpo.ops.launch.lost_nodes OUTPUT_DIR --job 17 --attempt 0 --srun PID --nodes a,b,c,d,e --used 4
+    python -m grpo.ops.launch.lost_nodes OUTPUT_DIR --job 17 --attempt 0 --srun PID --here a --nodes a,b,c,d,e --used 4
 
 In the job's batch script, beside the attempt's srun. A node is lost if Slurm cannot run `true` on it, or if the
-attempt's state names it among the silent ones: its network may be gone where Slurm still reaches it. An attempt
-that fails for another reason finds all nodes well. An srun that would wait for a lost node is ended. Prints the names
-of the lost nodes, one a line. Needs nothing but Python and srun.
+attempt's state names it among the silent ones: its network may be gone where Slurm still reaches it. So is one that
+runs, but is a faulty host (`grpo.ops.launch.faulty_host`): its GPU may be broken. An attempt that fails for another
+reason finds all nodes well. An srun that would wait for a lost node is ended. Prints the names of the lost nodes, one a
+line. Needs nothing but Python and srun.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from functools import partial
 
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind
+from grpo.ops.launch.faulty_host import read_faulty_host
 from grpo.ops.launch.next_attempt import State, parser_for, read_end
 
 POLL_S = 2.0
@@ -64,7 +66,7 @@ def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: st
     Args:
         here: this node. If Slurm runs nothing here either, it is Slurm that does not answer, and no node is lost.
     """
-    lost = probe(nodes)
+    lost = probe([*dict.fromkeys((*nodes, here))])
     if here in lost:
         lost = set()
     lost |= {nodes[silent] for silent in silent_nodes(state) if silent < used} - {here}
@@ -108,13 +110,17 @@ def _may_be_a_nodes_fault(ended: State | None) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_for(__doc__)
     parser.add_argument("--srun", required=True, type=int, metavar="PID", help="of the attempt")
-    parser.add_argument("--nodes", required=True, help="of the job, with commas between them; this one is the first")
+    parser.add_argument("--nodes", required=True, help="of the job, with commas between them")
+    parser.add_argument("--here", required=True, metavar="NODE", help="this one, which may be out of use")
     parser.add_argument("--used", required=True, type=int, metavar="N", help="the attempt runs on the first N of them")
     args = parser.parse_args(argv)
     nodes = args.nodes.split(",")
-    find = partial(lost_nodes, nodes=nodes, used=args.used, here=nodes[0])
-    for node in watch(args.srun, partial(read_end, args), find):
-        print(node)
+    find = partial(lost_nodes, nodes=nodes, used=args.used, here=args.here)
+    lost = watch(args.srun, partial(read_end, args), find)
+    faulty = read_faulty_host(args.output_dir, read_end(args))
+    for node in nodes:
+        if node in lost or node == faulty:
+            print(node)
     return 0
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.faults.decisions import Answer, answer_to_end
+from grpo.ops.launch.faulty_host import read_faulty_host
 
 DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
@@ -135,7 +136,10 @@ def conclude(
         _forget_crashes(record)
     # A job's first crash counts as 1, and as 0 where a checkpoint is complete that no crash before has seen.
     answer = answer_to_end(state, was_seen=crashes > (newest < 0))
-    return decide(state, answer, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
+    code, why = decide(state, answer, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
+    if host := read_faulty_host(output_dir, state):
+        why += f"; take {host} out of the job: grpo doctor, or two attempts in a row, have failed on it"
+    return code, why
 
 
 def decide(

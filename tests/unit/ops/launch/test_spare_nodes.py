@@ -209,6 +209,38 @@ def test_what_is_not_a_nodes_fault_uses_no_spare(machine: Machine) -> None:
     assert (code, len(machine.lines("requeued"))) == (DONE, 2), f"the spare is lost, which explains nothing: {output}"
 
 
+@pytest.mark.parametrize(("node", "left"), [(1, "n0 n2"), (0, "n1 n2")])
+def test_a_host_that_two_attempts_blame_is_replaced(node: int, left: str, machine: Machine) -> None:
+    """Slurm reaches it all the while; the batch script may run on it, and goes on there."""
+    machine.behave(f"broken {node}", f"broken {node}", "finish")
+    code, output = machine.run("train.sbatch", **ONE_SPARE)
+    assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
+    assert "out of the job" not in output
+    code, output = machine.run("train.sbatch", **ONE_SPARE, SLURM_RESTART_COUNT="1")
+    assert (code, f"lost n{node}: another attempt on {left}" in output) == (DONE, True), output
+    assert f"take n{node} out of the job" in output
+    assert machine.lines("requeued") == ["requeue"]
+    assert machine.lines("shrunk") == (["NodeList=n0,n2"] if node else []), "without this shell there is no job"
+    names = [machine.launched(each, 2)["environment"]["SLURMD_NODENAME"] for each in (0, 1)]
+    assert names == left.split()
+
+
+def test_different_hosts_that_attempts_blame_stay(machine: Machine) -> None:
+    machine.behave("broken 0", "broken 1")
+    for restarts in ("0", "1"):
+        code, output = machine.run("train.sbatch", **ONE_SPARE, SLURM_RESTART_COUNT=restarts)
+        assert (code, "another attempt" in output, "out of the job" in output) == (DONE, False, False), output
+    assert machine.lines("requeued") == ["requeue"] * 2
+
+
+def test_without_a_spare_the_output_says_which_host_to_take_out(machine: Machine) -> None:
+    machine.behave("broken 1", "broken 1", "broken 1")
+    for restarts, said, expected in (("0", False, DONE), ("1", True, DONE), ("2", True, FAILED)):
+        code, output = machine.run("train.sbatch", SLURM_RESTART_COUNT=restarts)
+        assert (code, "take n1 out of the job" in output) == (expected, said), output
+    assert machine.lines("requeued") == ["requeue"] * 2
+
+
 def test_an_end_that_no_node_can_mend(machine: Machine) -> None:
     machine.behave("hopeless")
     code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1")
