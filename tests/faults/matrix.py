@@ -30,7 +30,7 @@ LAYOUTS = {
     "strike node 1, unless they name node 0",
     "three": "three nodes as on two, each in a network namespace of its own",
 }
-STALL_S = 40  # of `rank_stall_timeout` and `vllm_stall_timeout` where something is stuck
+STALL_S = 40  # of the deadline of what is stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,6 @@ _PROCESSES = (
     ("node 0", "all processes of node 0", {}),
 )
 _ACTS = (("kill", "killed"), ("stop", "stopped"))
-_STALLS = {f"{what}_timeout": STALL_S for what in ("rank_stall", "generate", "vllm_stall", "vllm_sync")}
 _RUNNING = ("generate", "train")
 _ONE = {"phases": _RUNNING, "layouts": ("one",)}
 FAULTS = (
@@ -131,9 +130,12 @@ FAULTS = (
     ),
     *(
         Fault(
-            name=f"{target}-stuck", shown=f"{what} alive and stuck", act="stick", target=target, config=_STALLS, **_ONE
+            name=f"{target}-stuck", shown=f"{what} alive and stuck", act="stick", target=target, config=limits, **_ONE
         )
-        for target, what in (("core", "vLLM's EngineCore"), ("main", "local main"))
+        for target, what, limits in (
+            ("core", "vLLM's EngineCore", {"vllm_stall_timeout": STALL_S}),
+            ("main", "local main", {"rank_stall_timeout": STALL_S, "vllm_generate_timeout": STALL_S}),
+        )
     ),
     *(
         Fault(
