@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from grpo.faults.failure import FailureRecord
 
-_WORDS = struct.Struct("QQQ")  # entered, collectives, a step in ms
+_WORDS = struct.Struct("QQQQ")  # entered, collectives, a step in ms, looks
 WATCHED_PHASE = "train"
-"""In which a rank may be stuck and no other deadline ends it: generation, rewards and weight syncs have theirs, and a
-save may take as long as it takes."""
+"""In which a rank may be stuck and no other deadline ends it: rewards and weight syncs have theirs, and a save may take
+as long as it takes."""
+GENERATION = "generate"
+"""In which a local main looks around while it waits for completions, however long: who does not is stuck."""
 Table = dict[str, list[Any]]
 """A `Row` of each rank, as JSON has it, by the rank's number."""
 
@@ -57,6 +59,10 @@ class Progress:
         """This rank begins a micro-batch, ends an optimizer step or a phase; by the thread that trains."""
         self._words[0] += 1
 
+    def look(self) -> None:
+        """This rank is awake, and waits."""
+        self._words[3] += 1
+
     def note_collectives(self) -> None:
         """What torch has counted, of groups of all ranks; from any thread."""
         import torch.distributed as dist  # a sentinel has none
@@ -83,6 +89,8 @@ class Reached:
     collectives: int = 0
     step_s: float = 0.0
     """0: no step has ended."""
+    looks: int = 0
+    """While it waited for completions."""
 
     @classmethod
     def read(cls, fd: int | None) -> "Reached":
@@ -90,8 +98,8 @@ class Reached:
         words = b"" if fd is None else os.pread(fd, _WORDS.size, 0)
         if len(words) < _WORDS.size:
             return cls()
-        entered, collectives, step_ms = _WORDS.unpack(words)
-        return cls(entered=entered, collectives=collectives, step_s=step_ms / 1000)
+        entered, collectives, step_ms, looks = _WORDS.unpack(words)
+        return cls(entered=entered, collectives=collectives, step_s=step_ms / 1000, looks=looks)
 
 
 def behind(table: Table) -> list[int]:
@@ -100,6 +108,13 @@ def behind(table: Table) -> list[int]:
     most = max((row.reached for row in rows.values()), default=(0, 0))
     late = [rank for rank, row in rows.items() if row.reached < most and row.phase == WATCHED_PHASE]
     return sorted(late, key=lambda rank: rows[rank].reached)
+
+
+def still_generating(table: Table) -> list[int]:
+    """Ranks that have not come to the end of a generation, where another waits for them."""
+    rows = rows_of(table)
+    most = max((row.exchanges for row in rows.values()), default=0)
+    return [rank for rank, row in rows.items() if row.phase == GENERATION and row.exchanges < most]
 
 
 def are_all_as_far(table: Table) -> bool:
@@ -118,6 +133,8 @@ def record_of_stall(table: Table, rank: int, *, what: str) -> FailureRecord:
     row, most = rows[rank], max(each.reached for each in rows.values())
     done = f"{row.entered} micro-batches, steps and ends of phases and {row.collectives} collectives"
     who = f"rank {rank} is behind the others, which wait for it: it has entered {done}, others {most[0]} and {most[1]}"
-    if row.reached == most:
+    if row.phase == GENERATION:
+        who = f"rank {rank} has not come to the end of the generation, where others wait for it"
+    elif row.reached == most:
         who = f"no rank is behind: all have entered {done}"
     return FailureRecord(node=row.node, rank=rank, host=row.host, phase=row.phase, cause=f"{who} [GRPO-620]: {what}")

@@ -4,7 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from grpo.faults.failure import FailureRecord
-from grpo.faults.progress import WATCHED_PHASE, Reached, Table, are_all_as_far, behind, record_of_stall
+from grpo.faults.progress import (
+    GENERATION,
+    WATCHED_PHASE,
+    Reached,
+    Table,
+    are_all_as_far,
+    behind,
+    record_of_stall,
+    still_generating,
+)
 from grpo.faults.stacks import ask_for_stacks, empty, where
 
 WARN_S = 60.0
@@ -74,10 +83,10 @@ class Stalls:
     def _is_quiet(self, rank: Watched) -> bool:
         phase, _, reached = rank.state
         patience_s = max(self._warn_s, WARN_STEPS * reached.step_s)
-        return phase == WATCHED_PHASE and self._now_s - rank.since_s > patience_s
+        return phase in (WATCHED_PHASE, GENERATION) and self._now_s - rank.since_s > patience_s
 
     def _judge(self, table: Table) -> None:
-        late = behind(table)
+        late = [*behind(table), *still_generating(table)]
         first = min(self._ranks)
         if not late and self._is_first_node and are_all_as_far(table) and self._is_quiet(self._ranks[first]):
             self._act(first, table, "none of them goes on, because of a device or of the network between them,")

@@ -162,6 +162,8 @@ class FailureWatch:
 
     def check(self) -> None:
         """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
+        if self._link is not None:
+            self._link.progress.look()
         if self.record is not None:
             raise JobFailed(self.record)
 

@@ -69,6 +69,8 @@ while True:
             case ["enter", count]:
                 for _ in range(int(count)):
                     link.progress.enter()
+            case ["look"]:
+                link.progress.look()
             case ["step", seconds]:
                 link.progress.note_step(float(seconds))
             case ["eat", mebibytes]:

@@ -64,6 +64,22 @@ def test_who_saves_or_generates_has_deadlines_of_its_own(capfd: pytest.CaptureFi
     assert "warns" not in capfd.readouterr().err
 
 
+def test_a_generation_takes_its_time_while_its_local_main_looks_around(capfd: pytest.CaptureFixture) -> None:
+    with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
+        for rank in everyone(nodes):
+            rank.do("step 0.1")
+            rank.do(f"phase generate {1 if rank.rank == 2 else 2}")
+        until = time.monotonic() + STALL_S + 2 * TIMEOUT_S
+        while time.monotonic() < until:
+            nodes[1].ranks[0].do("look")
+            time.sleep(WARN_S / 4)
+        assert "warns" not in capfd.readouterr().err
+        until_said(capfd, "the sentinel of node 1 warns that rank 2 has not come to the end of the generation")
+        (record,) = {rank.record() for rank in everyone(nodes) if rank.rank != 2}
+        assert (record.node, record.rank, record.phase) == (1, 2, "generate")
+        assert "GRPO-620" in record.cause
+
+
 def test_who_goes_on_is_not_stuck(capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
