@@ -5,11 +5,13 @@ ends it. A process of its own tries: what becomes of it keeps nothing else. Serv
 job survives that.
 """
 
+import contextlib
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 10.0
+USUAL_S = 0.05  # more than it takes where nothing hangs
 
 
 class Storage:
@@ -38,6 +40,8 @@ class Storage:
             self._tried_s, self._is_warned = now_s, False
             command = ["touch", "--no-create", str(self.folder)]
             self._trial = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._trial.wait(USUAL_S)  # so that no zombie stays until the next look
 
     def _judge(self, hung_s: float) -> None:
         what = f"the folder {self.folder} has taken no write for {hung_s:.0f} s: its file server or disk hangs"

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from tests.support.contract import inner_process
 from tests.support.launching import ROOT, Job
 
@@ -170,8 +172,9 @@ def who(job: Job) -> dict[int, str]:
     named |= dict.fromkeys(hosts, "engine host") | {core.pid: "EngineCore" for core in cores}
     named |= {worker.pid: "engine worker" for core in cores for worker in core.children(recursive=True)}
     for process in job.processes():
-        if "grpo.faults.sentinel" in process.cmdline():
-            named[process.pid] = "sentinel"
+        with contextlib.suppress(psutil.NoSuchProcess):  # the sentinel's `touch`, which has ended
+            if "grpo.faults.sentinel" in process.cmdline():
+                named[process.pid] = "sentinel"
     return {process.pid: named.get(process.pid, "another process") for process in job.processes()}
 
 

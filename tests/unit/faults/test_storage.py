@@ -1,7 +1,6 @@
 """A folder that hangs is named, in time; one that answers, or refuses, is none."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,10 +39,16 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     program.write_text(f"#!/bin/sh\necho > {tmp_path / 'never'}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    before = {*psutil.Process().children()}
     yield tmp_path
-    for child in psutil.Process().children():
-        if str(program) in child.cmdline():
-            child.send_signal(signal.SIGKILL)
+    for child in {*psutil.Process().children()} - before:
+        child.kill()
+        child.wait()
+
+
+def _trial(before: set[psutil.Process]) -> psutil.Process:
+    (found,) = {*psutil.Process().children()} - before
+    return found
 
 
 def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, told: list[str]) -> None:
@@ -62,10 +67,11 @@ def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, told: list[
 
 
 def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storage, told: list[str]) -> None:
+    before = {*psutil.Process().children()}
     storage.folder = hangs
     storage.look(LOOK_S)
     storage.look(2 * LOOK_S)
-    (trial,) = psutil.Process().children()
+    trial = _trial(before)
     with (hangs / "never").open("rb"):
         _until(lambda: trial.status() == psutil.STATUS_ZOMBIE)
     storage.look(LOOK_S + LIMIT_S + 5)  # a new trial
@@ -77,10 +83,11 @@ def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storag
 def test_a_folder_that_answers_is_left_as_it_is(name: str, tmp_path: Path, storage: Storage, told: list[str]) -> None:
     (tmp_path / "there").mkdir()
     before = (tmp_path / "there").stat().st_mtime_ns
+    others = {*psutil.Process().children()}
     storage.folder = tmp_path / name
     for looks in range(1, 40):
         storage.look(LOOK_S * looks)
-        for child in psutil.Process().children():
+        for child in {*psutil.Process().children()} - others:
             _until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert told == []
     assert [each.name for each in tmp_path.iterdir()] == ["there"], "nothing is made"
