@@ -30,7 +30,7 @@ def test_an_engine_that_is_stuck_is_started_again_and_its_requests_are_sampled_a
     assert [line["engine/respawns"] for line in steps] == [0, 1, 1], job.fail(str(steps))
     assert [line["engine/requests_reissued"] for line in steps] == [0, 16, 0]
     (told,) = json.loads((job.output_dir / "run_state.json").read_text())["respawns"]
-    for part in ("died in phase 'generate' (engine 0 of node 0 is stuck: ", "(vllm_stall_timeout)", "16 completions"):
+    for part in ("died in phase 'generate' (engine 0 of node 0 is stuck: ", "(vllm_stall_timeout)", "16 requests"):
         assert part in told
     assert told.endswith("[GRPO-407]")
     assert "[GRPO-415]" in told
