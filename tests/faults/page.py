@@ -44,16 +44,17 @@ def write_results(results: Mapping[str, Mapping[str, Any]]) -> None:
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page's text."""
     by_place = {(cell.fault.name, cell.phase, cell.layout): cell for cell in cells()}
-    reasons = list(dict.fromkeys(cell.why_not for cell in by_place.values() if cell.why_not))
+    shown_here = (cell for cell in by_place.values() if cell.layout in cell.fault.layouts)
+    reasons = list(dict.fromkeys(cell.why_not for cell in shown_here if cell.why_not))
     letters = {why: _letter(number) for number, why in enumerate(reasons)}
     parts = [HEAD, f"\n{_how_old(results)}\n"]
     for layout, shown in LAYOUTS.items():
         parts += [
-            f"\n## {layout.capitalize()} node{'s' if layout == 'two' else ''}\n",
+            f"\n## {layout.capitalize()} node{'' if layout == 'one' else 's'}\n",
             f"{shown[0].upper()}{shown[1:]}.\n",
         ]
         parts += [f"| fault | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
-        for fault in FAULTS:
+        for fault in (each for each in FAULTS if layout in each.layouts):
             shown_cells = [_shown(by_place[fault.name, phase, layout], results, letters) for phase in PHASES]
             parts.append(f"| {fault.shown} | {' | '.join(shown_cells)} |")
     parts.append("\n## The phases\n")

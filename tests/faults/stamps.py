@@ -26,6 +26,12 @@ ALWAYS = (
 OF_PHASES = {"save": ("grpo/checkpoints/**/*.py",), "resume": ("grpo/checkpoints/**/*.py",)}
 OF_TWO_NODES = ("grpo/ops/launch/**/*.py", "grpo/ops/meeting/**/*.py")
 OF_REWARDS = ("grpo/rewards/**/*.py",)
+OF_SURROUNDINGS = (
+    "tests/faults/surroundings.py",
+    "tests/support/memory_groups.py",
+    "tests/support/networks.py",
+    "tests/support/stuck_engine.py",
+)
 
 
 def code_of(cell: Cell) -> str:
@@ -33,6 +39,7 @@ def code_of(cell: Cell) -> str:
     patterns = [*ALWAYS, *OF_PHASES.get(cell.phase, ())]
     patterns += OF_TWO_NODES if NODES[cell.layout] > 1 else ()
     patterns += OF_REWARDS if cell.fault.name.startswith("reward") else ()
+    patterns += OF_SURROUNDINGS if cell.fault.act not in ("kill", "stop", "asked") else ()
     paths = (path for pattern in patterns for path in _files(pattern))
     return digest_of(paths, ROOT, also=repr(cell))
 
