@@ -3,7 +3,7 @@
 # make test-long the rest of the tests: more models, faults and layouts, the benchmarks' short forms; as long again
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
-# make faults   every fault in every phase on real jobs, two to three hours; writes docs/faults.md   (CELLS='host-*/push/*')
+# make faults   every fault in every phase on real jobs, over an hour; writes docs/faults.md   (CELLS='host-*/push/*')
 # make constraints  the lists of what is installed, renewed from pyproject.toml
 # make clean    remove the environment and the runs
 PYTHON ?= python3

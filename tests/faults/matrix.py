@@ -53,7 +53,7 @@ class Fault:
     @property
     def holds_ranks(self) -> bool:
         """Whether ranks stay where they are when it has come: what it takes is noticed beside them, in any phase."""
-        return self.target.startswith("agent")
+        return self.target.startswith("agent") or self.act == "cut"
 
     @property
     def is_engines(self) -> bool:

@@ -18,16 +18,17 @@ HOLDS, STALE, WRONG = "holds", "stale", "wrong"
 HEAD = f"""# Faults
 
 What happens when something dies, hangs or fills up, in every phase. Each cell is a real job on CPUs: a small model,
-two ranks with ZeRO-3, vLLM engines; the fault is put where the column says. Promised are {PROMISED_S:.0f} s at most,
-from the fault to the job's last process, with one record on every rank that names node, rank, phase and cause, and
-nothing left behind; or, where a cell says "goes on", to the next step. A deadline that is set (`reward_timeout`) comes
-on top.
+two or three ranks with ZeRO-3, vLLM engines; the fault is put where the column says. Promised are
+{PROMISED_S:.0f} s at most, from the fault to the job's last process, with one record on every rank that names node,
+rank, phase and cause, and nothing left behind; or, where a cell says "goes on", to the next step. A deadline that is
+set (`reward_timeout`) comes on top.
 
 A number: seconds, all as promised. "goes on": the job went on, with the seconds to its next step. "!": not as
 promised, below. "*": stale, for code that the cell exercises has changed since (comments aside;
 `tests/faults/stamps.py` says which code that is). "not run": nobody has yet. A letter: why the cell is never run,
-below. `make faults` runs all of it, two to three hours on two cores, `python -m tests.faults.run --stale` what no
-longer holds, and `python -m tests.faults.run 'host-*/push/*'` some; this page is written by it.
+below. `make faults` runs all of it (`python -m tests.faults.run --jobs 3`: about 70 minutes on two cores),
+`python -m tests.faults.run --stale` what no longer holds, and `python -m tests.faults.run 'host-*/push/*'` some; this
+page is written by it.
 """
 
 

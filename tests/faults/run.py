@@ -149,6 +149,8 @@ def _run_in(around: Surroundings, cell: Cell, ground: Ground, out: Path) -> Resu
         left = sorted(left_over(job.temporary, job.orphans_before | lost)) if ended is not None else []
         ranks = ranks_of(cell.layout)
         gone = [rank for rank in ranks if (marks / f"rank-{rank}.json").exists() and rank_pid(marks, rank) in struck]
+        if fault.target == "disk":  # who raises the cause itself says it so, and there is no room for it in its log
+            gone += [rank for rank in ranks if f"[rank{rank}]: OSError: [Errno 28]" in job.output()]
         return judge(
             cell.expected, job, ended, running, left, struck=gone, spares=bool(cell.expected.spared), ranks=ranks
         )
@@ -186,7 +188,8 @@ def _put(cell: Cell, job: Job, marks: Path, around: Surroundings) -> tuple[set[i
         if fault.act in ("cut", "reset"):
             time.sleep(TWO_BEATS_S)  # each side knows the other's phase by its last beat
         around.put()
-        (marks / "go-on").touch()
+        if not fault.holds_ranks:
+            (marks / "go-on").touch()
         return {rank_pid(marks, struck_rank(cell))} if fault.act == "eat" and not fault.is_engines else set(), set()
     return _strike(cell, job, marks, ranks)
 
