@@ -151,14 +151,14 @@ def seconds_of(trainer: Any, play: Play, idle: list[float]) -> float:
     trainer._sync_tool_dicts = [{"work": trainer.tools[0]}] * rows
     trainer._async_tool_dicts = [{}] * rows
     pool = trainer._local._serving.pool
-    take, taken = pool.take_idle_s, []
+    take, taken = pool.accounts.take_idle_s, []
     take()
 
     def note() -> float:  # every report takes it
         taken.append(take())
         return taken[-1]
 
-    with mock.patch.object(pool, "take_idle_s", note):
+    with mock.patch.object(pool.accounts, "take_idle_s", note):
         begun = time.perf_counter()
         completions = trainer._generate(play.prompts())[3]
         seconds = time.perf_counter() - begun

@@ -30,6 +30,7 @@ from grpo.faults.job_watch import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology
+from grpo.rollout.ages import Age, Moment
 from grpo.rollout.batch import Batch
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.packing import Completions, Request, SingleValues, pack_rows, to_lists
@@ -57,16 +58,15 @@ class ReadyPool:
             finished_at=now,
             answers=answers,
             engines=everything,
-            policy_versions=everything,
+            ages=dict.fromkeys(ids, Age(first=Moment(), token_pushes=0)),
         )
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None]) -> Completions:
         return batch.completions()
 
-    policy_version = 0
-
-    def take_idle_s(self) -> float:
-        return 0.0
+    accounts = SimpleNamespace(
+        take_idle_s=lambda: 0.0, take_sampled=lambda: (0, 0.0), take_not_finite=lambda: (0, None)
+    )
 
     def take_num_reissued(self) -> int:
         return 0

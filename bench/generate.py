@@ -117,7 +117,7 @@ def local_vllm(
         TrainedModel(model=trained, engine_model=engine_model(model), end_tokens=(), lora=lora),
         NodeGroups(topology, max_wait_s=START_S),
         watch,
-        lambda: (STEP, "train"),
+        lambda: (STEP, "train", STEP),
     )
     try:
         yield local
@@ -172,7 +172,7 @@ def measure(options: Any, folder: Path) -> Report:
     prompts = [prompt for prompt in unique for _ in range(NUM_GENERATIONS)]
 
     def base(draw: int) -> int:
-        return seed_base(seed=args.seed, step=STEP, mode="train", draw=draw, user_seed=None)
+        return seed_base(seed=args.seed, number=STEP, mode="train", draw=draw, user_seed=None)
 
     same_args = engine_args(args, engine_model(model), topology)
     del same_args["load_format"]

@@ -20,7 +20,7 @@ from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
-from grpo.rollout.packing import REFUSED, SingleValues, pack_rows, to_lists
+from grpo.rollout.packing import REFUSED, PackedRows, SingleValues, pack_rows, to_lists
 from grpo.rollout.report import GenerationReport, figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
 from grpo.rollout.turns.rollouts import Rollouts
@@ -43,8 +43,9 @@ class LocalVLLM:
 
     Args:
         engines: started before the trainer's model is loaded.
-        progress: the optimizer steps that are done, and "train" or "eval".
-        next_prompts: this rank's prompts of the generation batch that follows, to be sampled ahead; None, on every
+        progress: the optimizer steps that are done, "train" or "eval", and the number of the generation batch of
+            training that is asked for.
+        prompts_of_batch: this rank's prompts of the generation batch with a number, to be sampled ahead; None, on every
             rank, when there is none.
         on_respawn: hears of every engine of the job that has come back, on every rank.
         rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
@@ -58,9 +59,9 @@ class LocalVLLM:
         trained: TrainedModel,
         groups: NodeGroups,
         watch: FailureWatch,
-        progress: Callable[[], tuple[int, str]],
+        progress: Callable[[], tuple[int, str, int]],
         *,
-        next_prompts: Callable[[], list[list[int]] | None] = lambda: None,
+        prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None,
         on_respawn: Callable[[Respawn], None] = lambda respawn: None,
         rollouts: Rollouts | None = None,
         timeline: Recorder | None = None,
@@ -76,7 +77,7 @@ class LocalVLLM:
         self._groups = groups
         self._watch = watch
         self._progress = progress
-        self._next_prompts = next_prompts
+        self._prompts_of_batch = prompts_of_batch
         self._on_respawn = on_respawn
         self._rollouts = rollouts
         self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
@@ -102,6 +103,7 @@ class LocalVLLM:
             startup=self.startup,
             rollouts=self._rollouts,
             progress=self._progress_now,
+            rows_of_batch=self._rows_of_batch,
             revive=self._revive,
             on_respawn=self._hear_of_respawn,
         ).wait()
@@ -131,19 +133,19 @@ class LocalVLLM:
             now = time.monotonic()
             self._timeline.add(START, now - process_age_s(), now)
         serving = self._serving
-        self.wait_for_batch()
+        self.rest_for_weights()
         self.last_push = self._deliver(serving)
-        step, _ = self._progress()
+        step = self._progress_now().step
         self._versions += step != self._newest_version  # once more around an evaluation, which makes no batch older
         self._newest_version = step
 
     def _deliver(self, serving: Serving) -> PushReport:
-        step, _ = self._progress()
-        pushing = self._timeline.span(PUSH)
+        step = self._progress_now().step
+        pool = None if serving.delivery.leaves_engines_alone else serving.pool
         with (
-            pushing,
+            self._timeline.span(PUSH),
             self._watch.during("push"),
-            serving.pool.busy_otherwise() if serving.pool else contextlib.nullcontext(),
+            pool.accounts.busy_otherwise() if pool is not None else contextlib.nullcontext(),
         ):
             try:
                 report = serving.delivery.deliver(step)
@@ -154,7 +156,7 @@ class LocalVLLM:
         if serving.conversations is not None:
             serving.conversations.delivered()
         if serving.pool is not None:
-            serving.pool.take_up(self.engines.clients, policy_version=step)
+            serving.pool.take_up(self.engines.clients, policy_version=step, adapter=serving.delivery.adapter_number)
         return report
 
     def forget_sent(self) -> None:
@@ -212,8 +214,7 @@ class LocalVLLM:
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
             waited_s, version = time.monotonic() - asked_at, self.last_batch.policy_version
             _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
-            if now.mode == "train" and (following := self._next_prompts()) is not None:
-                batches.sample_ahead(pack_rows(following))
+            batches.sample_ahead()
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
         self._look_at(self.last_batch.reports)
         for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
@@ -322,8 +323,13 @@ class LocalVLLM:
         assert self.last_batch is not None
         return facts_of(self.last_batch.completions, self._last_prompt_tokens, end_tokens)
 
-    def wait_for_batch(self) -> None:
-        """Wait for the batch that is sampled ahead, if one is in flight. Collective over the job."""
+    def rest_for_weights(self) -> None:
+        """Wait for what is sampled ahead, if weights cannot come while engines sample. Collective over the job."""
+        if self.args.generation_lookahead < 2 or (self._serving is not None and self._serving.delivery.needs_rest):
+            self.wait_for_batches()
+
+    def wait_for_batches(self) -> None:
+        """Wait for all batches that are sampled ahead. Collective over the job."""
         if self._serving is not None:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.batches.wait()
@@ -334,8 +340,12 @@ class LocalVLLM:
             self._serving.batches.drop()
 
     def _progress_now(self) -> Progress:
-        step, mode = self._progress()
-        return Progress(step=step, mode=mode, versions=self._versions)
+        step, mode, batch = self._progress()
+        return Progress(step=step, mode=mode, versions=self._versions, batch=batch)
+
+    def _rows_of_batch(self, number: int) -> PackedRows | None:
+        prompts = self._prompts_of_batch(number)
+        return None if prompts is None else pack_rows(prompts)
 
     @property
     def policy_version(self) -> int:

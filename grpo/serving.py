@@ -19,6 +19,7 @@ from grpo.place.wire import Wire
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.ahead import GenerationBatches, Progress
 from grpo.rollout.node import LocalMainSampler, NodeSampler
+from grpo.rollout.packing import PackedRows
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.turns.batch import Limits
 from grpo.rollout.turns.broker import TurnBroker
@@ -89,6 +90,8 @@ class ServingStart:
     startup: StartupClock
     rollouts: Rollouts | None
     progress: Callable[[], Progress]
+    rows_of_batch: Callable[[int], PackedRows | None]
+    """See `GenerationBatches`."""
     revive: Callable[[], None]
     """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
     on_respawn: Callable[[Respawn], None]
@@ -126,7 +129,12 @@ class ServingStart:
             largest=lambda mine: max(self._of_all(mine)),
         )
         batches = GenerationBatches(
-            self._make_sampler(pool), seed=args.seed, user_seed=user_seed, progress=self.progress
+            self._make_sampler(pool),
+            seed=args.seed,
+            user_seed=user_seed,
+            progress=self.progress,
+            lookahead=args.generation_lookahead,
+            rows_of=self.rows_of_batch,
         )
         pusher = Pusher(
             source,
@@ -191,6 +199,7 @@ class ServingStart:
             revive=self.revive,
             timeout_s=self.args.vllm_generate_timeout,
             balance_nodes=self.args.vllm_balance_nodes,
+            overlaps=self.args.generation_lookahead > 1,
         )
 
     def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, TurnBroker | None, _EngineFacts]:
@@ -204,6 +213,7 @@ class ServingStart:
             max_tokens=self.args.max_completion_length,
             max_model_len=max_model_len,
             end_tokens=self.trained.sampled_ends,
+            in_flight=self.args.generation_lookahead > 1,
             node=self.engines.topology.node,
             timeline=self.timeline,
         )

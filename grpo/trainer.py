@@ -209,7 +209,7 @@ class GRPOTrainer(GuardedTrainer):
                 self._node_groups,
                 self._watch,
                 self._progress,
-                next_prompts=self._following_prompts,
+                prompts_of_batch=self._prompts_of_batch,
                 on_respawn=lambda respawn: self.record_respawn(str(respawn)),
                 rollouts=self._take_rollouts(),
                 timeline=self.timeline,
@@ -304,10 +304,13 @@ class GRPOTrainer(GuardedTrainer):
         """As TRL's, of the weights that the model holds now; fails as `train` does.
 
         Costs two weight syncs. TRL goes by the step (1.16), but `load_best_model_at_end` and callbacks put other
-        weights into the model at the same step: before an evaluation, or after it the old ones again.
+        weights into the model at the same step: before an evaluation, or after it the old ones again. Of one that is
+        not the loop's own nobody knows what it evaluates: nothing of training is sampled meanwhile.
         """
         with self._guarded("evaluate"):
             self._last_loaded_step = -1
+            if self._local is not None and not self.control.should_evaluate:
+                self._local.wait_for_batches()
             try:
                 return super().evaluate(*args, **kwargs)
             finally:
@@ -318,7 +321,7 @@ class GRPOTrainer(GuardedTrainer):
         if self._local is None:
             return super()._generate_single_turn(*args, **kwargs)
         with profiling_context(self, "vLLM.generate"):
-            self._local.wait_for_batch()  # here, so that TRL's timer of the push does not count it
+            self._local.rest_for_weights()  # here, so that TRL's timer of the push does not count it
         completions = super()._generate_single_turn(*args, **kwargs)
         self.note_sampling(self._local)
         return completions
@@ -349,19 +352,19 @@ class GRPOTrainer(GuardedTrainer):
     def _end_tokens(self) -> set[int]:
         return {*self.eos_token_ids, self._tokenizer.pad_token_id}  # as TRL counts those that were cut (1.16)
 
-    def _progress(self) -> tuple[int, str]:
-        return self.state.global_step, self._mode
+    def _progress(self) -> tuple[int, str, int]:
+        return self.state.global_step, self._mode, self._step // self._steps_per_batch
 
-    def _following_prompts(self) -> list[list[int]] | None:
-        """This rank's prompts of the generation batch after the present one; None when training ends before it."""
+    def _prompts_of_batch(self, number: int) -> list[list[int]] | None:
+        """This rank's prompts of a generation batch that follows; None when training ends before it."""
         args = self.args
         micro_batches_left = (self.state.max_steps - self.state.global_step) * args.gradient_accumulation_steps
         micro_batches_left -= self._step - self._step_began_at
-        if not args.generation_lookahead or micro_batches_left <= self._steps_per_batch:
+        if number * self._steps_per_batch >= self._step + micro_batches_left:
             return None
         assert self._sampler is not None, "lookahead in a stream is refused"
         return prompts_of_batch(
-            self._step // self._steps_per_batch + 1,
+            number,
             self._sampler,
             self.train_dataset,
             rank=self.accelerator.process_index,

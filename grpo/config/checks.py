@@ -295,7 +295,7 @@ def _check_generation_kwargs(args: Any, generation_kwargs: Mapping[str, Any]) ->
 
 
 def _check_lookahead(args: Any) -> None:
-    if args.generation_lookahead not in (0, 1):
+    if args.generation_lookahead < 0:
         raise ValueError(
             f"generation_lookahead is {args.generation_lookahead}; it is 0 or 1: with one batch ahead engines and "
             "ranks are both busy already, and every further one only makes completions older"

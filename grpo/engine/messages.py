@@ -75,6 +75,10 @@ class Sample:
     """Sampling arguments that replace those of the spec, for these completions alone."""
     end_tokens: tuple[int, ...] = ()
     """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
+    cache_salt: str | None = None
+    """Prompts share what the prefix cache holds of them only under the same one."""
+    adapter: int | None = None
+    """Number of the adapter to sample with; None: the newest, if there is any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
-"""Generation batches in the order in which training asks for them, sampled when it does or one ahead."""
+"""Generation batches in the order in which training asks for them, sampled when it does or before."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Progress:
     """`train` or `eval`."""
     versions: int
     """Policy versions that the engines have had."""
+    batch: int = 0
+    """Number of the generation batch of training that is asked for now, from 0 over the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +46,7 @@ class GenerationBatch:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Submitted:
     rows: PackedRows
+    number: int
     pending: Pending | None
     at: Progress
     collected: tuple[Completions, list[GenerationReport]] | None = None
@@ -51,64 +55,88 @@ class _Submitted:
 class GenerationBatches:
     """Gives training its generation batches. Every rank has one; methods are collective over the job but for `drop`.
 
+    With a lookahead of 1 the batch that training takes next is sampled while it trains. With N >= 2 always N batches
+    are under way: the one that training takes or waits for, and those after it; their order is fixed when they are
+    submitted, and none is left out.
+
     Args:
         seed: the training seed.
         user_seed: a sampling seed of the user's, if any.
         progress: where training stands now; the same on every rank.
+        lookahead: batches that are sampled before training asks for them.
+        rows_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
+            training ends before it.
     """
 
     def __init__(
-        self, sampler: NodeSampler, *, seed: int, user_seed: int | None, progress: Callable[[], Progress]
+        self,
+        sampler: NodeSampler,
+        *,
+        seed: int,
+        user_seed: int | None,
+        progress: Callable[[], Progress],
+        lookahead: int = 0,
+        rows_of: Callable[[int], PackedRows | None] = lambda number: None,
     ) -> None:
         self._sampler = sampler
         self._seed, self._user_seed = seed, user_seed
         self._progress = progress
-        self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last step, and its batches so far
-        self._ahead: _Submitted | None = None
+        self._lookahead = lookahead
+        self._rows_of = rows_of
+        self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last batch or step, and its generations so far
+        self._under_way: deque[_Submitted] = deque()
 
     def take(self, rows: PackedRows) -> GenerationBatch:
-        """The completions of these prompts: of the batch that was sampled ahead, in training, or sampled now.
+        """The completions of these prompts: of the oldest batch that is under way, in training, or sampled now.
 
         Raises:
             JobFailed: on every rank, when an engine failed on any node.
             RuntimeError: what was sampled ahead is not what is asked for.
         """
         now = self._progress()
-        if now.mode == "train" and self._ahead is not None:
-            submitted, self._ahead = self._ahead, None
+        if now.mode == "train" and self._under_way:
+            submitted = self._under_way.popleft()
             if not _are_equal(submitted.rows, rows):
                 raise RuntimeError(_OTHER_PROMPTS)
         else:
-            submitted = self._submit(rows)
+            submitted = self._submit(rows, _number_of(now))
+        if now.mode == "train":
+            self._fill(now, self._lookahead - 1)
         completions, reports = self._collect(submitted)
-        old_share = 1 - sum(each.num_renewed for each in reports) / max(1, sum(r.num_completions for r in reports))
         return GenerationBatch(
             completions=completions,
             reports=reports,
             policy_version=submitted.at.step,
-            lag=PolicyLag(
-                versions=(now.versions - submitted.at.versions) * old_share,
-                steps=(now.step - submitted.at.step) * old_share,
+            lag=PolicyLag.of(
+                reports, versions=now.versions - submitted.at.versions, steps=now.step - submitted.at.step
             ),
         )
 
-    def sample_ahead(self, rows: PackedRows) -> None:
-        """Start with the batch that training takes next."""
-        self._ahead = self._submit(rows)
+    def sample_ahead(self) -> None:
+        """Behind `take`: start with as many of the batches that follow as the lookahead has it."""
+        if (now := self._progress()).mode == "train":
+            self._fill(now, self._lookahead)
+
+    def _fill(self, now: Progress, num_batches: int) -> None:
+        while len(self._under_way) < num_batches:
+            number = (self._under_way[-1].number if self._under_way else now.batch) + 1
+            if (rows := self._rows_of(number)) is None:
+                return
+            self._under_way.append(self._submit(rows, number))
 
     def wait(self) -> None:
-        """Until the batch that is sampled ahead, if there is one, has all its completions.
+        """Until all batches that are under way have all their completions.
 
-        Before a push: a completion is of one policy version, and engines drop their prefix cache only at rest.
+        Before weights for which engines have to rest: with a lookahead of 1 a completion is of one policy version.
         """
-        if self._ahead is not None:
-            self._collect(self._ahead)
+        for submitted in self._under_way:
+            self._collect(submitted)
 
     def drop(self) -> None:
-        """Forget the batch that is sampled ahead. On every rank, but not collective."""
-        if self._ahead is not None:
-            self._sampler.drop(self._ahead.pending)
-        self._ahead = None
+        """Forget what is sampled ahead. On every rank, but not collective."""
+        for submitted in self._under_way:
+            self._sampler.drop(submitted.pending)
+        self._under_way.clear()
 
     def _collect(self, submitted: _Submitted) -> tuple[Completions, list[GenerationReport]]:
         if submitted.collected is None:
@@ -116,16 +144,25 @@ class GenerationBatches:
         return submitted.collected
 
     def next_base_seed(self) -> tuple[Progress, int]:
-        """Where training stands, and the seed of the batch that is sampled next; see `seed_base`."""
+        """Where training stands, and the seed of the batch that is sampled now; see `seed_base`."""
         now = self._progress()
-        last_step, draws = self._draws.get(now.mode, (now.step, 0))
-        draw = draws if last_step == now.step else 0
-        self._draws[now.mode] = (now.step, draw + 1)
-        return now, seed_base(seed=self._seed, step=now.step, mode=now.mode, draw=draw, user_seed=self._user_seed)
+        return now, self._base_seed(now.mode, _number_of(now))
 
-    def _submit(self, rows: PackedRows) -> _Submitted:
-        now, base = self.next_base_seed()
-        return _Submitted(rows=rows, pending=self._sampler.submit(rows, base), at=now)
+    def _base_seed(self, mode: str, number: int) -> int:
+        last, draws = self._draws.get(mode, (number, 0))
+        draw = draws if last == number else 0
+        self._draws[mode] = (number, draw + 1)
+        return seed_base(seed=self._seed, number=number, mode=mode, draw=draw, user_seed=self._user_seed)
+
+    def _submit(self, rows: PackedRows, number: int) -> _Submitted:
+        now = self._progress()
+        order = number + 1 if now.mode == "train" else 0  # an evaluation first: ranks wait for it
+        pending = self._sampler.submit(rows, self._base_seed(now.mode, number), order=order)
+        return _Submitted(rows=rows, number=number, pending=pending, at=now)
+
+
+def _number_of(now: Progress) -> int:
+    return now.batch if now.mode == "train" else now.step
 
 
 def _are_equal(one: PackedRows, other: PackedRows) -> bool:

@@ -26,8 +26,6 @@ class Pending:
     """What is sampled where."""
     batch: Batch
     """What the engines were given."""
-    policy_version: int
-    """Optimizer steps of the weights that the engines had then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +52,17 @@ class NodeSampler:
         self._watch = watch
         self._revive = revive
 
-    def submit(self, rows: PackedRows, base_seed: int) -> Pending | None:
+    def submit(self, rows: PackedRows, base_seed: int, *, order: int = 0) -> Pending | None:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
         `vllm_balance_nodes`.
 
         What fails here is raised by `collect`, on every rank of the job.
 
         Args:
-            rows: the prompts, with the copies of a prompt next to each other over the node's ranks.
+            rows: the prompts, with the copies of a prompt next to each other over the node's ranks. Nodes have equally
+                many, in the order of the job's batch.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
+            order: as `Batch` has it.
 
         Returns:
             What to collect, or drop; None but on the local main.
@@ -105,6 +105,8 @@ class LocalMainSampler(NodeSampler):
     Args:
         timeout_s: of a batch, from its submission on.
         balance_nodes: whether prompts may be sampled on other nodes, see `grpo.rollout.balance`.
+        overlaps: whether several batches are under way: then a batch's time counts from when the ranks wait for it, and
+            engines are as fast as they were since the last one.
     """
 
     def __init__(
@@ -116,29 +118,33 @@ class LocalMainSampler(NodeSampler):
         revive: Callable[[], None] = _none_comes,
         timeout_s: float,
         balance_nodes: bool = False,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(groups, watch, revive=revive)
         self._pool = pool
         self._timeout_s = timeout_s
+        self._overlaps = overlaps
         self._balance = NodeBalance(groups) if balance_nodes and groups.topology.num_nodes > 1 else None
         self._period = Period()
 
-    def submit(self, rows: PackedRows, base_seed: int) -> Pending:
+    def submit(self, rows: PackedRows, base_seed: int, *, order: int = 0) -> Pending:
         parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
-        requests = collapse(concat_rows(parts), base_seed, self._groups.topology.node)
+        of_node = concat_rows(parts)
+        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.num_rows)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if self._balance is not None:
             shares = self._balance.share_out(requests)
         return Pending(
             rows_by_rank=[part.num_rows for part in parts],
             shares=shares,
-            batch=self._pool.submit(shares.sampled),
-            policy_version=self._pool.policy_version,
+            batch=self._pool.submit(shares.sampled, order=order),
         )
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
         assert pending is not None, "the local main has submitted one"
         begun, completions, report = time.monotonic(), None, None
+        if self._overlaps:
+            pending.batch.asked_at = begun
         while True:
             if completions is None and (completions := self._wait_for(pending)) is not None:
                 report = self._report(pending, completions, begun)
@@ -171,16 +177,20 @@ class LocalMainSampler(NodeSampler):
 
     def _report(self, pending: Pending, completions: Completions, begun: float) -> GenerationReport:
         refusals = pending.batch.refusals
-        num_not_finite, not_finite = self._pool.take_not_finite()
+        accounts = self._pool.accounts
+        num_not_finite, not_finite = accounts.take_not_finite()
+        num_sampled, sampling_s = accounts.take_sampled()
         return GenerationReport(
             generate_s=pending.batch.seconds,
             wait_s=time.monotonic() - begun,
-            idle_s=self._pool.take_idle_s(),
+            idle_s=accounts.take_idle_s(),
             period_s=self._period.take_s(),
             num_tokens=len(completions.token_ids),
             num_completions=completions.num_completions,
             num_reissued=self._pool.take_num_reissued(),
-            num_renewed=int((completions.policy_versions > pending.policy_version).sum()),
+            newer=pending.batch.newer,
+            num_sampled=num_sampled if self._overlaps else None,
+            sampling_s=sampling_s,
             num_refused=len(refusals),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,
             num_not_finite=num_not_finite,

@@ -21,10 +21,6 @@ from grpo.place.wire import Wire
 REFUSED = -1
 _ENGINES_OF_A_NODE = 1024
 
-NODE_SEED_STRIDE = 2**32 + 2**20
-"""Distance between the seeds of two nodes. The seeds of two rows of a job differ as whole numbers (rows < 2**32), and
-also in their low 32 bits (rows < 2**20, nodes < 2**12), which are all that torch's CPU generator keeps of a seed."""
-
 
 def _to_base64(array: np.ndarray, *, dtype: type) -> str:
     return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
@@ -176,14 +172,15 @@ def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
     )
 
 
-def seed_base(*, seed: int, step: int, mode: str, draw: int, user_seed: int | None) -> int:
+def seed_base(*, seed: int, number: int, mode: str, draw: int, user_seed: int | None) -> int:
     """62 bits that are the same on every rank, in every run and on every machine for the same arguments.
 
-    seed: the training seed; step: the optimizer step; mode: "train" or "eval"; draw: number of the generation within
-    that step and mode; user_seed: a sampling seed of the user's, if any. The bits are the first of BLAKE2b over the
-    arguments as a JSON list. Below 2**62, so that adding a node's and a row's offset stays below 2**63.
+    seed: the training seed; number: of the generation batch in the run, or of the optimizer step in evaluation; mode:
+    "train" or "eval"; draw: number of the generation for that batch or evaluation; user_seed: a sampling seed of the
+    user's, if any. The bits are the first of BLAKE2b over the arguments as a JSON list. Below 2**62, so that adding a
+    row stays below 2**63.
     """
-    return _bits([int(seed), int(step), str(mode), int(draw), None if user_seed is None else int(user_seed)])
+    return _bits([int(seed), int(number), str(mode), int(draw), None if user_seed is None else int(user_seed)])
 
 
 def _bits(arguments: list[int | str | None]) -> int:
@@ -191,33 +188,33 @@ def _bits(arguments: list[int | str | None]) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def turn_seed(base: int, *, rank: int, row: int, turn: int) -> int:
+def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int) -> int:
     """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
 
-    base: as `seed_base` gives it; row: of the rank's rows. Turns have bases of their own; within a turn the rows of a
+    base: as `seed_base` gives it; row: of the rank's rows, of which each rank has `num_rows`, or beyond them, of a
+    rollout function that asks for more. A turn has a base of its own, but for the first; within a turn the rows of a
     job differ as those of single-turn batches do.
     """
-    if turn:
-        base = _bits([int(base), int(turn)])
-    return (base + rank * NODE_SEED_STRIDE + row) % 2**63
+    beyond, own = divmod(row, max(1, num_rows))
+    if turn or beyond:
+        base = _bits([int(base), int(turn), *([beyond] if beyond else [])])
+    return (base + rank * num_rows + own) % 2**63
 
 
-def collapse(rows: PackedRows, seed_base: int, node: int) -> list[Request]:
+def collapse(rows: PackedRows, seed_base: int, first_row: int) -> list[Request]:
     """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
 
     The requests cover the rows in order, without a gap. vLLM gives sample i of a request the seed `seed + i`, so with
-    `seed = seed_base + node * NODE_SEED_STRIDE + row` each row has a seed of its own in the whole job: a group of
-    completions that straddles two nodes is not sampled twice with the same numbers.
+    `seed = seed_base + row of the job's batch` each row has a seed of its own in the whole job, the same one on however
+    many nodes and ranks. They differ also in the low 32 bits, which are all that torch's CPU generator keeps of a seed.
+
+    Args:
+        first_row: number of the first one in the job's batch.
     """
-    assert node >= 0, node
     prompts = unpack_rows(rows)
     starts = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
     return [
-        Request(
-            token_ids=prompts[start],
-            n=stop - start,
-            seed=(seed_base + node * NODE_SEED_STRIDE + start) % 2**63,
-        )
+        Request(token_ids=prompts[start], n=stop - start, seed=(seed_base + first_row + start) % 2**63)
         for start, stop in pairwise([*starts, len(prompts)])
     ]
 

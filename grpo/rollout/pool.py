@@ -7,12 +7,11 @@ more, so that engines are busy while the ranks train; no collective runs in thes
 import contextlib
 import itertools
 import logging
-import queue
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,20 +22,19 @@ from grpo.engine.like import EngineLike
 from grpo.engine.messages import Sample, Sampled
 from grpo.place.log import FILE_ONLY
 from grpo.record.timeline.recorder import Recorder
+from grpo.rollout.accounts import Accounts
+from grpo.rollout.ages import Ages
 from grpo.rollout.batch import Batch
-from grpo.rollout.finite import FiniteCheck
-from grpo.rollout.packing import REFUSED, Completions, Request, engine_id
+from grpo.rollout.packing import Completions, Request, engine_id
 from grpo.rollout.queue import Chunk, RequestQueue, ranges
 from grpo.rollout.search import KNOWN_GOOD, Trials, about_deadly, prompt_of
-from grpo.rollout.stints import IdleClock, Stints
+from grpo.rollout.senders import Senders
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)
 MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
-_Outbox = queue.SimpleQueue[Sample | tuple[int, ...] | None]
-"""What is sent to an engine: completions to sample, completions to drop; None ends its thread."""
 
 
 class DeadlyRequests(EngineError):
@@ -56,6 +54,7 @@ class EnginePool:
         max_model_len: tokens of prompt and completion that an engine holds; a prompt without room for one sampled
             token is not sent.
         end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
+        in_flight: whether new weights come while engines sample.
         node: of the engines.
         timeline: where each engine's work is recorded.
     """
@@ -68,16 +67,18 @@ class EnginePool:
         max_tokens: int,
         max_model_len: int = sys.maxsize,
         end_tokens: tuple[int, ...] = (),
+        in_flight: bool = False,
         node: int = 0,
         timeline: Recorder | None = None,
     ) -> None:
-        self.policy_version = 0
-        """Optimizer steps of the weights that engines have from now on."""
         self._clients = [*clients]
         self._node = node
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._end_tokens = end_tokens
+        self._in_flight = in_flight
+        self._cache_salt: str | None = None
+        self._adapter: int | None = None
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
         self._queue = RequestQueue(max_num_seqs)
@@ -86,27 +87,25 @@ class EnginePool:
         self._trials = Trials(self._queue, self._unsent, known_good)
         self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
         self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it
-        self._num_reissued = 0
+        self._num_reissued = self._num_delivered = 0
         self._batches: dict[int, Batch] = {}  # by completion id, while unanswered
         self._next_id = 0
         self._error: Exception | None = None
         self._on_trouble: Callable[[Exception | None], None] | None = None
-        self._finite = FiniteCheck(node)
-        self._idle = [IdleClock() for _ in clients]
-        self._stints = [Stints(timeline or Recorder(), engine) for engine in range(len(clients))]
-        # What is decided under the lock is sent outside of it, in the same order: a socket may block.
-        self._outboxes: list[_Outbox] = [queue.SimpleQueue() for _ in clients]
-        self._threads: list[threading.Thread] = []
+        self._ages = Ages()
+        self.accounts = Accounts(self._changed, num_engines=len(clients), node=node, timeline=timeline or Recorder())
+        self._senders = Senders(len(clients), self._noting_errors)
         for engine, client in enumerate(clients):
             self._attach(engine, client)
 
     def _attach(self, engine: int, client: EngineLike) -> None:
-        thread = threading.Thread(
-            target=self._send, args=[client, self._outboxes[engine]], name=f"grpo-{client.name}-sender", daemon=True
-        )
-        self._threads.append(thread)
         client.listen(partial(self._hear, engine, client))  # first: it may answer at once
-        thread.start()
+        self._senders.start(engine, client)
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps of the weights that engines have from now on."""
+        return self._ages.now.step
 
     # -- a batch --------------------------------------------------------------------------------------------------
 
@@ -115,17 +114,25 @@ class EnginePool:
         requests: Sequence[Request],
         *,
         name: str = "this node's generation batch",
+        order: int = 0,
         on_done: Callable[[Batch], None] | None = None,
     ) -> Batch:
         """Start sampling; returns at once. What goes wrong is raised by `collect`, or told as `tell` has it.
 
         Args:
             name: of the batch, for messages.
+            order: as `Batch` has it.
             on_done: called when all its completions are there, from another thread or this one; must not wait.
         """
         with self._changed:
             num_completions = sum(request.n for request in requests)
-            batch = Batch(ids=range(self._next_id, self._next_id + num_completions), name=name, on_done=on_done)
+            batch = Batch(
+                ids=range(self._next_id, self._next_id + num_completions),
+                name=name,
+                submitted=self._ages.now,
+                order=order,
+                on_done=on_done,
+            )
             self._batches.update(dict.fromkeys(batch.ids, batch))
             fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
             chunks = []
@@ -147,9 +154,10 @@ class EnginePool:
                         seed=request.seed + begin,
                         overrides=dict(request.overrides),
                         end_tokens=self._end_tokens,
+                        adapter=self._adapter,
                     )
                     tokens = len(request.token_ids) + self._max_tokens
-                    chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home))
+                    chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home, order=order))
             _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
             self._end_if_answered(batch)
             self._queue.add(chunks)
@@ -160,7 +168,7 @@ class EnginePool:
         """Wait until the whole batch has been answered.
 
         Args:
-            timeout_s: from the batch's submission on; again when an engine was replaced.
+            timeout_s: from `Batch.asked_at` on, which is its submission, or when an engine was replaced.
             check: called again and again meanwhile; what it raises ends the wait.
 
         Returns:
@@ -212,25 +220,52 @@ class EnginePool:
             for completion in batch.ids:
                 for owed in (self._batches, self._unsent, self._sent, self._deaths):
                     owed.pop(completion, None)
+                self._ages.forget(completion)
             for engine, completions in self._queue.forget(batch.ids):
-                self._outboxes[engine].put(tuple(completions))
+                self._senders.put(engine, tuple(completions))
             self._trials.settle(batch.ids)
             self._feed()
 
-    def take_up(self, clients: Sequence[EngineLike], *, policy_version: int) -> None:
-        """Go on with these engines, all of which have the weights of `policy_version`; all were at rest meanwhile."""
-        self.policy_version = policy_version
+    def note_paused(self, step: int, of_engines: Sequence[Mapping[int, int]]) -> None:
+        """All engines pause, and sample with the weights of `step` afterwards.
+
+        Args:
+            of_engines: tokens that completions under way have, of each engine.
+        """
+        with self._changed:
+            self._ages.push(step, of_engines)
+
+    def take_up(self, clients: Sequence[EngineLike], *, policy_version: int, adapter: int | None = None) -> None:
+        """Go on with these engines, all of which have the weights of `policy_version`.
+
+        Args:
+            adapter: which of those that the engines hold what is submitted from now on is sampled with.
+        """
         _log.debug("engines go on with policy version %d", policy_version)
+        with self._changed:
+            self._ages.push(policy_version)
+            self._adapter = adapter
+            if self._in_flight:
+                self._go_on_in_flight()
         for engine, client in enumerate(clients):
             if client is not self._clients[engine]:
                 self._replace(engine, client)
         with self._changed:
             self._say_trouble()  # of an engine that has died since it was delivered to
 
+    def _go_on_in_flight(self) -> None:
+        """With the lock held: engines have new weights, and have not rested."""
+        self._num_delivered += 1
+        if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
+            self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
+        self.accounts.cut(self.policy_version)
+        for completion in self._sent:  # an engine that has lived from push to push does not die of what it is at
+            self._deaths.pop(completion, None)
+
     def _replace(self, engine: int, client: EngineLike) -> None:
         with self._changed:
-            self._outboxes[engine].put(None)  # of one that was closed by us
-            self._clients[engine], self._outboxes[engine] = client, queue.SimpleQueue()
+            self._senders.stop(engine)  # of one that was closed by us
+            self._clients[engine] = client
             owed = self._queue.lose(engine)
             self._trials.interrupt(owed)
             self._queue.regain(engine)
@@ -243,15 +278,16 @@ class EnginePool:
 
     def close(self) -> None:
         """End the threads; the engines go on, and may be another pool's afterwards. Safe to call twice."""
-        self._end()
-        for thread in self._threads:
-            thread.join()
-
-    def _end(self) -> None:
-        for outbox in self._outboxes:
-            outbox.put(None)
+        self._senders.end()
+        self._senders.join()
 
     # -- what engines wait for ------------------------------------------------------------------------------------
+
+    @property
+    def num_owed(self) -> int:
+        """Completions that are not answered."""
+        with self._changed:
+            return len(self._batches)
 
     def take_num_reissued(self) -> int:
         """Completions since the last call that were given to an engine again, because the one before it had died."""
@@ -259,45 +295,23 @@ class EnginePool:
             count, self._num_reissued = self._num_reissued, 0
         return count
 
-    def take_not_finite(self) -> tuple[int, str | None]:
-        """See `FiniteCheck.take`."""
-        with self._changed:
-            return self._finite.take()
-
-    def take_idle_s(self) -> float:
-        """Seconds since the last call in which an engine had nothing to sample, in the mean over engines."""
-        with self._changed:
-            return sum(clock.take_s() for clock in self._idle) / len(self._idle)
-
-    @contextlib.contextmanager
-    def busy_otherwise(self) -> Iterator[None]:
-        """Around a push: this time does not count as idle."""
-        with self._changed:
-            for clock in self._idle:
-                clock.pause()
-        try:
-            yield
-        finally:
-            with self._changed:
-                for clock in self._idle:
-                    clock.resume()
-
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
         chunks = self._trials.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
-            sample = replace(self._unsent.pop(chunk[0]), together=together)
+            sample = replace(self._unsent.pop(chunk[0]), together=together, cache_salt=self._cache_salt)
             self._sent.update(dict.fromkeys(chunk, sample))
-            self._outboxes[engine].put(sample)
-        for engine, clock in enumerate(self._idle):
-            is_idle = self._queue.is_idle(engine)
-            clock.set(is_idle)
-            self._stints[engine].set(is_idle, self.policy_version)
+            for completion in chunk:
+                has_own = sample.adapter is not None and completion in self._batches
+                self._ages.begin(completion, self._batches[completion].submitted if has_own else None)
+            self._senders.put(engine, sample)
+        for engine in range(len(self._clients)):
+            self.accounts.set(engine, is_idle=self._queue.is_idle(engine), policy_version=self.policy_version)
 
     def _lose(self, engine: int, error: EngineDied) -> None:
-        self._outboxes[engine].put(None)
+        self._senders.stop(engine)
         owed = self._queue.lose(engine)
         _log.warning("engine %d is gone: %d completions go to others", engine, len(owed), extra=FILE_ONLY)
         samples = {completion: self._sent[completion] for completion in owed}
@@ -324,7 +338,8 @@ class EnginePool:
             for ids in ranges(run):
                 old = self._sent[ids.start]
                 self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
-                chunks.append(Chunk(ids=ids, tokens=len(old.token_ids) + self._max_tokens))
+                order = self._batches[ids.start].order if ids.start in self._batches else 0
+                chunks.append(Chunk(ids=ids, tokens=len(old.token_ids) + self._max_tokens, order=order))
         for completion in owed:
             del self._sent[completion]
         self._num_reissued += len(owed)
@@ -350,10 +365,10 @@ class EnginePool:
         self._trials.settle([answer.completion_id])
         self._deaths.pop(answer.completion_id, None)
         batch = self._batches.pop(answer.completion_id, None)
-        self._stints[engine].note(len(answer.token_ids))
-        self._finite.note(engine, answer.engine_logprobs)
+        self.accounts.note(engine, answer)
+        age = self._ages.end(answer.completion_id, len(answer.token_ids))
         if batch is not None:  # else it was dropped
-            batch.add(answer, engine=engine_id(self._node, engine), policy_version=self.policy_version)
+            batch.add(answer, engine=engine_id(self._node, engine), age=age)
             self._end_if_answered(batch)
         self._feed()
 
@@ -363,7 +378,7 @@ class EnginePool:
             refusal = Sampled(
                 completion_id=completion, token_ids=_NOTHING, engine_logprobs=_NOTHING, error=why, is_refusal=True
             )
-            batch.add(refusal, engine=REFUSED, policy_version=REFUSED)
+            batch.add(refusal)
 
     def _end_if_answered(self, batch: Batch) -> None:
         if len(batch.answers) == len(batch.ids):
@@ -372,14 +387,6 @@ class EnginePool:
             self._changed.notify_all()
             if batch.on_done is not None:
                 batch.on_done(batch)
-
-    def _send(self, client: EngineLike, outbox: _Outbox) -> None:
-        with self._noting_errors():
-            while (message := outbox.get()) is not None:
-                if isinstance(message, tuple):
-                    client.abort(message)
-                else:
-                    client.submit(message)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -391,4 +398,4 @@ class EnginePool:
                 self._error = self._error or error
                 self._say_trouble()
                 self._changed.notify_all()
-            self._end()
+            self._senders.end()

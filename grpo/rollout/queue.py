@@ -14,6 +14,8 @@ class Chunk:
     """The most that each completion may take, its prompt included."""
     home: int | None = None
     """The engine that may hold the beginning of the prompt."""
+    order: int = 0
+    """Of its batch: none is sent before those of a lower one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +48,9 @@ class RequestQueue:
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that are to be sampled."""
         self._waiting += chunks
-        # The dearest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), of equals the oldest.
-        self._waiting.sort(key=lambda chunk: (chunk.tokens * len(chunk.ids), -chunk.ids[0]))
+        # The batch that training takes first; of it the dearest (Graham, "Bounds on Multiprocessing Timing Anomalies",
+        # 1969), of equals the oldest.
+        self._waiting.sort(key=lambda chunk: (-chunk.order, chunk.tokens * len(chunk.ids), -chunk.ids[0]))
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """What is to be sent now: engine and completions, in this order. The engine holds them from here on.

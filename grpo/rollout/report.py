@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo.faults.failure import FailureRecord
 from grpo.place.wire import Wire
@@ -34,12 +34,34 @@ class GenerationReport(Wire):
     """Tokens since the report before to which an engine gave a log-probability that is no finite number."""
     not_finite: FailureRecord | None = None
     """Which engine, where they are too many."""
-    num_renewed: int = 0
-    """Completions that were sampled by a newer policy than the batch was submitted to."""
+    newer: "Newer" = field(default_factory=lambda: Newer())
+    """By how much newer the policies are that have sampled it."""
+    num_sampled: int | None = None
+    """Tokens since the report before, of whichever batch; None: of this batch alone, in `generate_s`."""
+    sampling_s: float = 0.0
+    """In which engines have sampled these, in the mean over the node's."""
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.generate_s if self.num_tokens else 0.0
+        """While the engines sample."""
+        num_tokens, seconds = self.num_tokens, self.generate_s
+        if self.num_sampled is not None:
+            num_tokens, seconds = self.num_sampled, self.sampling_s
+        return num_tokens / seconds if num_tokens and seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newer(Wire):
+    """How much newer the policies are that have sampled a batch than the one to which it was submitted; added up."""
+
+    versions: int = 0
+    """Over completions, when each began: policy versions."""
+    steps: int = 0
+    """Likewise, in optimizer steps."""
+    token_versions: int = 0
+    """Over tokens: policy versions."""
+    least: int = 0
+    """Of the completion that began first: policy versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +72,29 @@ class PolicyLag:
     """Policy versions between sampling and first use; mean over the job's completions, as for the other."""
     steps: float
     """Optimizer steps, likewise."""
+    token_versions: float = 0.0
+    """Policy versions, in the mean over tokens: where weights come in the middle of a completion, its later tokens are
+    of newer ones."""
+    most: int = 0
+    """Policy versions, of the token that is the oldest."""
+
+    @staticmethod
+    def of(reports: "Sequence[GenerationReport]", *, versions: int, steps: int) -> "PolicyLag":
+        """By the reports of all nodes.
+
+        Args:
+            versions: policy versions from the batch's submission to its first use.
+            steps: optimizer steps, likewise.
+        """
+        num_completions = max(1, sum(report.num_completions for report in reports))
+        num_tokens = max(1, sum(report.num_tokens for report in reports))
+        newer = [report.newer for report in reports]
+        return PolicyLag(
+            versions=versions - sum(each.versions for each in newer) / num_completions,
+            steps=steps - sum(each.steps for each in newer) / num_completions,
+            token_versions=versions - sum(each.token_versions for each in newer) / num_tokens,
+            most=versions - min((each.least for each in newer), default=0),
+        )
 
 
 def figures_of_nodes(reports: Sequence[GenerationReport]) -> dict[str, list[float]]:
@@ -73,6 +118,7 @@ def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> d
     metrics["engine/nonfinite_logprobs"] = float(sum(report.num_not_finite for report in reports))
     metrics["rollout/refused"] = float(sum(report.num_refused for report in reports))
     metrics |= {"rollout/policy_lag": lag.versions, "rollout/policy_lag_steps": lag.steps}
+    metrics |= {"rollout/staleness_mean": lag.token_versions, "rollout/staleness_max": float(lag.most)}
     for name, values in of_nodes.items():
         metrics[name] = sum(values) / len(values)
         metrics[f"{name}_min"] = min(values)

@@ -142,6 +142,21 @@ class WeightDelivery:
         """How often everything had to be sent; the same on all ranks."""
         return self._pusher.source.times_forgotten
 
+    @property
+    def needs_rest(self) -> bool:
+        """Whether the next `deliver` can only be made while engines hold no completions; the same on all ranks."""
+        return False
+
+    @property
+    def leaves_engines_alone(self) -> bool:
+        """Whether engines sample on while weights come."""
+        return False
+
+    @property
+    def adapter_number(self) -> int | None:
+        """Of the adapter that the last push has brought, where engines hold several; else None."""
+        return None
+
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
         self.forget_sent()

@@ -28,8 +28,8 @@ class Progress:
     step = 0
     mode = "train"
 
-    def __call__(self) -> tuple[int, str]:
-        return self.step, self.mode
+    def __call__(self) -> tuple[int, str, int]:
+        return self.step, self.mode, self.step
 
 
 @contextlib.contextmanager

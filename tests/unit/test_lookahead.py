@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
@@ -58,8 +58,8 @@ def story(script: Script, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> 
     def prompts(requests: Any) -> tuple[str, ...]:
         return tuple(tokenizer.decode(request.token_ids).replace(" ", "") for request in requests)
 
-    def noted_submit(pool: EnginePool, requests: Any) -> Any:
-        batch = submit(pool, requests)
+    def noted_submit(pool: EnginePool, requests: Any, **more: Any) -> Any:
+        batch = submit(pool, requests, **more)
         asked[batch] = prompts(requests)
         events.append(("submit", asked[batch]))
         return batch
@@ -89,6 +89,51 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
         assert 0 <= line["sampling/importance_sampling_ratio/clipped_share"] <= 1
         assert line["rollout/wait_s_max"] >= 0
     assert all(0 <= line[name] <= 1 for line in lines[1:] for name in ("rollout/wait_share", "engine/idle_share"))
+
+
+def test_three_batches_under_way(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+    """A push comes before the wait for the oldest batch, and the next batch behind it; none that nobody trains on."""
+    trainer = train(tiny_model, tmp_path, story, generation_lookahead=3, max_steps=6)
+    one, two, three, four, five, six = of_kind(story, "score")
+    assert story == [
+        ("push", 0), ("submit", one), ("submit", two), ("submit", three),
+        ("collect", one), ("submit", four), ("score", one), ("step", 1),
+        ("push", 1), ("collect", two), ("submit", five), ("score", two), ("step", 2),
+        ("push", 2), ("collect", three), ("submit", six), ("score", three), ("step", 3),
+        ("push", 3), ("collect", four), ("score", four), ("step", 4),
+        ("push", 4), ("collect", five), ("score", five), ("step", 5),
+        ("push", 5), ("collect", six), ("score", six), ("step", 6),
+    ]  # fmt: skip
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    for name in ("policy_lag", "policy_lag_steps", "staleness_mean", "staleness_max"):
+        assert [line[f"rollout/{name}"] for line in lines] == [0, 1, 2, 3, 3, 3], name
+
+
+def test_an_evaluation_that_is_not_the_loops_own_waits_for_all_that_is_under_way(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
+    """It may be of other weights than those of training."""
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer.evaluate()
+
+    trainer = make_trainer(
+        tiny_model, tmp_path, story, generation_lookahead=3, max_steps=5, per_device_eval_batch_size=16
+    )
+    trainer.add_callback(Evaluates())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    _, two, three, four, _ = of_kind(story, "score")
+    (evaluated,) = of_kind(story, "evaluate")
+    begins, ends = story.index(("step", 1)), story.index(("evaluate", evaluated))
+    assert story[begins + 1 : ends + 1] == [
+        ("collect", two), ("collect", three), ("collect", four),
+        ("push", 1), ("submit", evaluated), ("collect", evaluated), ("evaluate", evaluated),
+    ]  # fmt: skip
 
 
 def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
@@ -148,37 +193,44 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_prompts_in_the_same_order_and_none_in_vain(
-    case: str, tiny_model: Path, tmp_path: Path, story: list[tuple]
+    case: str, ahead: int, tiny_model: Path, tmp_path: Path, story: list[tuple]
 ) -> None:
     train(tiny_model, tmp_path / "now", story, **CASES[case])
     on_policy = list(story)
     story.clear()
-    trainer = train(tiny_model, tmp_path / "ahead", story, generation_lookahead=1, **CASES[case])
+    trainer = train(tiny_model, tmp_path / "ahead", story, generation_lookahead=ahead, **CASES[case])
     for kind in ("score", "evaluate", "step"):
         assert of_kind(story, kind) == of_kind(on_policy, kind)
-    submitted = of_kind(story, "submit")
-    assert submitted == of_kind(story, "collect")
+    submitted, collected = of_kind(story, "submit"), of_kind(story, "collect")
+    assert sorted(submitted) == sorted(collected)
+    assert [prompts for prompts in collected if prompts in of_kind(story, "score")] == of_kind(story, "score")
     assert sorted(submitted) == sorted(of_kind(story, "score", "evaluate"))
     lags = [line["rollout/policy_lag_steps"] for line in trainer.state.log_history if "reward" in line]
     # Of two batches of a step, the second is sampled and used under the same weights.
-    assert max(lags) == {"iterations": 2, "two_steps_a_batch": 2, "two_batches_a_step": 0.5}.get(case, 1)
+    of_one = {"iterations": 2, "two_steps_a_batch": 2, "two_batches_a_step": 0.5}
+    of_three = {"iterations": 4, "two_steps_a_batch": 4, "two_batches_a_step": 1.5, "whole_epochs": 3}
+    assert max(lags) == (of_one.get(case, 1) if ahead == 1 else of_three.get(case, 2 if len(lags) == 3 else 3))
 
 
-def test_nothing_is_trained_twice_or_lost_over_a_stop(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_nothing_is_trained_twice_or_lost_over_a_stop(
+    ahead: int, tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
     train(tiny_model, tmp_path / "whole", story, max_steps=5)
     whole = of_kind(story, "score")
     story.clear()
     with pytest.raises(SystemExit) as ended:
-        train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=1, stop_at=2)
+        train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=ahead, stop_at=2)
     assert ended.value.code == 0
     assert of_kind(story, "score") == whole[:2]
     in_flight = of_kind(story, "submit")[2]
     assert in_flight == whole[2]
     assert in_flight not in of_kind(story, "collect")
     (tmp_path / "parts" / "stop").unlink(missing_ok=True)
-    train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=1, resume_from_checkpoint="auto")
+    train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=ahead, resume_from_checkpoint="auto")
     assert of_kind(story, "score") == whole
     assert of_kind(story, "step") == [1, 2, 3, 4, 5]
 

@@ -162,7 +162,7 @@ class Sampler:
         return self._channel.ask(
             np.asarray(token_ids, np.int32),
             row=row,
-            seed=turn_seed(self._base_seed, rank=self._rank, row=row, turn=turn),
+            seed=turn_seed(self._base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
             name=f"turn {turn} of row {row} of rank {self._rank}",
             overrides=sampling,
         )

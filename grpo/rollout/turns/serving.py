@@ -230,12 +230,12 @@ class RankConversations:
         )
         if self._pool is None:
             return report
-        num_not_finite, not_finite = self._pool.take_not_finite()
+        num_not_finite, not_finite = self._pool.accounts.take_not_finite()
         return replace(
             report,
             num_not_finite=num_not_finite,
             not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
-            idle_s=self._pool.take_idle_s(),
+            idle_s=self._pool.accounts.take_idle_s(),
             period_s=self._period.take_s(),
             num_reissued=self._pool.take_num_reissued(),
         )

@@ -80,11 +80,9 @@ def test_a_group_that_straddles_two_ranks_is_one_request():
 
 def test_seed_by_hand():
     (request,) = collapse(pack_rows([[5]]), 7, 3)
-    assert request.seed == 7 + 3 * (4294967296 + 1048576)
-    (request,) = collapse(pack_rows([[5]]), 2**62 - 1, 1)
-    assert request.seed == 2**62 + 4294967296 + 1048576 - 1
+    assert request.seed == 10
     (request,) = collapse(pack_rows([[5]]), 2**63 - 1, 1)
-    assert request.seed == 4294967296 + 1048576 - 1
+    assert request.seed == 0
 
 
 def seeds_of_rows(requests: list[Request]) -> list[int]:
@@ -92,31 +90,23 @@ def seeds_of_rows(requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_no_two_rows_of_a_job_share_a_seed(bits):
+def test_no_two_rows_of_a_job_share_a_seed_and_nodes_do_not_count(bits):
     """A group that covers several whole nodes: the same prompt and the same row numbers on each of them.
 
     32 bits: torch's CPU generator drops the upper half of a seed.
     """
-    base = seed_base(seed=42, step=3, mode="train", draw=0, user_seed=None)
-    seeds = [
-        seed % 2**bits
-        for node in (0, 1, 2, 100, 4095)
-        for seed in seeds_of_rows(collapse(pack_rows([[5]] * 300 + [[6]] * 5), base, node))
-    ]
-    assert len(seeds) == 5 * 305
-    assert len(set(seeds)) == len(seeds)
-
-
-def test_first_and_last_rows_of_neighbouring_nodes_differ_in_32_bits():
-    base, last = 2**32 - 10, 2**20 - 1
-    first_of_next = collapse(pack_rows([[1]]), base, 1)[0].seed
-    assert (base + last) % 2**32 == (first_of_next - 1) % 2**32
+    base = seed_base(seed=42, number=3, mode="train", draw=0, user_seed=None)
+    rows = [[5]] * 300 + [[6]] * 5
+    by_node = [seeds_of_rows(collapse(pack_rows(rows), base, node * 305)) for node in range(5)]
+    seeds = [seed % 2**bits for of_node in by_node for seed in of_node]
+    assert len(set(seeds)) == len(seeds) == 5 * 305
+    assert [seed for of_node in by_node for seed in of_node] == seeds_of_rows(collapse(pack_rows(rows * 5), base, 0))
 
 
 def test_seed_base_is_fixed_and_depends_on_everything():
     values = {
         "seed": [42, 43],
-        "step": [0, 1, 11],
+        "number": [0, 1, 11],
         "mode": ["train", "eval"],
         "draw": [0, 1],
         "user_seed": [None, 0, 1],
@@ -129,7 +119,7 @@ def test_seed_base_is_fixed_and_depends_on_everything():
     assert max(bases) > 2**61  # the bits are used to the top
     # the same on every machine and in every version: resumed runs rely on it
     # printf '[42, 7, "train", 0, null]' | b2sum -l 64  ->  ff8e829c77972b83
-    assert seed_base(seed=42, step=7, mode="train", draw=0, user_seed=None) == 0xFF8E829C77972B83 >> 2
+    assert seed_base(seed=42, number=7, mode="train", draw=0, user_seed=None) == 0xFF8E829C77972B83 >> 2
 
 
 def test_completions_by_hand():
@@ -195,13 +185,13 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
     """Answers are numbers made of prompt and seed; ranks have ragged shares, and groups lie across the ranks."""
     rng = np.random.default_rng(1000 + trial)
     num_ranks = int(rng.integers(1, 6))
-    base, node = int(rng.integers(0, 2**62)), int(rng.integers(0, 8))
+    base, first_row = int(rng.integers(0, 2**62)), int(rng.integers(0, 800))
     prompts = [rng.integers(0, 3, size=rng.integers(0, 4)).tolist() for _ in range(int(rng.integers(1, 12)))]
     rows = [prompt for prompt in prompts for _ in range(int(rng.integers(1, 5)))]
     cuts = [0, *sorted(rng.integers(0, len(rows) + 1, size=num_ranks - 1).tolist()), len(rows)]
     parts = [pack_rows(rows[start:stop]) for start, stop in itertools.pairwise(cuts)]
 
-    requests = collapse(concat_rows(parts), base, node)
+    requests = collapse(concat_rows(parts), base, first_row)
     assert all(not np.array_equal(a.token_ids, b.token_ids) for a, b in itertools.pairwise(requests))
     token_rows: list[list[int]] = []
     for request in requests:
@@ -216,7 +206,7 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
     parts_of_ranks = split_completions(completions, [stop - start for start, stop in spans])
     for (start, stop), part in zip(spans, parts_of_ranks, strict=True):
         token_lists, logprob_lists = to_lists(part)
-        seeds = [base + node * (2**32 + 2**20) + row for row in range(start, stop)]
+        seeds = [base + first_row + row for row in range(start, stop)]
         expected = [[*row, seed % 2**20][: seed % 4] for row, seed in zip(rows[start:stop], seeds, strict=True)]
         assert token_lists == expected
         assert logprob_lists == [[-float(token) for token in tokens] for tokens in expected]

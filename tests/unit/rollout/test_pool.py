@@ -200,11 +200,11 @@ def test_idle_seconds_are_a_mean_over_engines(node: Node) -> None:
     for engine in engines:
         engine.works.clear()
     pool = node.pool(*engines)
-    pool.take_idle_s()
+    pool.accounts.take_idle_s()
     pool.submit([Request(token_ids=np.array([1], np.int32), n=1, seed=0)])  # on one of two
     begun = time.monotonic()
     time.sleep(0.2)
-    with pool.busy_otherwise():
+    with pool.accounts.busy_otherwise():
         time.sleep(0.3)
-    idle_s = pool.take_idle_s()
+    idle_s = pool.accounts.take_idle_s()
     assert 0.1 <= idle_s <= (time.monotonic() - begun - 0.3) / 2 + 0.05

@@ -139,4 +139,4 @@ def test_what_was_dropped_is_not_sampled_again(node: Node) -> None:
     assert completions is not None
     assert to_lists(completions) == expected_of(kept_requests)
     assert {i for sample in node.engines[-1].samples for i in sample.ids} == {*kept.ids}
-    wait_until(lambda: sum(thread.is_alive() for thread in pool._threads) == 1)
+    wait_until(lambda: sum(thread.is_alive() for thread in pool._senders._threads) == 1)

@@ -19,6 +19,7 @@ from tests.support.engines import DEADLINE_S, ThreadedEngine, answer_to
 from tests.support.pools import Node, wait_until
 
 BASE = 12345
+NUM_ROWS = 4  # of each rank
 
 
 class Watch:
@@ -54,7 +55,7 @@ class Ranks:
         self.channels = [TurnChannel(self.broker.connect())]
         self.channels += [TurnChannel.to(str(self.broker.address)) for _ in range(ranks - 1)]
         self.samplers = [
-            Sampler(channel, base_seed=BASE, rank=rank, num_rows=4) for rank, channel in enumerate(self.channels)
+            Sampler(channel, base_seed=BASE, rank=rank, num_rows=NUM_ROWS) for rank, channel in enumerate(self.channels)
         ]
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ def ranks_of(node: Node, watch: Watch) -> Iterator[Any]:
 
 
 def expected(prompt: list[int], *, rank: int, row: int, turn: int) -> list[int]:
-    return answer_to(np.asarray(prompt), turn_seed(BASE, rank=rank, row=row, turn=turn))
+    return answer_to(np.asarray(prompt), turn_seed(BASE, rank=rank, row=row, num_rows=NUM_ROWS, turn=turn))
 
 
 def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ranks_of: Any) -> None:
@@ -117,10 +118,14 @@ def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ran
 
 def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> None:
     seeds = {
-        turn_seed(BASE, rank=rank, row=row, turn=turn) for rank in range(3) for row in range(9) for turn in range(-4, 4)
+        turn_seed(BASE, rank=rank, row=row, num_rows=9, turn=turn)
+        for rank in range(3)
+        for row in range(12)  # three more than a rank has
+        for turn in range(-4, 4)
     }
-    assert len(seeds) == 3 * 9 * 8
-    assert turn_seed(BASE, rank=0, row=7, turn=0) == BASE + 7
+    assert len(seeds) == 3 * 12 * 8
+    assert turn_seed(BASE, rank=0, row=7, num_rows=9, turn=0) == BASE + 7
+    assert turn_seed(BASE, rank=2, row=7, num_rows=9, turn=0) == BASE + 25  # as one rank that has all rows
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
