@@ -1,7 +1,6 @@
 """What the trainer calls to generate and to push: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,7 +11,6 @@ import numpy as np
 from grpo.config import GRPOConfig
 from grpo.engine.client import EngineError
 from grpo.engine.supervisor import EngineSupervisor, Respawn
-from grpo.faults.failure import FailureKind, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.startup import StartupClock, process_age_s
@@ -21,7 +19,8 @@ from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
 from grpo.rollout.packing import REFUSED, PackedRows, SingleValues, pack_rows, to_lists
-from grpo.rollout.report import GenerationReport, figures_of_nodes, generation_metrics
+from grpo.rollout.refused import Refusals
+from grpo.rollout.report import figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
 from grpo.rollout.turns.rollouts import Rollouts
 from grpo.rollout.turns.sampler import Turn
@@ -83,7 +82,8 @@ class LocalVLLM:
         self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
         """Of the last batch, this rank's conversations and how often they called tools."""
         self._timeline = timeline or Recorder()
-        self._versions = self._num_refused = 0
+        self._refusals = Refusals(args.vllm_max_refused)
+        self._versions = 0
         self._newest_version: int | None = None
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
         self._serving: Serving | None = None
@@ -216,7 +216,7 @@ class LocalVLLM:
             _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
             batches.sample_ahead()
         completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
-        self._look_at(self.last_batch.reports)
+        self._refusals.look_at(self.last_batch.reports)
         for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
             completion_ids[row], engine_logprobs[row] = self._nothing()
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
@@ -289,26 +289,7 @@ class LocalVLLM:
         with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
-        self._look_at(self.last_batch.reports)
-
-    def _look_at(self, reports: Sequence[GenerationReport]) -> None:
-        """Warn of prompts that no engine takes, and end the job where they are too many, or where an engine does not
-        know what it samples; the same on every rank."""
-        for report in reports:
-            if report.not_finite is not None:
-                raise StepFailed(report.not_finite)
-        refused = [report for report in reports if report.refusal is not None]
-        if not refused:
-            return
-        num_now = sum(report.num_refused for report in refused)
-        self._num_refused += num_now
-        first = refused[0].refusal
-        assert first is not None
-        told = f"{num_now} completions left out, {self._num_refused} so far [GRPO-412]: {first.cause}"
-        if self._num_refused > self.args.vllm_max_refused:
-            cause = f"more than vllm_max_refused ({self.args.vllm_max_refused}) completions were left out: {told}"
-            raise StepFailed(dataclasses.replace(first, cause=cause, kind=FailureKind.USER))
-        _log.warning("WARNING: %s", told)
+        self._refusals.look_at(self.last_batch.reports)
 
     @property
     def refused_rows(self) -> list[bool] | None:

@@ -254,7 +254,6 @@ class EnginePool:
             self._say_trouble()  # of an engine that has died since it was delivered to
 
     def _go_on_in_flight(self) -> None:
-        """With the lock held: engines have new weights, and have not rested."""
         self._num_delivered += 1
         if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
             self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
@@ -304,8 +303,8 @@ class EnginePool:
             sample = replace(self._unsent.pop(chunk[0]), together=together, cache_salt=self._cache_salt)
             self._sent.update(dict.fromkeys(chunk, sample))
             for completion in chunk:
-                has_own = sample.adapter is not None and completion in self._batches
-                self._ages.begin(completion, self._batches[completion].submitted if has_own else None)
+                keeps = sample.adapter is not None and completion in self._batches
+                self._ages.begin(completion, self._batches[completion].submitted if keeps else None)
             self._senders.put(engine, sample)
         for engine in range(len(self._clients)):
             self.accounts.set(engine, is_idle=self._queue.is_idle(engine), policy_version=self.policy_version)
