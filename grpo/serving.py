@@ -144,6 +144,8 @@ class ServingStart:
             timeout_s=args.vllm_sync_timeout,
             tell=self.watch.fail,
             timeline=self.timeline,
+            in_flight=args.generation_lookahead > 1,
+            on_paused=(lambda version, of_engines: None) if pool is None else pool.note_paused,
         )
         self.engines.before_respawn = pusher.abort
         return Serving(
@@ -214,6 +216,7 @@ class ServingStart:
             max_model_len=max_model_len,
             end_tokens=self.trained.sampled_ends,
             in_flight=self.args.generation_lookahead > 1,
+            num_spare=int(self.args.generation_lookahead > 1),  # for a verification, which ranks wait for
             node=self.engines.topology.node,
             timeline=self.timeline,
         )

@@ -127,7 +127,8 @@ class Host:
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
-        final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))
+        prompt = tokens_input(sample.token_ids.tolist(), cache_salt=sample.cache_salt)
+        final = await self._last_output(prompt, params, str(ids.start))
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
@@ -188,6 +189,10 @@ class Host:
                 return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
             case "update_weights":
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
+            case "pause":
+                return await self._pause()
+            case "resume":
+                return await engine.resume_generation()
             case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
                 return await getattr(engine, method)(**kwargs)
             case "weight_version":  # of whoever asks the engine itself what it holds
@@ -201,6 +206,19 @@ class Host:
             case "prompt_logprobs":
                 return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
+
+    async def _pause(self) -> dict[int, int]:
+        """Sample nothing until `resume`, and keep all that is under way: the tokens that each completion has so far.
+
+        The last outputs may not have come up yet, so that a count is one token short at times.
+        """
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        states = self._engine.output_processor.request_states.values()
+        return {
+            int(state.external_req_id) + state.request_index: state.detokenizer.num_output_tokens()
+            for state in states
+            if state.external_req_id.isdecimal() and state.detokenizer is not None  # a probe is no completion
+        }
 
     async def _take_adapter(self, number: int, policy_version: str) -> None:
         """Let the workers use the adapter that the last push has brought, and every request from now on ask for it.

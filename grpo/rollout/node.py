@@ -12,8 +12,9 @@ from grpo.place.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Completions, PackedRows, collapse, concat_rows, split_completions
-from grpo.rollout.pool import DeadlyRequests, EnginePool
+from grpo.rollout.pool import EnginePool
 from grpo.rollout.report import GenerationReport, Period
+from grpo.rollout.search import DeadlyRequests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

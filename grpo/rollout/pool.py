@@ -27,7 +27,7 @@ from grpo.rollout.ages import Ages
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Completions, Request, engine_id
 from grpo.rollout.queue import Chunk, RequestQueue, ranges
-from grpo.rollout.search import KNOWN_GOOD, Trials, about_deadly, prompt_of
+from grpo.rollout.search import KNOWN_GOOD, DeadlyRequests, Trials, about_deadly, prompt_of
 from grpo.rollout.senders import Senders
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,6 @@ _log = logging.getLogger(__name__)
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
 _NOTHING = np.empty(0)
 MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
-
-
-class DeadlyRequests(EngineError):
-    """Engines died again and again with the same requests in flight, and no prompt was found to be to blame."""
 
 
 class EnginePool:
@@ -55,6 +51,7 @@ class EnginePool:
             token is not sent.
         end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
         in_flight: whether new weights come while engines sample.
+        num_spare: as `RequestQueue` has it, for what is asked of the engines beside completions.
         node: of the engines.
         timeline: where each engine's work is recorded.
     """
@@ -68,6 +65,7 @@ class EnginePool:
         max_model_len: int = sys.maxsize,
         end_tokens: tuple[int, ...] = (),
         in_flight: bool = False,
+        num_spare: int = 0,
         node: int = 0,
         timeline: Recorder | None = None,
     ) -> None:
@@ -81,7 +79,7 @@ class EnginePool:
         self._adapter: int | None = None
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
-        self._queue = RequestQueue(max_num_seqs)
+        self._queue = RequestQueue(max_num_seqs, num_spare=num_spare)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
         known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(end_tokens[:1] or [0], np.int32), seed=0)
         self._trials = Trials(self._queue, self._unsent, known_good)
@@ -126,13 +124,8 @@ class EnginePool:
         """
         with self._changed:
             num_completions = sum(request.n for request in requests)
-            batch = Batch(
-                ids=range(self._next_id, self._next_id + num_completions),
-                name=name,
-                submitted=self._ages.now,
-                order=order,
-                on_done=on_done,
-            )
+            every = range(self._next_id, self._next_id + num_completions)
+            batch = Batch(ids=every, name=name, submitted=self._ages.now, order=order, on_done=on_done)
             self._batches.update(dict.fromkeys(batch.ids, batch))
             fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
             chunks = []
@@ -156,8 +149,8 @@ class EnginePool:
                         end_tokens=self._end_tokens,
                         adapter=self._adapter,
                     )
-                    tokens = len(request.token_ids) + self._max_tokens
-                    chunks.append(Chunk(ids=chunk, tokens=tokens, home=request.home, order=order))
+                    most = len(request.token_ids) + self._max_tokens
+                    chunks.append(Chunk(ids=chunk, tokens=most, home=request.home, order=order))
             _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
             self._end_if_answered(batch)
             self._queue.add(chunks)
@@ -300,7 +293,10 @@ class EnginePool:
         chunks = self._trials.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
-            sample = replace(self._unsent.pop(chunk[0]), together=together, cache_salt=self._cache_salt)
+            whole = self._unsent.pop(chunk[0])
+            sample = replace(whole, ids=whole.ids[: len(chunk)], together=together, cache_salt=self._cache_salt)
+            if rest := whole.ids[len(chunk) :]:  # which waits for a place
+                self._unsent[rest.start] = replace(whole, ids=rest, seed=whole.seed + len(chunk))
             self._sent.update(dict.fromkeys(chunk, sample))
             for completion in chunk:
                 keeps = sample.adapter is not None and completion in self._batches

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,13 @@ class RequestQueue:
 
     Args:
         windows: of each engine, the completions that it samples at once.
+        num_spare: places of each engine that are kept free. Then nothing waits inside an engine: chunks are cut to the
+            room that there is.
     """
 
-    def __init__(self, windows: Sequence[int]) -> None:
-        self._engines = [_Engine(window) for window in windows]
+    def __init__(self, windows: Sequence[int], *, num_spare: int = 0) -> None:
+        self._engines = [_Engine(window - num_spare) for window in windows]
+        self._cuts = num_spare > 0
         self._waiting: list[Chunk] = []  # the next one is last
 
     def add(self, chunks: Iterable[Chunk]) -> None:
@@ -64,8 +67,16 @@ class RequestQueue:
                 break
             chunk = self._waiting.pop()
             number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
-            sent += self._give(number, [chunk])
+            sent += self._give(number, [self._cut(chunk, number) if self._cuts else chunk])
         return sent
+
+    def _cut(self, chunk: Chunk, number: int) -> Chunk:
+        """What of it engine `number` has room for; the rest is next, and goes there if it can."""
+        engine = self._engines[number]
+        room = engine.window - len(engine.held)
+        if len(chunk.ids) > room:
+            self._waiting.append(replace(chunk, ids=chunk.ids[room:], home=number))
+        return replace(chunk, ids=chunk.ids[:room])
 
     def send_alone(self, chunks: Sequence[Chunk]) -> list[tuple[int, Sequence[int]]]:
         """As `send`, these chunks, which do not wait here, to one engine that holds nothing; [] if there is none."""

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from grpo.engine.client import EngineDied
+from grpo.engine.client import EngineDied, EngineError
 from grpo.engine.messages import Sample
 from grpo.place.log import FILE_ONLY
 from grpo.rollout.batch import Batch
@@ -16,6 +16,10 @@ _log = logging.getLogger(__name__)
 MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
 KNOWN_GOOD = range(-1, 0)  # the id of a completion that belongs to no batch
 Prompt = TypeVar("Prompt", bound=Hashable)
+
+
+class DeadlyRequests(EngineError):
+    """Engines died again and again with the same requests in flight, and no prompt was found to be to blame."""
 
 
 class Search(Generic[Prompt]):

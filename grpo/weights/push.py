@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,14 @@ class NodeEngines:
                 info["rank_offset"] = 1 + index * self._tensor_parallel_size
         self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
+    def pause(self) -> list[dict[int, int]]:
+        """Not of vLLM's client: sample nothing until `resume`; of each engine, the tokens of what is under way."""
+        return self._on_all("pause", [{} for _ in self._clients])
+
+    def resume(self) -> None:
+        """Not of vLLM's client: go on with what was under way."""
+        self._on_all("resume", [{} for _ in self._clients])
+
     def start_weight_update(self) -> None:
         self._on_all("start_weight_update", [{} for _ in self._clients])
 
@@ -87,7 +96,7 @@ class NodeEngines:
         """Not of vLLM's client: use the adapter that the update has brought."""
         self._on_all("take_adapter", [{"number": number, "policy_version": policy_version} for _ in self._clients])
 
-    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> None:
+    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         futures = [
             pool.submit(client.call, method, self._timeout_s, **each)
@@ -99,6 +108,7 @@ class NodeEngines:
             self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
         for future in [*done, *waiting]:
             future.result()
+        return [future.result() for future in futures]
 
 
 class Pusher:
@@ -118,6 +128,10 @@ class Pusher:
             group that does not open when it likes, so that no new engine is waited for), a broadcast that does not
             begin.
         timeline: where both halves of a push are recorded.
+        in_flight: whether engines have completions under way when weights come. They pause then, and go on with the new
+            weights; what they hold of prompts is not dropped, since requests carry a salt.
+        on_paused: told, from another thread, of the version that comes and of the tokens that each engine's
+            completions have.
     """
 
     def __init__(
@@ -130,6 +144,8 @@ class Pusher:
         timeout_s: float,
         tell: Callable[[EngineError], None] = lambda error: None,
         timeline: Recorder | None = None,
+        in_flight: bool = False,
+        on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None,
     ) -> None:
         self.source = source
         self._clients = clients
@@ -138,13 +154,17 @@ class Pusher:
         self._timeout_s = timeout_s
         self._tell = tell
         self._timeline = timeline or Recorder()
+        self._in_flight = in_flight
+        self._on_paused = on_paused
+        self._paused_s = 0.0
         self._num_adapters = 0
         self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
         """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
 
-        Again when an engine of the node was replaced, all of them at rest: then with a new group for all.
+        Again when an engine of the node was replaced: then with a new group for all, also for those that sample, which
+        do nothing else meanwhile.
 
         Raises:
             EngineError: an engine refused, on the local main.
@@ -197,8 +217,9 @@ class Pusher:
                 sums_bits=checks_bits,
                 timeout_s=self._timeout_s,
                 on_stuck=self._tell,
+                begin=partial(self._begin, version),
             )
-        gather_s = 0.0
+        gather_s, self._paused_s = 0.0, 0.0
         try:
             for bucket in plan.buckets:
                 places = None if sender is None else sender.places(bucket)
@@ -232,8 +253,15 @@ class Pusher:
             gather_s=gather_s,
             send_s=0.0 if sender is None else sender.busy_s,
             num_bytes=0 if sender is None else plan.num_bytes,
+            paused_s=self._paused_s,
         )
         return report, error
+
+    def _begin(self, version: int) -> None:
+        if self._in_flight:
+            self._paused_s = -time.monotonic()
+            self._on_paused(version, self._engines.pause())
+        self._engines.start_weight_update()
 
     def _finish(self, version: int, sent: dict[str, int]) -> None:
         self._engines.finish_weight_update(str(version))
@@ -242,6 +270,10 @@ class Pusher:
         if self.source.has_adapters:
             self._num_adapters += 1
             self._engines.take_adapter(self._num_adapters, str(version))
+        if self._in_flight:
+            self._engines.resume()
+            self._paused_s += time.monotonic()
+            return
         for client in self._clients:
             # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
             if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):

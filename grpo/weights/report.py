@@ -52,6 +52,8 @@ class PushReport(Wire):
     them. 0 on ranks that send nothing."""
     num_bytes: int
     """Bytes that each engine was sent; 0 on ranks that send nothing."""
+    paused_s: float = 0.0
+    """In which engines kept what they had under way waiting; 0 where nothing was."""
     gap: LogprobGap | None = None
     """The worst engine's of the node; None where none was asked: the push was not proved, or the rank has none."""
 
@@ -65,6 +67,7 @@ class PushReport(Wire):
             "push/gather_s": self.gather_s,
             "push/send_s": self.send_s,
             "push/bytes": float(self.num_bytes),
+            "push/paused_s": self.paused_s,
         }
         if self.gap is not None:
             metrics |= {"push/logprob_gap_mean": self.gap.mean, "push/logprob_gap_max": self.gap.max}
@@ -80,6 +83,7 @@ def slowest(reports: Sequence[PushReport]) -> PushReport:
         gather_s=max(report.gather_s for report in reports),
         send_s=max(report.send_s for report in reports),
         num_bytes=max(report.num_bytes for report in reports),
+        paused_s=max(report.paused_s for report in reports),
         gap=_worst(gaps) if gaps else None,
     )
 

@@ -69,6 +69,7 @@ class Sender:
         sums_bits: whether the engines sum what arrives.
         timeout_s: deadline of one call to the engines.
         on_stuck: told, from another thread, that the transport holds the main thread for good.
+        begin: the first calls to the engines; None: that the update starts.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Sender:
         sums_bits: bool,
         timeout_s: float,
         on_stuck: Callable[[EngineError], None] = lambda error: None,
+        begin: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._engines = engines
@@ -100,7 +102,7 @@ class Sender:
             transport.begin()
         except EngineError as error:
             self._break(-1, error)
-        self._started = self._threads.submit(self._call, 0, engines.start_weight_update)
+        self._started = self._threads.submit(self._call, 0, begin or engines.start_weight_update)
 
     def places(self, bucket: Bucket) -> list[torch.Tensor] | None:
         """Where the next bucket is to be put, once the engines are done with what stood there; None after an error."""

@@ -35,7 +35,7 @@ def agree(method: str, kwargs: dict[str, Any]) -> Any:
         from grpo.weights.wire_format import WireFormat
 
         return [WireFormat().dumps()]
-    return True
+    return {} if method == "pause" else True
 
 
 @dataclass(kw_only=True, eq=False)

@@ -19,7 +19,8 @@ from grpo.faults.channel import peer_of
 from grpo.faults.watch import FailureWatch
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Request, node_and_engine
-from grpo.rollout.pool import DeadlyRequests, EnginePool
+from grpo.rollout.pool import EnginePool
+from grpo.rollout.search import DeadlyRequests
 from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
 
 MEET_S = 60.0  # until all ranks of the node have connected

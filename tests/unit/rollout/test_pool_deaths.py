@@ -6,7 +6,8 @@ import pytest
 from grpo.rollout import pool as engine_pool
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Request, to_lists
-from grpo.rollout.pool import DeadlyRequests, EnginePool
+from grpo.rollout.pool import EnginePool
+from grpo.rollout.search import DeadlyRequests
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
 

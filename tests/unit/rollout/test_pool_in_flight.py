@@ -12,7 +12,8 @@ from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import GENERATE
 from grpo.rollout.node import LocalMainSampler
 from grpo.rollout.packing import Request, pack_rows, to_lists
-from grpo.rollout.pool import DeadlyRequests, EnginePool
+from grpo.rollout.pool import EnginePool
+from grpo.rollout.search import DeadlyRequests
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
 

@@ -8,8 +8,8 @@ import pytest
 from grpo.engine.client import EngineDied
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Completions, Request, to_lists
-from grpo.rollout.pool import DeadlyRequests, EnginePool
-from grpo.rollout.search import MAX_MORE_DEATHS, Search
+from grpo.rollout.pool import EnginePool
+from grpo.rollout.search import MAX_MORE_DEATHS, DeadlyRequests, Search
 from tests.support.engines import DEADLINE_S, Owed, ThreadedEngine
 from tests.support.pools import Node, expected_of, wait_until
 
