@@ -127,6 +127,7 @@ class LocalMainSampler(NodeSampler):
         self._overlaps = overlaps
         self._balance = NodeBalance(groups) if balance_nodes and groups.topology.num_nodes > 1 else None
         self._period = Period()
+        self._sampled = 0, 0.0
 
     def submit(self, rows: PackedRows, base_seed: int, *, order: int = 0) -> Pending:
         parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
@@ -134,7 +135,7 @@ class LocalMainSampler(NodeSampler):
         requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.num_rows)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if self._balance is not None:
-            shares = self._balance.share_out(requests)
+            shares = self._balance.share_out(requests, owed=self._pool.num_owed)
         return Pending(
             rows_by_rank=[part.num_rows for part in parts],
             shares=shares,
@@ -180,7 +181,10 @@ class LocalMainSampler(NodeSampler):
         refusals = pending.batch.refusals
         accounts = self._pool.accounts
         num_not_finite, not_finite = accounts.take_not_finite()
-        num_sampled, sampling_s = accounts.take_sampled()
+        sampled = accounts.take_sampled()
+        if sampled[0]:  # towards the end of training the last batches may be there already
+            self._sampled = sampled
+        num_sampled, sampling_s = self._sampled
         return GenerationReport(
             generate_s=pending.batch.seconds,
             wait_s=time.monotonic() - begun,

@@ -207,7 +207,7 @@ class Pusher:
         self.source.meet(receives=bool(self._clients))
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
-        sender = None
+        sender, self._paused_s = None, 0.0
         sums: dict[str, torch.Tensor] = {}
         if self._transport is not None:
             sender = Sender(
@@ -219,7 +219,7 @@ class Pusher:
                 on_stuck=self._tell,
                 begin=partial(self._begin, version),
             )
-        gather_s, self._paused_s = 0.0, 0.0
+        gather_s = 0.0
         try:
             for bucket in plan.buckets:
                 places = None if sender is None else sender.places(bucket)
