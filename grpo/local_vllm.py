@@ -305,8 +305,8 @@ class LocalVLLM:
         return facts_of(self.last_batch.completions, self._last_prompt_tokens, end_tokens)
 
     def rest_for_weights(self) -> None:
-        """Wait for what is sampled ahead, if weights cannot come while engines sample. Collective over the job."""
-        if self.args.generation_lookahead < 2 or (self._serving is not None and self._serving.delivery.needs_rest):
+        """Wait for what is sampled ahead, where weights come while engines rest. Collective over the job."""
+        if self.args.generation_lookahead < 2:
             self.wait_for_batches()
 
     def wait_for_batches(self) -> None:

@@ -146,6 +146,7 @@ class ServingStart:
             timeline=self.timeline,
             in_flight=args.generation_lookahead > 1,
             on_paused=(lambda version, of_engines: None) if pool is None else pool.note_paused,
+            adapters_in_use=set if pool is None else pool.adapters_in_use,
         )
         self.engines.before_respawn = pusher.abort
         return Serving(

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from grpo.engine.messages import Sampled
 from grpo.rollout.ages import Age, Moment
 from grpo.rollout.packing import REFUSED, Completions, pack_completions
@@ -44,6 +46,11 @@ class Batch:
         self.engines[completion] = REFUSED if answer.is_refusal else engine
         if age is not None and not answer.is_refusal:
             self.ages[completion] = age
+
+    def refuse(self, completion: int, why: str) -> None:
+        """No engine is given this one."""
+        none = np.empty(0)
+        self.add(Sampled(completion_id=completion, token_ids=none, engine_logprobs=none, error=why, is_refusal=True))
 
     @property
     def policy_versions(self) -> dict[int, int]:

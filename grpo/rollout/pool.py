@@ -33,7 +33,6 @@ from grpo.rollout.senders import Senders
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
-_NOTHING = np.empty(0)
 MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
 
 
@@ -281,6 +280,12 @@ class EnginePool:
         with self._changed:
             return len(self._batches)
 
+    def adapters_in_use(self) -> set[int]:
+        """By which completions that are not answered are sampled."""
+        with self._changed:
+            samples = [*self._sent.values(), *self._unsent.values()]
+            return {sample.adapter for sample in samples if sample.adapter is not None}
+
     def take_num_reissued(self) -> int:
         """Completions since the last call that were given to an engine again, because the one before it had died."""
         with self._changed:
@@ -370,10 +375,7 @@ class EnginePool:
     def _refuse(self, batch: Batch, ids: range, why: str) -> None:
         for completion in ids:
             del self._batches[completion]
-            refusal = Sampled(
-                completion_id=completion, token_ids=_NOTHING, engine_logprobs=_NOTHING, error=why, is_refusal=True
-            )
-            batch.add(refusal)
+            batch.refuse(completion, why)
 
     def _end_if_answered(self, batch: Batch) -> None:
         if len(batch.answers) == len(batch.ids):

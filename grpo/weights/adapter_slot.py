@@ -26,12 +26,12 @@ def without_adapters(model: torch.nn.Module) -> contextlib.AbstractContextManage
     return layers_replaced(model, lambda layer: layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else None)
 
 
-def take_adapter(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Make an adapter the only one that this worker holds, in the form in which requests of its number find it.
+def adapter_of(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> LoRAModel:
+    """An adapter in the form in which vLLM holds it.
 
     Args:
         lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
-        number: of the adapter, new with every push.
+        number: of the adapter, new with every push; requests ask for it.
         tensors: by PEFT's names, B with its scale.
 
     Raises:
@@ -51,11 +51,28 @@ def take_adapter(lora_manager: Any, number: int, tensors: Mapping[str, torch.Ten
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
     lora.is_3d_lora_weight = False
-    lora_manager.remove_all_adapters()
-    manager.add_adapter(lora)
-    if unknown := sorted(lora.loras.keys() - manager.modules.keys()):
-        raise ValueError(
-            f"this engine adapts no layer {', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}: set vllm_lora to "
-            "'merge', or leave it out of target_modules"
-        )
-    manager.activate_adapter(number)
+    return lora
+
+
+def hold_adapters(lora_manager: Any, adapters: Mapping[int, LoRAModel]) -> None:
+    """Make these, by their numbers, all that this worker holds. Those that it has already stay where they are.
+
+    vLLM drops all at the end of a weight update (0.31); these come back then.
+
+    Raises:
+        ValueError: there are more than the engine has room for; or see `adapter_of`.
+    """
+    manager = lora_manager._adapter_manager
+    if len(adapters) > manager.lora_slots:
+        raise ValueError(f"{len(adapters)} adapters are in use, and the engine has room for {manager.lora_slots}")
+    for number in lora_manager.list_adapters() - adapters.keys():
+        lora_manager.remove_adapter(number)
+    for number, lora in adapters.items():
+        if number not in lora_manager.list_adapters():
+            manager.add_adapter(lora)
+            if unknown := sorted(lora.loras.keys() - manager.modules.keys()):
+                raise ValueError(
+                    f"this engine adapts no layer {', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}: set "
+                    "vllm_lora to 'merge', or leave it out of target_modules"
+                )
+        manager.activate_adapter(number)

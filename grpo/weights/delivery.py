@@ -143,19 +143,14 @@ class WeightDelivery:
         return self._pusher.source.times_forgotten
 
     @property
-    def needs_rest(self) -> bool:
-        """Whether the next `deliver` can only be made while engines hold no completions; the same on all ranks."""
-        return False
-
-    @property
     def leaves_engines_alone(self) -> bool:
         """Whether engines sample on while weights come."""
-        return False
+        return self._pusher.keeps_adapters
 
     @property
     def adapter_number(self) -> int | None:
         """Of the adapter that the last push has brought, where engines hold several; else None."""
-        return None
+        return self._pusher.adapter_number
 
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""

@@ -4,7 +4,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from grpo.weights.nccl import NcclTransport
 from grpo.weights.page_sums import fetched, page_sum
 from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport
+from grpo.weights.sent_adapters import SentAdapter, SentAdapters
 from grpo.weights.shm import ShmTransport
 
 if TYPE_CHECKING:
@@ -92,9 +93,14 @@ class NodeEngines:
         """Not of vLLM's client: compare what an update has brought with what was sent."""
         self._on_all("check_bits", [{"sent": sent} for _ in self._clients])
 
-    def take_adapter(self, number: int, policy_version: str) -> None:
-        """Not of vLLM's client: use the adapter that the update has brought."""
-        self._on_all("take_adapter", [{"number": number, "policy_version": policy_version} for _ in self._clients])
+    def take_adapter(self, number: int, policy_version: str, **more: Any) -> None:
+        """Not of vLLM's client: hold the adapter that the update has brought; see `Host`."""
+        arguments = {"number": number, "policy_version": policy_version, **more}
+        self._on_all("take_adapter", [arguments for _ in self._clients])
+
+    def finish_adapters(self, policy_version: str) -> None:
+        """Not of vLLM's client: the end of an update that has brought adapters alone, beside requests at work."""
+        self._on_all("finish_adapters", [{"policy_version": policy_version} for _ in self._clients])
 
     def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
@@ -129,9 +135,11 @@ class Pusher:
             begin.
         timeline: where both halves of a push are recorded.
         in_flight: whether engines have completions under way when weights come. They pause then, and go on with the new
-            weights; what they hold of prompts is not dropped, since requests carry a salt.
+            weights; what they hold of prompts is not dropped, since requests carry a salt. For adapters that travel
+            by themselves they do not pause: each completion goes on with its own, see `adapters_in_use`.
         on_paused: told, from another thread, of the version that comes and of the tokens that each engine's
             completions have.
+        adapters_in_use: numbers of those with which completions are still sampled, or will be.
     """
 
     def __init__(
@@ -146,6 +154,7 @@ class Pusher:
         timeline: Recorder | None = None,
         in_flight: bool = False,
         on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None,
+        adapters_in_use: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self.source = source
         self._clients = clients
@@ -156,8 +165,11 @@ class Pusher:
         self._timeline = timeline or Recorder()
         self._in_flight = in_flight
         self._on_paused = on_paused
-        self._paused_s = 0.0
+        self._paused_s, self._is_paused = 0.0, False
+        self._adapters_in_use = adapters_in_use
         self._num_adapters = 0
+        self._sent_adapters = SentAdapters()
+        self._lacks_adapters = False  # an engine that has come back
         self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
@@ -180,6 +192,7 @@ class Pusher:
         )
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
+        self._lacks_adapters = True
 
     def abort(self) -> None:
         """End the push group, from any thread, whatever is under way; the next `connect` opens another one."""
@@ -208,6 +221,7 @@ class Pusher:
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
         sender, self._paused_s = None, 0.0
+        self._sent_adapters.begin()
         sums: dict[str, torch.Tensor] = {}
         if self._transport is not None:
             sender = Sender(
@@ -217,7 +231,7 @@ class Pusher:
                 sums_bits=checks_bits,
                 timeout_s=self._timeout_s,
                 on_stuck=self._tell,
-                begin=partial(self._begin, version),
+                begin=partial(self._begin, version, pauses=self._in_flight and not plan.is_adapters),
             )
         gather_s = 0.0
         try:
@@ -227,6 +241,8 @@ class Pusher:
                 self.source.fill(bucket, places)
                 gather_s += time.perf_counter() - gather_begun
                 if sender is not None and places is not None:
+                    if self.keeps_adapters:
+                        self._sent_adapters.note(bucket, places)
                     sender.send(bucket)
                     if checks_bits:  # while it is on its way; nothing fills its places before the next `places`
                         sums |= {meta.name: page_sum(place) for meta, place in zip(bucket.metas, places, strict=True)}
@@ -234,7 +250,7 @@ class Pusher:
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
             gathered = time.monotonic()
             sent = fetched(sums)
-            error = None if sender is None else sender.finish(lambda: self._finish(version, sent))
+            error = None if sender is None else sender.finish(lambda: self._finish(str(version), sent))
         except BaseException as broken:  # an interrupted notebook cell, too
             if sender is not None:
                 sender.abandon(broken)
@@ -248,6 +264,8 @@ class Pusher:
             self._timeline.add(PUSH_SEND, begun, time.monotonic(), "push: send", bytes=plan.num_bytes)
         if error is None:
             self.source.mark_sent()
+            if sender is not None and self.keeps_adapters and self._lacks_adapters:
+                error = self._send_kept_adapters()
         report = PushReport(
             total_s=time.monotonic() - begun,
             gather_s=gather_s,
@@ -257,27 +275,75 @@ class Pusher:
         )
         return report, error
 
-    def _begin(self, version: int) -> None:
-        if self._in_flight:
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether engines hold several adapters, one for each push of which completions are still sampled."""
+        return self._in_flight and self.source.has_adapters
+
+    @property
+    def adapter_number(self) -> int | None:
+        """Of the one that the last push has brought, where engines hold several."""
+        return self._num_adapters if self.keeps_adapters else None
+
+    def _begin(self, version: int, *, pauses: bool) -> None:
+        self._is_paused = pauses
+        if pauses:
             self._paused_s = -time.monotonic()
-            self._on_paused(version, self._engines.pause())
+            of_engines = self._engines.pause()
+            self._on_paused(version, [] if self.keeps_adapters else of_engines)
         self._engines.start_weight_update()
 
-    def _finish(self, version: int, sent: dict[str, int]) -> None:
-        self._engines.finish_weight_update(str(version))
+    def _finish(self, version: str, sent: dict[str, int]) -> None:
+        if self.keeps_adapters and not self._is_paused:
+            self._engines.finish_adapters(version)
+        else:
+            self._engines.finish_weight_update(version)
         if sent:  # only now all layers are loaded
             self._engines.check_bits(sent)
         if self.source.has_adapters:
             self._num_adapters += 1
-            self._engines.take_adapter(self._num_adapters, str(version))
-        if self._in_flight:
+            in_use = self._adapters_in_use()
+            self._engines.take_adapter(self._num_adapters, version, kept=sorted(in_use))
+            if self.keeps_adapters:
+                self._sent_adapters.take(self._num_adapters, version, in_use=in_use)
+        if self._is_paused:
             self._engines.resume()
             self._paused_s += time.monotonic()
+        if self._in_flight:
             return
         for client in self._clients:
             # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
             if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
+
+    def _send_kept_adapters(self) -> EngineError | None:
+        """Once more, those with which completions of other engines' places, or of dead ones, are still sampled."""
+        assert self._transport is not None
+        plan, kept = self.source.plan(), self._sent_adapters.kept
+        for number, adapter in kept.items():
+            sender = Sender(
+                self._transport,
+                self._engines,
+                held=plan.held,
+                sums_bits=False,
+                timeout_s=self._timeout_s,
+                on_stuck=self._tell,
+            )
+            for bucket in plan.buckets:
+                if (places := sender.places(bucket)) is not None:
+                    for meta, place in zip(bucket.metas, places, strict=True):
+                        place.copy_(adapter.tensors[meta.name])
+                    sender.send(bucket)
+            numbers = sorted({*kept, self._num_adapters} - {number})
+            if error := sender.finish(partial(self._finish_kept, adapter, numbers)):
+                return error
+            self._transport.end()
+        self._lacks_adapters = False
+        return None
+
+    def _finish_kept(self, adapter: SentAdapter, others: list[int]) -> None:
+        self._engines.finish_adapters(adapter.policy_version)
+        self._engines.take_adapter(adapter.number, adapter.policy_version, kept=others, is_newest=False)
 
     def close(self) -> None:
         if self._transport is not None:

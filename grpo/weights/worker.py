@@ -25,12 +25,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
-from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
+from grpo.weights.adapter_slot import adapter_of, hold_adapters, is_adapters, without_adapters
 from grpo.weights.completeness import (
     ChangedBitsError,
     IncompletePushError,
@@ -51,34 +51,11 @@ from grpo.weights.destinations import (
     whole_loads,
 )
 from grpo.weights.engine_args import BACKENDS
+from grpo.weights.packed_on_cpu import refresh_packed_weights
 from grpo.weights.page_sums import ArrivedSums
 from grpo.weights.wire_format import WireFormat
 
 _log = logging.getLogger(__name__)
-
-
-def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
-    """Mend the two places where vLLM's CPU backend (0.31) leaves a reload half done, silently.
-
-    It packs weights for its kernels when it loads them. A tied head receives nothing in a reload, so its packed copy
-    stays the old one: log-probabilities are off by 0.4 to 1.7 (Qwen2, Qwen3). And experts are packed on the first load
-    alone: a reload writes plain values where the kernel reads packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
-
-    Args:
-        reloaded: layers that got values in this push; the others are packed already.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    written = {parameter.data_ptr() for layer in reloaded for parameter in layer.parameters(recurse=False)}
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear") and layer.weight.data_ptr() in written:
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if layer in reloaded and isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
-            for weight in (layer.w13_weight, layer.w2_weight):
-                weight.data.copy_(cpu_prepack_moe_weight(weight.data, experts.isa))
 
 
 @contextlib.contextmanager
@@ -101,6 +78,7 @@ class CountedReload(WeightTransferEngine):
     _places: Sequence[Destination] = ()  # during a push: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
+    _adapters: Mapping[int, LoRAModel] = MappingProxyType({})  # by number, what requests may ask for
 
     @property
     def _tied(self) -> bool:
@@ -259,9 +237,11 @@ class CountedReload(WeightTransferEngine):
         if lines := self._sums.changed(sent):
             raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
 
-    def take_adapter(self, lora_manager: Any, number: int) -> None:
-        """Use the adapter that the last push has brought."""
-        take_adapter(lora_manager, number, self._adapter, self.device)
+    def take_adapter(self, lora_manager: Any, number: int, kept: Collection[int]) -> None:
+        """Hold the adapter that the last push has brought, and of earlier ones those that are `kept`."""
+        older = {each: lora for each, lora in self._adapters.items() if each in kept}
+        self._adapters = {**older, number: adapter_of(lora_manager, number, self._adapter, self.device)}
+        hold_adapters(lora_manager, self._adapters)
         self._adapter = {}
 
     def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
@@ -298,8 +278,15 @@ class AskedWorker:
     def grpo_check_bits(self, sent: dict[str, int]) -> None:
         self.weight_transfer_engine.check_bits(sent)
 
-    def grpo_take_adapter(self, number: int) -> None:
-        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number)
+    def grpo_take_adapter(self, number: int, kept: list[int]) -> None:
+        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number, kept)
+
+    def grpo_finish_adapters(self) -> None:
+        """The end of an update that has brought adapters alone: vLLM's own drops all that it holds, and a request
+        that is at work with one would end the engine (0.31)."""
+        self.weight_transfer_engine.finish_weight_update()
+        self.weight_transfer_engine.reset_weight_update_target()
+        self._weight_update_active = False
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
