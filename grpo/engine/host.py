@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
+from grpo.engine.answers import refusal, sampled_logprobs, sampling_params, tokens_so_far
 from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
@@ -127,7 +127,8 @@ class Host:
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
-        final = await self._last_output(tokens_input(sample.token_ids.tolist()), params, str(ids.start))
+        prompt = tokens_input(sample.token_ids.tolist(), cache_salt=sample.cache_salt)
+        final = await self._last_output(prompt, params, str(ids.start))
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
@@ -190,6 +191,10 @@ class Host:
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
             case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
                 return await getattr(engine, method)(**kwargs)
+            case "pause":
+                return await self._pause()
+            case "resume":
+                return await engine.resume_generation()
             case "weight_version":  # of whoever asks the engine itself what it holds
                 return await engine.get_weight_version()
             case "wire_format":
@@ -201,6 +206,17 @@ class Host:
             case "prompt_logprobs":
                 return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
+
+    async def _pause(self) -> dict[int, int]:
+        """End the step that is under way and begin no other one until `resume`; completions keep their KV.
+
+        Returns:
+            Tokens so far of each completion that is under way here, by id.
+        """
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        # No token is sampled from here on. The last ones may not have come through vLLM's output processor yet: the
+        # counts may be low then. Nothing but metrics is made of them.
+        return tokens_so_far(self._engine.output_processor.request_states.values())
 
     async def _take_adapter(self, number: int, policy_version: str) -> None:
         """Let the workers use the adapter that the last push has brought, and every request from now on ask for it.

@@ -75,6 +75,8 @@ class Sample:
     """Sampling arguments that replace those of the spec, for these completions alone."""
     end_tokens: tuple[int, ...] = ()
     """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
+    cache_salt: str | None = None
+    """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

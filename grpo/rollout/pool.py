@@ -58,6 +58,7 @@ class EnginePool:
         end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
         node: of the engines.
         timeline: where each engine's work is recorded.
+        num_spare: places of each engine that are left free.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class EnginePool:
         end_tokens: tuple[int, ...] = (),
         node: int = 0,
         timeline: Recorder | None = None,
+        num_spare: int = 0,
     ) -> None:
         self.policy_version = 0
         """Optimizer steps of the weights that engines have from now on."""
@@ -80,7 +82,7 @@ class EnginePool:
         self._end_tokens = end_tokens
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
-        self._queue = RequestQueue(max_num_seqs)
+        self._queue = RequestQueue(max_num_seqs, num_spare)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
         known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(end_tokens[:1] or [0], np.int32), seed=0)
         self._trials = Trials(self._queue, self._unsent, known_good)
@@ -288,7 +290,7 @@ class EnginePool:
         chunks = self._trials.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
-            sample = replace(self._unsent.pop(chunk[0]), together=together)
+            sample = replace(self._trials.take(chunk), together=together)
             self._sent.update(dict.fromkeys(chunk, sample))
             self._outboxes[engine].put(sample)
         for engine, clock in enumerate(self._idle):

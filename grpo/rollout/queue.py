@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,8 @@ class Chunk:
     """The most that each completion may take, its prompt included."""
     home: int | None = None
     """The engine that may hold the beginning of the prompt."""
+    is_rest: bool = False
+    """Whether an engine has the first completions of it already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,29 +27,35 @@ class _Engine:
     """Of all that is held."""
     is_there: bool = True
 
-    def has_room(self) -> bool:
-        return self.is_there and len(self.held) < self.window
+    def room(self) -> int:
+        """Places that are free."""
+        return self.window - len(self.held) if self.is_there else 0
 
 
 class RequestQueue:
     """The completions that a node owes, and which engine has them.
 
     An engine with a free place takes the next chunk, and what of it has no place there waits inside it. Everything else
-    waits here, where whichever engine has a free place first takes it.
+    waits here, where whichever engine has a free place first takes it. Where places are spared nothing waits inside an
+    engine: a chunk is cut to the places that are free, and the rest of it is the next one.
 
     Args:
         windows: of each engine, the completions that it samples at once.
+        num_spare: places of each engine that are left free, but for what `send_alone` sends: what asks for one beside
+            this queue is served at once.
     """
 
-    def __init__(self, windows: Sequence[int]) -> None:
-        self._engines = [_Engine(window) for window in windows]
+    def __init__(self, windows: Sequence[int], num_spare: int = 0) -> None:
+        assert min(windows, default=1) > num_spare >= 0, f"{num_spare} spare places of {windows}"
+        self._engines = [_Engine(window - num_spare) for window in windows]
+        self._cuts = num_spare > 0
         self._waiting: list[Chunk] = []  # the next one is last
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that are to be sampled."""
         self._waiting += chunks
         # The dearest first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), of equals the oldest.
-        self._waiting.sort(key=lambda chunk: (chunk.tokens * len(chunk.ids), -chunk.ids[0]))
+        self._waiting.sort(key=lambda chunk: (chunk.is_rest, chunk.tokens * len(chunk.ids), -chunk.ids[0]))
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
@@ -56,11 +64,14 @@ class RequestQueue:
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
-            roomy = [number for number, engine in enumerate(self._engines) if engine.has_room()]
+            roomy = [number for number, engine in enumerate(self._engines) if engine.room() > 0]
             if not roomy:
                 break
             chunk = self._waiting.pop()
             number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
+            if self._cuts and (rest := chunk.ids[self._engines[number].room() :]):
+                self._waiting.append(replace(chunk, ids=rest, home=number, is_rest=True))
+                chunk = replace(chunk, ids=chunk.ids[: -len(rest)])
             sent += self._give(number, [chunk])
         return sent
 

@@ -1,10 +1,11 @@
 """One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
+import contextlib
 import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,19 @@ class NodeEngines:
         """Not of vLLM's client: use the adapter that the update has brought."""
         self._on_all("take_adapter", [{"number": number, "policy_version": policy_version} for _ in self._clients])
 
-    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> None:
+    def pause(self) -> list[dict[int, int]]:
+        """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
+
+        An engine of the node that fails leaves the others paused: they are of no use any more, see `Pusher.push`.
+        """
+        return self._on_all("pause", [{} for _ in self._clients])
+
+    def resume(self) -> None:
+        """Not of vLLM's client: go on where `pause` has stopped."""
+        self._on_all("resume", [{} for _ in self._clients])
+
+    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
+        """What each engine answers."""
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         futures = [
             pool.submit(client.call, method, self._timeout_s, **each)
@@ -99,6 +112,7 @@ class NodeEngines:
             self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
         for future in [*done, *waiting]:
             future.result()
+        return [future.result() for future in futures]
 
 
 class Pusher:
@@ -118,6 +132,10 @@ class Pusher:
             group that does not open when it likes, so that no new engine is waited for), a broadcast that does not
             begin.
         timeline: where both halves of a push are recorded.
+        in_flight: whether completions are under way during a push. The engines are paused for it and go on with the KV
+            that they have; their prefix caches stay, so that every prompt needs a salt that changes with the weights.
+        on_paused: called before each push in flight with its version and what `NodeEngines.pause` answers; from another
+            thread, while the engines are paused.
     """
 
     def __init__(
@@ -130,6 +148,8 @@ class Pusher:
         timeout_s: float,
         tell: Callable[[EngineError], None] = lambda error: None,
         timeline: Recorder | None = None,
+        in_flight: bool = False,
+        on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None,
     ) -> None:
         self.source = source
         self._clients = clients
@@ -138,13 +158,17 @@ class Pusher:
         self._timeout_s = timeout_s
         self._tell = tell
         self._timeline = timeline or Recorder()
+        self._in_flight = in_flight
+        self._on_paused = on_paused
+        self._paused_at = self._paused_s = 0.0
         self._num_adapters = 0
         self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
         """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
 
-        Again when an engine of the node was replaced, all of them at rest: then with a new group for all.
+        Again when an engine of the node was replaced: then with a new group for all. No step of an engine may run
+        meanwhile, see `at_rest`.
 
         Raises:
             EngineError: an engine refused, on the local main.
@@ -152,14 +176,32 @@ class Pusher:
         if not self._clients:
             return
         self.close()
-        self._engines = NodeEngines(
-            self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s
-        )
+        self._engines = self._node_engines()
         self._transport = TRANSPORTS[self._backend](
             buffer_bytes=self.source.buffer_bytes, num_workers=len(self._clients) * self._tensor_parallel_size
         )
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
+
+    def _node_engines(self) -> NodeEngines:
+        return NodeEngines(self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Around other calls than a push to this node's engines: pushed to in flight, they are paused meanwhile.
+
+        What opens a push group, or asks a worker where weights go, holds the workers of an engine and takes its layers
+        apart. After an error they stay paused, as after `push`.
+
+        Raises:
+            EngineError: an engine did not pause, or did not go on.
+        """
+        engines = self._node_engines() if self._in_flight and self._clients else None
+        if engines is not None:
+            engines.pause()
+        yield
+        if engines is not None:
+            engines.resume()
 
     def abort(self) -> None:
         """End the push group, from any thread, whatever is under way; the next `connect` opens another one."""
@@ -175,7 +217,8 @@ class Pusher:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
 
         When an engine of this node or the way to it fails, the buckets are gathered to the end all the same, so that no
-        other rank hangs in a gather, and the error is handed back for the caller to share.
+        other rank hangs in a gather, and the error is handed back for the caller to share. The node's engines are of no
+        use after an error: they hold parts of two policies, and those that were paused stay so. The caller ends them.
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
@@ -197,6 +240,7 @@ class Pusher:
                 sums_bits=checks_bits,
                 timeout_s=self._timeout_s,
                 on_stuck=self._tell,
+                pause=(lambda: self._pause(version)) if self._in_flight else None,
             )
         gather_s = 0.0
         try:
@@ -232,8 +276,13 @@ class Pusher:
             gather_s=gather_s,
             send_s=0.0 if sender is None else sender.busy_s,
             num_bytes=0 if sender is None else plan.num_bytes,
+            paused_s=self._paused_s if self._in_flight and sender is not None else None,
         )
         return report, error
+
+    def _pause(self, version: int) -> None:
+        self._paused_at, self._paused_s = time.monotonic(), 0.0
+        self._on_paused(version, self._engines.pause())
 
     def _finish(self, version: int, sent: dict[str, int]) -> None:
         self._engines.finish_weight_update(str(version))
@@ -242,6 +291,10 @@ class Pusher:
         if self.source.has_adapters:
             self._num_adapters += 1
             self._engines.take_adapter(self._num_adapters, str(version))
+        if self._in_flight:
+            self._engines.resume()
+            self._paused_s = time.monotonic() - self._paused_at
+            return
         for client in self._clients:
             # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
             if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
