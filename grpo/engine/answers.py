@@ -1,5 +1,6 @@
 """One request of vLLM's: what it is asked with, and what its answer is in our messages."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from grpo.engine.messages import Sampled
@@ -52,3 +53,22 @@ def sampled_logprobs(completion: Any) -> Any:
     if len(flat.logprobs) != len(completion.token_ids):
         raise RuntimeError(f"vLLM gave {len(flat.logprobs)} log-probabilities for {len(completion.token_ids)} tokens")
     return np.asarray(flat.logprobs, dtype=np.float32)
+
+
+def tokens_so_far(request_states: Iterable[Any]) -> dict[int, int]:
+    """Tokens of each completion that vLLM has taken up and not answered, by completion id.
+
+    Args:
+        request_states: of vLLM's output processor. A request of several completions has one for each that still runs;
+            those that have ended wait in their parent for the last one.
+    """
+    counts: dict[int, int] = {}
+    for state in request_states:
+        if not state.external_req_id.isdecimal():
+            continue  # a probe
+        first = int(state.external_req_id)
+        counts[first + state.request_index] = state.detokenizer.num_output_tokens()
+        for ended in state.parent_req.output_aggregator if state.parent_req is not None else ():
+            if ended is not None:
+                counts[first + ended.index] = len(ended.token_ids)
+    return counts

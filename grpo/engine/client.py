@@ -21,7 +21,7 @@ from grpo.place.log import is_record
 
 POLL_S = 0.5
 STOPPED_TIMEOUT_S = 20.0
-STEPPING = ("prompt_logprobs",)  # calls that the engine runs steps for
+STEPPING = ("prompt_logprobs", "pause")  # calls that wait for steps of the engine
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -84,7 +84,8 @@ class EngineClient:
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
         self._owed: set[int] = set()  # ids of completions that are neither answered nor aborted
         self._num_answers = 0
-        self._has_generated = self._is_paused = False
+        self._has_generated = False
+        self._is_paused = False
         self._stalls = StallWatch(stall_timeout_s, on_cpu=not environment.get("CUDA_VISIBLE_DEVICES"))
         self._stuck = ""  # since when, and its stacks
         self._ready: Future[Ready] = Future()
@@ -187,7 +188,6 @@ class EngineClient:
             if self._death is not None:
                 raise self._death
             self._calls[call.call_id] = (method, future)
-            self._is_paused = self._is_paused or method == "pause"
         self._send(call)
         try:
             return future.result(timeout_s)
@@ -254,10 +254,11 @@ class EngineClient:
                 case Reply():
                     with self._lock:
                         method, future = self._calls.pop(message.call_id, ("", None))
+                        if method in ("pause", "resume") and message.error is None:
+                            self._is_paused = method == "pause"
                     if future is None:
                         continue  # its caller gave up
                     if message.error is None:
-                        self._is_paused = self._is_paused and method != "resume"
                         future.set_result(message.value)
                     else:
                         future.set_exception(self.error(f"failed: {message.error}", message.kind))
@@ -268,8 +269,8 @@ class EngineClient:
         steps, slowest_s = self._host.progress.read()
         with self._lock:
             methods = [method for method, _ in self._calls.values()]
-            is_to_step = not self._is_paused and all(method in STEPPING for method in methods)
-            num_owed = len(self._owed) + len(methods) if is_to_step else 0
+            may_step = not self._is_paused and all(method in STEPPING for method in methods)
+            num_owed = len(self._owed) + len(methods) if may_step else 0
             answers, is_first = self._num_answers, not self._has_generated
         stalled_s = self._stalls.look(
             passed_s, owes=num_owed > 0, steps=steps, answers=answers, slowest_s=slowest_s, is_first=is_first

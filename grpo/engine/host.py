@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.adapters import HeldAdapters
-from grpo.engine.answers import refusal, sampled_logprobs, sampling_params
+from grpo.engine.answers import refusal, sampled_logprobs, sampling_params, tokens_so_far
 from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
@@ -191,12 +191,12 @@ class Host:
                 return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
             case "update_weights":
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
+            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
+                return await getattr(engine, method)(**kwargs)
             case "pause":
                 return await self._pause()
             case "resume":
                 return await engine.resume_generation()
-            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
-                return await getattr(engine, method)(**kwargs)
             case "weight_version":  # of whoever asks the engine itself what it holds
                 return await engine.get_weight_version()
             case "wire_format":
@@ -212,17 +212,15 @@ class Host:
         raise ValueError(f"engine host has no call {method!r}")
 
     async def _pause(self) -> dict[int, int]:
-        """Sample nothing until `resume`, and keep all that is under way: the tokens that each completion has so far.
+        """End the step that is under way and begin no other one until `resume`; completions keep their KV.
 
-        The last outputs may not have come up yet, so that a count is one token short at times.
+        Returns:
+            Tokens so far of each completion that is under way here, by id.
         """
         await self._engine.pause_generation(mode="keep", clear_cache=False)
-        states = self._engine.output_processor.request_states.values()
-        return {
-            int(state.external_req_id) + state.request_index: state.detokenizer.num_output_tokens()
-            for state in states
-            if state.external_req_id.isdecimal() and state.detokenizer is not None  # a probe is no completion
-        }
+        # No token is sampled from here on. The last ones may not have come through vLLM's output processor yet: the
+        # counts may be low then. Nothing but metrics is made of them.
+        return tokens_so_far(self._engine.output_processor.request_states.values())
 
     async def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         """Raw log-probability of each prompt token but the first, by one forward of the engine."""

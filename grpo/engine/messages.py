@@ -76,7 +76,7 @@ class Sample:
     end_tokens: tuple[int, ...] = ()
     """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
     cache_salt: str | None = None
-    """Prompts share what the prefix cache holds of them only under the same one."""
+    """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
     adapter: int | None = None
     """Number of the adapter to sample with; None: the newest, if there is any."""
 

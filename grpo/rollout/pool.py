@@ -50,9 +50,9 @@ class EnginePool:
             token is not sent.
         end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
         in_flight: whether new weights come while engines sample.
-        num_spare: as `RequestQueue` has it, for what is asked of the engines beside completions.
         node: of the engines.
         timeline: where each engine's work is recorded.
+        num_spare: places of each engine that are left free.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class EnginePool:
         max_model_len: int = sys.maxsize,
         end_tokens: tuple[int, ...] = (),
         in_flight: bool = False,
-        num_spare: int = 0,
         node: int = 0,
         timeline: Recorder | None = None,
+        num_spare: int = 0,
     ) -> None:
         self._clients = [*clients]
         self._node = node
@@ -78,7 +78,7 @@ class EnginePool:
         self._adapter: int | None = None
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
-        self._queue = RequestQueue(max_num_seqs, num_spare=num_spare)
+        self._queue = RequestQueue(max_num_seqs, num_spare)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
         known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(end_tokens[:1] or [0], np.int32), seed=0)
         self._trials = Trials(self._queue, self._unsent, known_good)
@@ -298,10 +298,7 @@ class EnginePool:
         chunks = self._trials.send()
         together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
         for engine, chunk in chunks:
-            whole = self._unsent.pop(chunk[0])
-            sample = replace(whole, ids=whole.ids[: len(chunk)], together=together, cache_salt=self._cache_salt)
-            if rest := whole.ids[len(chunk) :]:  # which waits for a place
-                self._unsent[rest.start] = replace(whole, ids=rest, seed=whole.seed + len(chunk))
+            sample = replace(self._trials.take(chunk), together=together, cache_salt=self._cache_salt)
             self._sent.update(dict.fromkeys(chunk, sample))
             for completion in chunk:
                 keeps = sample.adapter is not None and completion in self._batches

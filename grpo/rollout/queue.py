@@ -16,6 +16,8 @@ class Chunk:
     """The engine that may hold the beginning of the prompt."""
     order: int = 0
     """Of its batch: none is sent before those of a lower one."""
+    is_rest: bool = False
+    """Whether an engine has the first completions of it already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,23 +29,26 @@ class _Engine:
     """Of all that is held."""
     is_there: bool = True
 
-    def has_room(self) -> bool:
-        return self.is_there and len(self.held) < self.window
+    def room(self) -> int:
+        """Places that are free."""
+        return self.window - len(self.held) if self.is_there else 0
 
 
 class RequestQueue:
     """The completions that a node owes, and which engine has them.
 
     An engine with a free place takes the next chunk, and what of it has no place there waits inside it. Everything else
-    waits here, where whichever engine has a free place first takes it.
+    waits here, where whichever engine has a free place first takes it. Where places are spared nothing waits inside an
+    engine: a chunk is cut to the places that are free, and the rest of it is the next one.
 
     Args:
         windows: of each engine, the completions that it samples at once.
-        num_spare: places of each engine that are kept free. Then nothing waits inside an engine: chunks are cut to the
-            room that there is.
+        num_spare: places of each engine that are left free, but for what `send_alone` sends: what asks for one beside
+            this queue is served at once.
     """
 
-    def __init__(self, windows: Sequence[int], *, num_spare: int = 0) -> None:
+    def __init__(self, windows: Sequence[int], num_spare: int = 0) -> None:
+        assert min(windows, default=1) > num_spare >= 0, f"{num_spare} spare places of {windows}"
         self._engines = [_Engine(window - num_spare) for window in windows]
         self._cuts = num_spare > 0
         self._waiting: list[Chunk] = []  # the next one is last
@@ -53,7 +58,9 @@ class RequestQueue:
         self._waiting += chunks
         # The batch that training takes first; of it the dearest (Graham, "Bounds on Multiprocessing Timing Anomalies",
         # 1969), of equals the oldest.
-        self._waiting.sort(key=lambda chunk: (-chunk.order, chunk.tokens * len(chunk.ids), -chunk.ids[0]))
+        self._waiting.sort(
+            key=lambda chunk: (-chunk.order, chunk.is_rest, chunk.tokens * len(chunk.ids), -chunk.ids[0])
+        )
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
@@ -62,21 +69,16 @@ class RequestQueue:
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
-            roomy = [number for number, engine in enumerate(self._engines) if engine.has_room()]
+            roomy = [number for number, engine in enumerate(self._engines) if engine.room() > 0]
             if not roomy:
                 break
             chunk = self._waiting.pop()
             number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
-            sent += self._give(number, [self._cut(chunk, number) if self._cuts else chunk])
+            if self._cuts and (rest := chunk.ids[self._engines[number].room() :]):
+                self._waiting.append(replace(chunk, ids=rest, home=number, is_rest=True))
+                chunk = replace(chunk, ids=chunk.ids[: -len(rest)])
+            sent += self._give(number, [chunk])
         return sent
-
-    def _cut(self, chunk: Chunk, number: int) -> Chunk:
-        """What of it engine `number` has room for; the rest is next, and goes there if it can."""
-        engine = self._engines[number]
-        room = engine.window - len(engine.held)
-        if len(chunk.ids) > room:
-            self._waiting.append(replace(chunk, ids=chunk.ids[room:], home=number))
-        return replace(chunk, ids=chunk.ids[:room])
 
     def send_alone(self, chunks: Sequence[Chunk]) -> list[tuple[int, Sequence[int]]]:
         """As `send`, these chunks, which do not wait here, to one engine that holds nothing; [] if there is none."""

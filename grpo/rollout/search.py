@@ -110,6 +110,13 @@ class Trials:
             self._under_way = {completion for chunk in chunks for completion in chunk.ids}
         return sent
 
+    def take(self, ids: Sequence[int]) -> Sample:
+        """Of the completions that `send` gives out the sample; what was cut off is one of its own then."""
+        sample, num_sent = self._unsent.pop(ids[0]), len(ids)
+        if rest := sample.ids[num_sent:]:
+            self._unsent[rest.start] = replace(sample, ids=rest, seed=sample.seed + num_sent)
+        return replace(sample, ids=sample.ids[:num_sent])
+
     def settle(self, completions: Iterable[int]) -> None:
         """These are answered, or no longer wanted."""
         if self._search is None:

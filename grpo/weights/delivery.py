@@ -305,7 +305,8 @@ class WeightDelivery:
         with self._watch.during("push group"):
             try:
                 if not self._is_open:
-                    with self._watch.within(self._timeout_s, lambda: stuck):  # NCCL's own wait has no deadline
+                    # NCCL's own wait has no deadline. Other engines of the node may be sampling.
+                    with self._watch.within(self._timeout_s, lambda: stuck), self._pusher.at_rest():
                         if self._must_ask:
                             answer = ask_engines(self._engines.clients, self._pusher.source.question, self._timeout_s)
                             agreed([self._wire_format, answer])

@@ -1,10 +1,11 @@
 """One push: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
 
+import contextlib
 import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,14 +73,6 @@ class NodeEngines:
                 info["rank_offset"] = 1 + index * self._tensor_parallel_size
         self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
-    def pause(self) -> list[dict[int, int]]:
-        """Not of vLLM's client: sample nothing until `resume`; of each engine, the tokens of what is under way."""
-        return self._on_all("pause", [{} for _ in self._clients])
-
-    def resume(self) -> None:
-        """Not of vLLM's client: go on with what was under way."""
-        self._on_all("resume", [{} for _ in self._clients])
-
     def start_weight_update(self) -> None:
         self._on_all("start_weight_update", [{} for _ in self._clients])
 
@@ -102,7 +95,19 @@ class NodeEngines:
         """Not of vLLM's client: the end of an update that has brought adapters alone, beside requests at work."""
         self._on_all("finish_adapters", [{"policy_version": policy_version} for _ in self._clients])
 
+    def pause(self) -> list[dict[int, int]]:
+        """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
+
+        An engine of the node that fails leaves the others paused: they are of no use any more, see `Pusher.push`.
+        """
+        return self._on_all("pause", [{} for _ in self._clients])
+
+    def resume(self) -> None:
+        """Not of vLLM's client: go on where `pause` has stopped."""
+        self._on_all("resume", [{} for _ in self._clients])
+
     def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
+        """What each engine answers."""
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         futures = [
             pool.submit(client.call, method, self._timeout_s, **each)
@@ -134,11 +139,11 @@ class Pusher:
             group that does not open when it likes, so that no new engine is waited for), a broadcast that does not
             begin.
         timeline: where both halves of a push are recorded.
-        in_flight: whether engines have completions under way when weights come. They pause then, and go on with the new
-            weights; what they hold of prompts is not dropped, since requests carry a salt. For adapters that travel
-            by themselves they do not pause: each completion goes on with its own, see `adapters_in_use`.
-        on_paused: told, from another thread, of the version that comes and of the tokens that each engine's
-            completions have.
+        in_flight: whether completions are under way during a push. The engines are paused for it and go on with the KV
+            that they have; their prefix caches stay, so that every prompt needs a salt that changes with the weights.
+            For adapters that travel by themselves they are not paused: each completion goes on with its own.
+        on_paused: called before each push in flight with its version and what `NodeEngines.pause` answers; from another
+            thread, while the engines are paused.
         adapters_in_use: numbers of those with which completions are still sampled, or will be.
     """
 
@@ -165,7 +170,7 @@ class Pusher:
         self._timeline = timeline or Recorder()
         self._in_flight = in_flight
         self._on_paused = on_paused
-        self._paused_s, self._is_paused = 0.0, False
+        self._pauses, self._paused_at, self._paused_s = False, 0.0, 0.0
         self._adapters_in_use = adapters_in_use
         self._num_adapters = 0
         self._sent_adapters = SentAdapters()
@@ -175,8 +180,8 @@ class Pusher:
     def connect(self) -> None:
         """Open the push group of this node, which may take minutes over NCCL; not collective over ranks.
 
-        Again when an engine of the node was replaced: then with a new group for all, also for those that sample, which
-        do nothing else meanwhile.
+        Again when an engine of the node was replaced: then with a new group for all. No step of an engine may run
+        meanwhile, see `at_rest`.
 
         Raises:
             EngineError: an engine refused, on the local main.
@@ -184,15 +189,33 @@ class Pusher:
         if not self._clients:
             return
         self.close()
-        self._engines = NodeEngines(
-            self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s
-        )
+        self._engines = self._node_engines()
         self._transport = TRANSPORTS[self._backend](
             buffer_bytes=self.source.buffer_bytes, num_workers=len(self._clients) * self._tensor_parallel_size
         )
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
         self._lacks_adapters = True
+
+    def _node_engines(self) -> NodeEngines:
+        return NodeEngines(self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Around other calls than a push to this node's engines: pushed to in flight, they are paused meanwhile.
+
+        What opens a push group, or asks a worker where weights go, holds the workers of an engine and takes its layers
+        apart. After an error they stay paused, as after `push`.
+
+        Raises:
+            EngineError: an engine did not pause, or did not go on.
+        """
+        engines = self._node_engines() if self._in_flight and self._clients else None
+        if engines is not None:
+            engines.pause()
+        yield
+        if engines is not None:
+            engines.resume()
 
     def abort(self) -> None:
         """End the push group, from any thread, whatever is under way; the next `connect` opens another one."""
@@ -208,7 +231,8 @@ class Pusher:
         """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
 
         When an engine of this node or the way to it fails, the buckets are gathered to the end all the same, so that no
-        other rank hangs in a gather, and the error is handed back for the caller to share.
+        other rank hangs in a gather, and the error is handed back for the caller to share. The node's engines are of no
+        use after an error: they hold parts of two policies, and those that were paused stay so. The caller ends them.
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
@@ -220,7 +244,7 @@ class Pusher:
         self.source.meet(receives=bool(self._clients))
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
-        sender, self._paused_s = None, 0.0
+        sender, self._pauses = None, self._in_flight and not plan.is_adapters
         self._sent_adapters.begin()
         sums: dict[str, torch.Tensor] = {}
         if self._transport is not None:
@@ -231,7 +255,7 @@ class Pusher:
                 sums_bits=checks_bits,
                 timeout_s=self._timeout_s,
                 on_stuck=self._tell,
-                begin=partial(self._begin, version, pauses=self._in_flight and not plan.is_adapters),
+                pause=(lambda: self._pause(version)) if self._pauses else None,
             )
         gather_s = 0.0
         try:
@@ -271,7 +295,7 @@ class Pusher:
             gather_s=gather_s,
             send_s=0.0 if sender is None else sender.busy_s,
             num_bytes=0 if sender is None else plan.num_bytes,
-            paused_s=self._paused_s,
+            paused_s=self._paused_s if self._pauses and sender is not None else None,
         )
         return report, error
 
@@ -285,16 +309,13 @@ class Pusher:
         """Of the one that the last push has brought, where engines hold several."""
         return self._num_adapters if self.keeps_adapters else None
 
-    def _begin(self, version: int, *, pauses: bool) -> None:
-        self._is_paused = pauses
-        if pauses:
-            self._paused_s = -time.monotonic()
-            of_engines = self._engines.pause()
-            self._on_paused(version, [] if self.keeps_adapters else of_engines)
-        self._engines.start_weight_update()
+    def _pause(self, version: int) -> None:
+        self._paused_at, self._paused_s = time.monotonic(), 0.0
+        of_engines = self._engines.pause()
+        self._on_paused(version, [] if self.keeps_adapters else of_engines)
 
     def _finish(self, version: str, sent: dict[str, int]) -> None:
-        if self.keeps_adapters and not self._is_paused:
+        if self.keeps_adapters and not self._pauses:
             self._engines.finish_adapters(version)
         else:
             self._engines.finish_weight_update(version)
@@ -306,9 +327,9 @@ class Pusher:
             self._engines.take_adapter(self._num_adapters, version, kept=sorted(in_use))
             if self.keeps_adapters:
                 self._sent_adapters.take(self._num_adapters, version, in_use=in_use)
-        if self._is_paused:
+        if self._pauses:
             self._engines.resume()
-            self._paused_s += time.monotonic()
+            self._paused_s = time.monotonic() - self._paused_at
         if self._in_flight:
             return
         for client in self._clients:

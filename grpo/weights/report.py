@@ -52,8 +52,9 @@ class PushReport(Wire):
     them. 0 on ranks that send nothing."""
     num_bytes: int
     """Bytes that each engine was sent; 0 on ranks that send nothing."""
-    paused_s: float = 0.0
-    """In which engines kept what they had under way waiting; 0 where nothing was."""
+    paused_s: float | None = None
+    """From the call that paused the node's engines to the end of the one that let them go on; None where they were not
+    paused, or the rank sends nothing."""
     gap: LogprobGap | None = None
     """The worst engine's of the node; None where none was asked: the push was not proved, or the rank has none."""
 
@@ -67,8 +68,9 @@ class PushReport(Wire):
             "push/gather_s": self.gather_s,
             "push/send_s": self.send_s,
             "push/bytes": float(self.num_bytes),
-            "push/paused_s": self.paused_s,
         }
+        if self.paused_s is not None:
+            metrics["push/paused_s"] = self.paused_s
         if self.gap is not None:
             metrics |= {"push/logprob_gap_mean": self.gap.mean, "push/logprob_gap_max": self.gap.max}
             metrics |= {"push/logprob_gap_judged": self.gap.judged}
@@ -78,12 +80,13 @@ class PushReport(Wire):
 def slowest(reports: Sequence[PushReport]) -> PushReport:
     """What one push cost the job: of each figure the largest of any rank."""
     gaps = [report.gap for report in reports if report.gap is not None]
+    paused_s = [report.paused_s for report in reports if report.paused_s is not None]
     return PushReport(
         total_s=max(report.total_s for report in reports),
         gather_s=max(report.gather_s for report in reports),
         send_s=max(report.send_s for report in reports),
         num_bytes=max(report.num_bytes for report in reports),
-        paused_s=max(report.paused_s for report in reports),
+        paused_s=max(paused_s) if paused_s else None,
         gap=_worst(gaps) if gaps else None,
     )
 

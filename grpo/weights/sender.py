@@ -69,7 +69,8 @@ class Sender:
         sums_bits: whether the engines sum what arrives.
         timeout_s: deadline of one call to the engines.
         on_stuck: told, from another thread, that the transport holds the main thread for good.
-        begin: the first calls to the engines; None: that the update starts.
+        pause: called before the first call to the engines, from another thread; those come as late as they can then,
+            which is when the first bucket is filled.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Sender:
         sums_bits: bool,
         timeout_s: float,
         on_stuck: Callable[[EngineError], None] = lambda error: None,
-        begin: Callable[[], None] | None = None,
+        pause: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._engines = engines
@@ -89,6 +90,7 @@ class Sender:
         self._sums_bits = sums_bits
         self._timeout_s = timeout_s
         self._on_stuck = on_stuck
+        self._pause = pause
         self._error: EngineError | None = None
         self._failed_call: float = sys.maxsize
         self._is_broken = False
@@ -102,7 +104,19 @@ class Sender:
             transport.begin()
         except EngineError as error:
             self._break(-1, error)
-        self._started = self._threads.submit(self._call, 0, begin or engines.start_weight_update)
+        self._started: Future[None] | None = None
+        if pause is None:
+            self._start()
+
+    def _start(self) -> Future[None]:
+        if self._started is None:
+            self._started = self._threads.submit(self._call, 0, self._begin_update)
+        return self._started
+
+    def _begin_update(self) -> None:
+        if self._pause is not None:
+            self._pause()
+        self._engines.start_weight_update()
 
     def places(self, bucket: Bucket) -> list[torch.Tensor] | None:
         """Where the next bucket is to be put, once the engines are done with what stood there; None after an error."""
@@ -115,7 +129,8 @@ class Sender:
         buffer = len(self._sent) % NUM_BUFFERS
         first_alone = {"held": self._held if not self._sent else []}
         info = self._transport.update_info(buffer, bucket) | first_alone | {"sums_bits": self._sums_bits}
-        self._sent.append(self._threads.submit(self._update, 1 + len(self._sent), info))
+        started = self._start()
+        self._sent.append(self._threads.submit(self._update, started, 1 + len(self._sent), info))
         if self._error is None:
             try:
                 # A library may hold the main thread here, and nothing in Python can end that.
@@ -126,7 +141,7 @@ class Sender:
 
     def finish(self, complete: Callable[[], None]) -> EngineError | None:
         """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong."""
-        calls = [self._started, *self._sent]
+        calls = [self._start(), *self._sent]
         if self._is_broken:  # the engines may wait for what never comes, until their deadline
             wait(calls, ANSWER_PATIENCE_S)
         else:
@@ -142,8 +157,8 @@ class Sender:
         self._transport.abort()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _update(self, number: int, info: dict[str, Any]) -> None:
-        self._wait(self._started)
+    def _update(self, started: Future[None], number: int, info: dict[str, Any]) -> None:
+        self._wait(started)
         self._call(number, self._engines.update_weights, info)
 
     def _call(self, number: int, call: Callable[..., None], *args: Any) -> None:

@@ -86,6 +86,7 @@ def delivery_of(
         push=lambda step, *, checks_bits: sent.append("push" if checks_bits else "unchecked") or (report, None),
         packs_on_gpu=False,
         connect=lambda: None,
+        at_rest=contextlib.nullcontext,
     )
     prover = GapsGiven(
         model=None,
