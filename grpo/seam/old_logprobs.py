@@ -38,7 +38,7 @@ class OldLogprobsTrainer(ConversingTrainer):
 
     @property
     def _clips_on_engines(self) -> bool:
-        return self.args.local_mode and self.args.old_logprobs == "engine"
+        return self.args.old_logprobs == "engine"  # refused outside of local mode
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class OldLogprobsTrainer(ConversingTrainer):
         if self._mode == "train":
             self._sampled_at = self.state.global_step
         if self._clips_on_engines:
-            assert not self._leaves_out_old, "TRL has asked for log-probabilities before those of the reference"
+            assert not self._leaves_out_old, "TRL scores what several steps are trained on (1.16)"
             self._take_engines([scored])
         return scored
 
