@@ -33,7 +33,7 @@ USED = {
     "vllm_max_model_length": "prompt and completion together, in tokens; what the engine takes at most",
     "vllm_model_impl": "passed to the engines",
     "vllm_structured_outputs_regex": "passed to the engines with every request",
-    "vllm_importance_sampling_correction": "by TRL's loss; cannot be turned off with `generation_lookahead`",
+    "vllm_importance_sampling_correction": "by TRL's loss; stays on with `generation_lookahead`; off by `old_logprobs`",
     "vllm_importance_sampling_cap": "TRL's older name of `vllm_importance_sampling_clip_max`",
     "vllm_importance_sampling_clip_min": "by TRL's loss",
     "vllm_importance_sampling_clip_max": "by TRL's loss",

@@ -90,7 +90,18 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         metadata={
             "help": "Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 "
             "engines and ranks work at the same time, and completions are one push older when they are trained on, "
-            "which importance sampling corrects."
+            "which importance sampling corrects. With N of 2 or more, N batches are under way and weights reach "
+            "engines that go on sampling: a step waits less for the longest completions, which are up to N pushes old."
+        },
+    )
+    old_logprobs: str = field(
+        default="trainer",
+        metadata={
+            "help": "Whose log-probabilities the loss takes for those of the policy that has sampled. 'trainer': what "
+            "the trainer computes of each generation batch before it is trained on; importance sampling corrects for "
+            "how far the engines are from that. 'engine': those that came with the samples; PPO's clip bounds how far "
+            "the policy goes from the one that has sampled, old batches included, the forward pass before training is "
+            "left out, and vllm_importance_sampling_* have no effect."
         },
     )
     trim_padding: bool = field(
@@ -115,7 +126,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         metadata={
             "help": "As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's "
             "'sequence_mask', and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence "
-            "leaves its bounds almost always."
+            "leaves its bounds almost always; 'sequence_*' are refused with 2 or more."
         },
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(

@@ -9,6 +9,7 @@ from typing import Any
 import trl
 from accelerate import ParallelismConfig
 
+from grpo.config.importance import check_importance_sampling, check_lookahead
 from grpo.place.launch import either, multiples_around, read_launch
 from grpo.place.spelling import did_you_mean
 from grpo.place.topology import plan_node
@@ -89,6 +90,7 @@ SHARED_MODEL = (
 _WORDS = {
     "vllm_sync_backend": ("auto", "nccl", "shm"),
     "vllm_lora": ("auto", "adapter", "merge"),
+    "old_logprobs": ("trainer", "engine"),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -205,7 +207,7 @@ def check_local(args: Any) -> None:
         )
     if not args.ds3_gather_for_generation:
         raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
-    _check_lookahead(args)
+    check_lookahead(args)
     for name, words in _WORDS.items():
         if getattr(args, name) not in words:
             known = ", ".join(map(repr, words))
@@ -239,15 +241,7 @@ def check_local(args: Any) -> None:
     check_data_parallel(args.parallelism_config, "parallelism_config")
     _check_engine_kwargs(args.engine_kwargs)
     _check_generation_kwargs(args, args.generation_kwargs or {})
-    if (
-        args.loss_type == "vespo"
-        and args.vllm_importance_sampling_correction
-        and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
-    ):
-        raise ValueError(
-            "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
-            f"{args.vllm_importance_sampling_mode!r}"
-        )
+    check_importance_sampling(args)
 
 
 def check_data_parallel(config: ParallelismConfig | None, where: str) -> None:
@@ -292,24 +286,3 @@ def _check_generation_kwargs(args: Any, generation_kwargs: Mapping[str, Any]) ->
             "both set: the regex counts; remove one of the two",
             stacklevel=2,
         )
-
-
-def _check_lookahead(args: Any) -> None:
-    if args.generation_lookahead < 0:
-        raise ValueError(
-            f"generation_lookahead is {args.generation_lookahead}; it is 0 or 1: with one batch ahead engines and "
-            "ranks are both busy already, and every further one only makes completions older"
-        )
-    if not args.generation_lookahead:
-        return
-    if not args.vllm_importance_sampling_correction:
-        raise ValueError(
-            "vllm_importance_sampling_correction is False, but with generation_lookahead 1 completions come from "
-            "an older policy than the one that is trained: remove it, or set generation_lookahead to 0"
-        )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(args.accelerator_config, name):
-            raise ValueError(
-                f"accelerator_config has {name}, which deals rows out in another order than generation_lookahead "
-                "reads them: remove it, or set generation_lookahead to 0"
-            )

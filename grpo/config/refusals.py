@@ -33,7 +33,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         if arguments[name] and args.generation_lookahead:
             raise ValueError(
                 f"generation_lookahead is {args.generation_lookahead} with {name}: environments are reset and tools "
-                "have their effects when a batch is asked for, not a batch before; set generation_lookahead to 0"
+                "have their effects when a batch is asked for, not batches before; set generation_lookahead to 0"
             )
         if arguments[name] and args.vllm_balance_nodes:
             raise ValueError(
@@ -66,7 +66,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         raise ValueError(f"the model is split over {size} ranks (tp_size): {SHARED_MODEL}")
     if args.generation_lookahead and isinstance(arguments["train_dataset"], IterableDataset):
         raise ValueError(
-            "generation_lookahead reads rows of the next generation batch by their number, which a streamed data set "
+            "generation_lookahead reads rows of later generation batches by their number, which a streamed data set "
             "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
     check_init_kwargs(args, arguments["model"])

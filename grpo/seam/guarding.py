@@ -13,7 +13,7 @@ from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
 from grpo.place.wire import Wire
 from grpo.record.metrics import models_tokens
 from grpo.rollout.facts import sampled_by
-from grpo.seam.conversing import ConversingTrainer
+from grpo.seam.old_logprobs import OldLogprobsTrainer
 from grpo.weights.guard import IN_A_ROW, Drift, LogprobGuard, gaps_by_node
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class _RankGap(Wire):
     """See `GapSums`."""
 
 
-class GuardedTrainer(ConversingTrainer):
+class GuardedTrainer(OldLogprobsTrainer):
     """A trainer that holds each node's log-probabilities to its own, batch by batch; see `LogprobGuard`.
 
     It computes nothing for that: with TRL's correction, and where a batch serves several optimizer steps, TRL scores
@@ -42,8 +42,6 @@ class GuardedTrainer(ConversingTrainer):
     """Of the engines, when the guard last took new references."""
     _gap_sums: torch.Tensor | None = None
     """[N, 2] float64, of each node: absolute differences added up, and of how many tokens; None: no batch to judge."""
-    _in_training: Mapping[str, Any] | None = None
-    """The micro-batch that a forward pass scores first, if any."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         scored = super()._generate_and_score_completions(inputs)
@@ -54,24 +52,14 @@ class GuardedTrainer(ConversingTrainer):
         origin = sampled_by(self._local.last_batch.completions, self.state.global_step)
         if len(origin) == len(scored["completion_mask"]):  # a subclass may ask for completions of its own
             scored[_ORIGIN] = torch.from_numpy(origin).to(scored["completion_mask"].device)
-            if (own := scored.get("old_per_token_logps")) is not None:
+            if not self._clips_on_engines and (own := scored.get("old_per_token_logps")) is not None:
                 self._add_gap(scored, own)
         return scored
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        is_first = _ORIGIN in inputs and inputs.get("old_per_token_logps") is None
-        self._in_training = inputs if is_first else None
-        try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self._in_training = None
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._in_training is not None:
-            batch, self._in_training = self._in_training, None
-            self._add_gap(batch, found[0].detach())
-        return found
+    def _note_own(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
+        super()._note_own(batch, own)
+        if _ORIGIN in batch:
+            self._add_gap(batch, own)
 
     def _add_gap(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
         """Add what the trainer has computed of these rows. [rows, tokens] float."""

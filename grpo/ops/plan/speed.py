@@ -7,8 +7,8 @@ computation and the pauses between are left out. `grpo report` says better, of a
   parameter and sequence, whichever takes longer (Pope et al., https://arxiv.org/abs/2211.05102, section 2).
 - A pass over a token of a sequence of s takes 2 operations per parameter and 2 s d in the attention of each layer, with
   d = heads x head size and half of the square is masked; a backward takes two passes, checkpointing one more (Narayanan
-  et al., https://arxiv.org/abs/2104.04473, appendix), old and reference log-probabilities one each. Frozen weights are
-  passed once in a backward; what adapters compute is not counted.
+  et al., https://arxiv.org/abs/2104.04473, appendix), old log-probabilities (without `old_logprobs: engine`) and
+  those of the reference one each. Frozen weights are passed once in a backward; what adapters compute is not counted.
 """
 
 import math
@@ -110,7 +110,8 @@ def train_s(job: PlacedJob, *, ranks: int) -> float:
     """All of a node's completions of one generation batch, forward, backward and what else is computed for them."""
     args, shape, tokens = job.args, job.shape, job.batch.sequence_tokens
     attention = 2 * shape.num_layers * shape.attention_heads * shape.head_dim * tokens
-    passes = (3 + args.gradient_checkpointing) * args.num_iterations + 1 + (args.beta != 0)
+    passes = (3 + args.gradient_checkpointing) * args.num_iterations + (args.beta != 0)
+    passes += args.old_logprobs == "trainer"
     of_weights = passes if job.lora is None else passes - args.num_iterations
     operations = job.batch.node_completions * tokens
     operations *= of_weights * 2 * shape.num_parameters + passes * attention

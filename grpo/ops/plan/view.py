@@ -106,7 +106,7 @@ def _print_batch(console: Console, batch: Batch, nodes: tuple[NodeTopology, ...]
         f"generation: {batch.generation_completions} completions = {batch.generation_prompts} prompts x "
         f"{batch.num_generations}, cut into {_some(batch.steps_per_generation, 'micro-batch', 'es')}: "
         f"{_some(steps, 'optimizer step')} per generation"
-        + (", sampled one ahead while the ranks train" if batch.generation_lookahead else "")
+        + (f", sampled {batch.generation_lookahead} ahead while the ranks train" if batch.generation_lookahead else "")
         + f"\non each node: {batch.node_completions} completions = {batch.groups_per_node:g} groups of "
         f"{batch.num_generations} "
         + ("(a group straddles two nodes, which is allowed)" if batch.straddles else "(no group straddles nodes)")

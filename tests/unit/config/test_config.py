@@ -41,9 +41,24 @@ def test_importance_sampling_by_token_when_completions_are_older() -> None:
             {},
             {"generation_lookahead": 1},
             {"generation_lookahead": 1, "vllm_importance_sampling_mode": "sequence_mask"},
+            {"generation_lookahead": 4},
+            {"generation_lookahead": 4, "vllm_importance_sampling_mode": "token_mask"},
         )
     ]
-    assert modes == ["sequence_mask", "token_truncate", "sequence_mask"]
+    assert modes == ["sequence_mask", "token_truncate", "sequence_mask", "token_truncate", "token_mask"]
+
+
+def test_a_clip_on_the_engines_log_probabilities_needs_no_correction() -> None:
+    """Nor has its mode an effect, however far ahead; temperature is what both sides have."""
+    settings: list[dict[str, Any]] = [
+        {"generation_lookahead": 4, "vllm_importance_sampling_correction": False},
+        {"generation_lookahead": 4, "vllm_importance_sampling_mode": "sequence_mask"},
+        {"loss_type": "vespo"},
+        {"temperature": 0.7, "generation_kwargs": {"stop": ["."]}},
+        {"num_iterations": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4},
+    ]
+    for each in settings:
+        assert GRPOConfig(**CPU, old_logprobs="engine", **each).old_logprobs == "engine"
 
 
 REFUSED = {
@@ -97,13 +112,33 @@ REFUSED = {
         {"vllm_sync_timeout": 1800.0},
         r"vllm_sync_timeout is 1800 s, but .* after ddp_timeout, 1800 s.*: set ddp_timeout higher",
     ),
-    "two ahead": (
-        {"generation_lookahead": 2},
-        r"generation_lookahead is 2; it is 0 or 1: .*completions older",
-    ),
+    "behind": ({"generation_lookahead": -1}, r"generation_lookahead is -1; it is a whole number .*, 0 or more"),
+    "half a batch ahead": ({"generation_lookahead": 1.5}, r"generation_lookahead is 1\.5; it is a whole number"),
+    "ahead, yes": ({"generation_lookahead": True}, r"generation_lookahead is True; it is a whole number"),
     "ahead, uncorrected": (
         {"generation_lookahead": 1, "vllm_importance_sampling_correction": False},
-        r"vllm_importance_sampling_correction is False, but .*older policy.*generation_lookahead to 0",
+        r"correction is False, but with generation_lookahead 1 .*old_logprobs to 'engine', or generation_.* to 0",
+    ),
+    "far ahead, uncorrected": (
+        {"generation_lookahead": 4, "vllm_importance_sampling_correction": False},
+        r"vllm_importance_sampling_correction is False, but with generation_lookahead 4 .*older policy",
+    ),
+    "far ahead, by sequence": (
+        {"generation_lookahead": 2, "vllm_importance_sampling_mode": "sequence_truncate"},
+        r"vllm_importance_sampling_mode is 'sequence_truncate' with generation_lookahead 2: .*several.*remove it",
+    ),
+    "old log-probabilities": ({"old_logprobs": "vllm"}, r"old_logprobs is 'vllm'; it is one of 'trainer', 'engine'"),
+    "old log-probabilities, top-p": (
+        {"old_logprobs": "engine", "top_p": 0.9},
+        r"old_logprobs is 'engine', but .*another distribution.*top_p 0\.9.*set old_logprobs to 'trainer'",
+    ),
+    "old log-probabilities, masked": (
+        {"old_logprobs": "engine", "vllm_structured_outputs_regex": "a+"},
+        r"old_logprobs is 'engine', but .*structured_outputs \{'regex': 'a\+'\}",
+    ),
+    "old log-probabilities elsewhere": (
+        {"vllm_mode": "server", "old_logprobs": "engine"},
+        r"old_logprobs work in local mode only",
     ),
     "ahead, dealt out otherwise": (
         {"generation_lookahead": 1, "accelerator_config": {"split_batches": True}},

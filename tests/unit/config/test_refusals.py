@@ -46,8 +46,8 @@ REFUSED = {
         r"generation_lookahead is 1 with tools: .*set generation_lookahead to 0",
     ),
     "environments ahead": (
-        {"environment_factory": object, "args": config(generation_lookahead=1)},
-        r"generation_lookahead is 1 with environment_factory",
+        {"environment_factory": object, "args": config(generation_lookahead=3)},
+        r"generation_lookahead is 3 with environment_factory: .*not batches before",
     ),
     "rollouts that move": (
         {"rollout_func": print, "args": config(vllm_balance_nodes=True)},

@@ -35,6 +35,11 @@ PATHS: dict[str, dict[str, Any]] = {
     "uncorrected_two_steps_a_batch": {**UNCORRECTED, "steps_per_generation": 2},
     "uncorrected_two_batches_a_step": {**UNCORRECTED, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "uncorrected_in_two_parts": {**UNCORRECTED, "steps_per_generation": 2, "gradient_accumulation_steps": 2},
+    "clipped_on_engines": {"old_logprobs": "engine"},
+    "clipped_on_engines_in_two_parts": {
+        **{"old_logprobs": "engine", "steps_per_generation": 2},
+        "gradient_accumulation_steps": 2,
+    },
 }
 
 

@@ -29,6 +29,11 @@ def test_seconds_by_hand(cluster: Cluster) -> None:
     assert (found["gpus_per_node"], found["reserved"], found["overlapped"]) == (8, 1, False)
 
 
+def test_the_engines_log_probabilities_save_a_pass(cluster: Cluster) -> None:
+    both = [advice(cluster, old_logprobs=which)["train_s"] for which in ("trainer", "engine")]
+    assert both[1] == pytest.approx(both[0] * 4 / 5)
+
+
 def test_faster_gpus_are_told(cluster: Cluster) -> None:
     slow, fast = advice(cluster), advice(cluster, "--gpu-tflops", "624", "--gpu-tbps", "4")
     assert fast["train_s"] == pytest.approx(slow["train_s"] / 2)

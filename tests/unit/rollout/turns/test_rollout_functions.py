@@ -22,6 +22,8 @@ from grpo.rollout.turns import batch
 from tests.support.engines import Script, ScriptedEngine
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, steps_of
 
+ENGINE = {"old_logprobs": "engine"}
+
 
 def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make, script: Script) -> None:
     """As in TRL's examples: token ids in and out, extra fields for the rewards, a mask of what it put in itself."""
@@ -386,3 +388,14 @@ def test_what_it_prints_is_its_own(make: Make) -> None:
     trainer.train()
     assert collected == ["mine\n"] * 2
     assert sys.stdout is before
+
+
+def test_a_rollout_function_without_log_probabilities_cannot_have_the_clip_on_them(make: Make) -> None:
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+        _, said, _, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
+        return {"prompt_ids": ids, "completion_ids": said, "logprobs": None}
+
+    trainer = make(calculates, lambda completions, **more: [0.0] * 8, rollout_func=rollout, config=ENGINE)
+    with pytest.raises(ValueError, match="rollout_func gives no logprobs"):
+        trainer.train()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import re
 import threading
 import time
@@ -30,9 +31,10 @@ from tests.support.speaking_engine import (
 LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
 
 
-def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make, script: Script) -> None:
+@pytest.mark.parametrize("old_logprobs", ["trainer", "engine"])
+def test_tools_are_called_and_what_they_say_is_not_trained_on(old_logprobs: str, make: Make, script: Script) -> None:
     seen: list[dict[str, Any]] = []
-    trainer = make(calculates, tools=[times])
+    trainer = make(calculates, tools=[times], config={"old_logprobs": old_logprobs})
     score = trainer._generate_and_score_completions
 
     def noted(inputs: Any) -> Any:
@@ -45,7 +47,9 @@ def test_tools_are_called_and_what_they_say_is_not_trained_on(make: Make, script
     assert first["rollout/turns"] == 1.5
     assert first["tools/call_frequency"] == 0.5
     assert first["tools/failure_frequency"] == first["tools/abandoned"] == 0
-    assert first["sampling/importance_sampling_ratio/mean"] > 0
+    assert first.get("sampling/importance_sampling_ratio/mean", 0) > 0 or old_logprobs == "engine"
+    assert seen[0]["num_items_in_batch"] == (seen[0]["completion_mask"] * seen[0]["tool_mask"]).sum()
+    assert math.isfinite(first["loss"])
     for row in range(8):
         ids, mask = seen[0]["completion_ids"][row], seen[0]["completion_mask"][row].bool()
         text = TOKENIZER.decode(ids[mask])
