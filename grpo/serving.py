@@ -190,7 +190,7 @@ class ServingStart:
             pool,
             revive=self.revive,
             timeout_s=self.args.vllm_generate_timeout,
-            balance_nodes=self.args.vllm_balance_nodes,
+            balance_nodes=self.args.balances_nodes,
         )
 
     def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, TurnBroker | None, _EngineFacts]:

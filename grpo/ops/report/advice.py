@@ -96,7 +96,8 @@ def percent(share: float) -> str:
 
 def slow_node(figures: Figures) -> Advice | None:
     slowest = figures.slowest
-    moves = figures.option("vllm_balance_nodes", False) or figures.converses
+    by_default = figures.option("generation_lookahead", 0) >= 2
+    moves = figures.option("vllm_balance_nodes", by_default) or figures.converses
     if slowest is None or not figures.node_is_slow or moves:
         return None
     return Advice(

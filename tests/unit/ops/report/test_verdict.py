@@ -83,6 +83,10 @@ def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> N
 def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     balanced = changed(run_with("slow-node"), tmp_path / "balanced", vllm_balance_nodes=True)
     assert verdict(balanced).advice == ()
+    by_default = changed(
+        run_with("slow-node"), tmp_path / "by-default", generation_lookahead=2, vllm_balance_nodes=None
+    )
+    assert "vllm_balance_nodes: true" not in [advice.setting for advice in verdict(by_default).advice]
     standby = changed(run_with("respawns"), tmp_path / "standby", vllm_standby=True)
     assert verdict(standby).advice == ()
     ahead = changed(run_with("waiting-ranks"), tmp_path / "ahead", generation_lookahead=1)
