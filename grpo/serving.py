@@ -201,7 +201,7 @@ class ServingStart:
             pool,
             revive=self.revive,
             timeout_s=self.args.vllm_generate_timeout,
-            balance_nodes=self.args.vllm_balance_nodes,
+            balance_nodes=self.args.balances_nodes,
             overlaps=self.args.generation_lookahead > 1,
         )
 

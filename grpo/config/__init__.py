@@ -63,11 +63,12 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         default=None,
         metadata={"help": "Engines of a node without GPUs, where nothing is reserved; None means one."},
     )
-    vllm_balance_nodes: bool = field(
-        default=False,
+    vllm_balance_nodes: bool | None = field(
+        default=None,
         metadata={
             "help": "Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their "
-            "engines, so that a step does not wait for the slowest. No effect on one node."
+            "engines and less what they still owe of earlier batches, so that a step does not wait for the slowest. "
+            "None: with generation_lookahead of 2 or more. No effect on one node."
         },
     )
     vllm_sync_backend: str = field(
@@ -242,6 +243,11 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
     def local_mode(self) -> bool:
         """Whether this project's engines generate."""
         return self.use_vllm and self.vllm_mode == "local"
+
+    @property
+    def balances_nodes(self) -> bool:
+        """`vllm_balance_nodes`, resolved: with one batch ahead it would chase what differs from batch to batch."""
+        return self.generation_lookahead >= 2 if self.vllm_balance_nodes is None else self.vllm_balance_nodes
 
     @property
     def num_ranks(self) -> int:

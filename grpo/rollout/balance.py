@@ -1,17 +1,21 @@
 """Prompts move from slow nodes to fast ones, so that no node waits for the slowest (`vllm_balance_nodes`).
 
 Over the local mains. A request travels with its seed, so that a row's completion is the same wherever it is sampled,
-and its completions come back to the node that asked.
+and its completions come back to the node that asked. With several batches under way a node's engines still owe
+completions of earlier ones when the next is shared out: these count, so that a lastingly slow node gets as many fewer
+new ones as it is behind, and its backlog stays in proportion to its speed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.wire import Wire
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
 SMOOTHING = 0.5  # share of the last batch in a node's tokens/s
+BACKLOG_SMOOTHING = 0.25  # the same while earlier batches are under way: they absorb what differs from batch to batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,33 +30,44 @@ class Move:
     """Numbers of the source's requests, ascending."""
 
 
-def plan_moves(completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float]) -> list[Move]:
+def plan_moves(
+    completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float], owed: Sequence[int] | None = None
+) -> list[Move]:
     """Who sends which requests to whom, so that all nodes are done at about the same time.
 
     One request after the other goes from the node that would be done last to the one that is then done first, as long
-    as that ends earlier; none when the last node is within `TOLERANCE` of the ideal. A function of its arguments: every
-    local main works out the same plan.
+    as that ends earlier; none when the last node is within `TOLERANCE` of the ideal. A node that keeps one request
+    alone, and is behind by what it owes, is left aside: the others are levelled without it. A function of its
+    arguments: every local main works out the same plan.
 
     Args:
         completions: of each node, the completions of each of its requests.
         tokens_per_s: of each node, above 0.
+        owed: of each node, the completions of earlier batches that its engines have yet to finish, whichever node
+            asked for them; None: nothing.
 
     Returns:
         At most one move for each pair of nodes. A node that gets requests sends none.
     """
-    nodes = range(len(completions))
-    loads = [sum(of_node) for of_node in completions]
-    ideal_s = sum(loads) / sum(tokens_per_s)
+    backlog = [0] * len(completions) if owed is None else owed
+    loads = [each + sum(of_node) for each, of_node in zip(backlog, completions, strict=True)]
+    levelled = list(range(len(completions)))
     kept = [len(of_node) for of_node in completions]  # a node sends its last requests first
     moved: dict[tuple[int, int], list[int]] = {}
-    while True:
-        source = max(nodes, key=lambda node: loads[node] / tokens_per_s[node])
+    while levelled:
+        ideal_s = sum(loads[node] for node in levelled) / sum(tokens_per_s[node] for node in levelled)
+        source = max(levelled, key=lambda node: loads[node] / tokens_per_s[node])
         ends_s = loads[source] / tokens_per_s[source]
-        if ends_s <= ideal_s * (1 + TOLERANCE) or kept[source] <= 1 or any(target == source for _, target in moved):
+        if ends_s <= ideal_s * (1 + TOLERANCE) or any(target == source for _, target in moved):
             break
+        if kept[source] <= 1:
+            if not backlog[source]:
+                break  # all wait for this request, whatever the others do
+            levelled.remove(source)
+            continue
         size = completions[source][kept[source] - 1]
         givers = {giver for giver, _ in moved} | {source}
-        takers = [node for node in nodes if node not in givers]
+        takers = [node for node in range(len(completions)) if node not in givers]
         target = min(takers, key=lambda node: (loads[node] + size) / tokens_per_s[node], default=source)
         if target == source or (loads[target] + size) / tokens_per_s[target] >= ends_s:
             break
@@ -64,6 +79,16 @@ def plan_moves(completions: Sequence[Sequence[int]], tokens_per_s: Sequence[floa
         Move(source=source, target=target, requests=tuple(sorted(requests)))
         for (source, target), requests in sorted(moved.items())
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer(Wire):
+    """What one node has to do."""
+
+    sizes: tuple[int, ...]
+    """Completions of each of its new requests."""
+    owed: int
+    """Completions of earlier batches that its engines have yet to finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,18 +110,26 @@ class NodeBalance:
         self._groups = groups
         self._node = groups.topology.node
         self._tokens_per_s = [0.0] * groups.topology.num_nodes  # not measured yet
+        self._smoothing = SMOOTHING
 
     def note(self, tokens_per_s: Sequence[float]) -> None:
         """What the nodes' engines did in the last batch; the same on every local main. 0: nothing was sampled there."""
         for node, (old, new) in enumerate(zip(self._tokens_per_s, tokens_per_s, strict=True)):
             if new > 0:
-                self._tokens_per_s[node] = SMOOTHING * new + (1 - SMOOTHING) * (old or new)
+                self._tokens_per_s[node] = self._smoothing * new + (1 - self._smoothing) * (old or new)
 
-    def share_out(self, requests: Sequence[Request]) -> Shares:
-        """Agree on the moves of this node's requests and the others', and exchange what moves. Over the local mains."""
-        offers = self._groups.all_gather_between_nodes([request.n for request in requests], list[int])
-        known = all(self._tokens_per_s)
-        moves = plan_moves(offers, self._tokens_per_s if known else [1.0] * len(offers))
+    def share_out(self, requests: Sequence[Request], *, owed: int = 0) -> Shares:
+        """Agree on the moves of this node's requests and the others', and exchange what moves. Over the local mains.
+
+        Args:
+            owed: completions of earlier batches that this node's engines have yet to finish, whichever node asked.
+        """
+        offer = _Offer(sizes=tuple(request.n for request in requests), owed=owed)
+        offers = self._groups.all_gather_between_nodes(offer, _Offer)
+        backlog = [each.owed for each in offers]
+        self._smoothing = BACKLOG_SMOOTHING if any(backlog) else SMOOTHING
+        speeds = self._tokens_per_s if all(self._tokens_per_s) else [1.0] * len(offers)
+        moves = plan_moves([each.sizes for each in offers], speeds, backlog)
         if not moves:
             return Shares(asked=requests, moves=[], sampled=requests)
         mine = [move for move in moves if move.source == self._node]

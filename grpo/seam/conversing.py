@@ -59,7 +59,7 @@ class ConversingTrainer(ScoringTrainer):
         `__init__`."""
         args, rank = self.args, self.accelerator.process_index
         is_early = self._scoring is not None and self._scoring.starts_early
-        comes_at_once = not is_early or args.generation_lookahead or args.vllm_balance_nodes
+        comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
         if comes_at_once and not self.tools and self.rollout_func is None:
             return None
         is_function = self.rollout_func is not None

@@ -22,8 +22,8 @@ def seemingly_unequal(self, groups):
     self._tokens_per_s = [500.0, 100.0]
 
 
-def noted_share_out(self, requests):
-    shares = share_out(self, requests)
+def noted_share_out(self, requests, **owed):
+    shares = share_out(self, requests, **owed)
     with moves.open("a") as lines:
         lines.write(json.dumps([dataclasses.asdict(move) for move in shares.moves]) + "\n")
     return shares

@@ -23,6 +23,7 @@ FAULTS = {
     "slow-node": "node 1 samples at half the speed",
     "idle-engines": "engines wait for the ranks for half of the time",
     "waiting-ranks": "ranks wait for the engines for most of the time",
+    "long-tail": "ranks wait for the longest completions of a batch, although engines sample ahead",
     "slow-reward": "a reward function takes a third of each step",
     "slow-push": "the push takes a third of each step",
     "slow-save": "saving takes a fifth of the time",
@@ -60,6 +61,7 @@ class MadeRun:
         usual |= {
             "idle-engines": {"generate": 12.0},
             "waiting-ranks": {"generate": 50.0},
+            "long-tail": {"generate": 50.0},
             "slow-reward": {"score": 18.0},
             "slow-push": {"push": 18.0},
             "slow-save": {"save": 450.0},
@@ -248,7 +250,8 @@ def _metrics(
     line |= {"rewards/format/mean": float(reward * 0.2), "rewards/format/std": 0.05}
     line |= {"entropy": float(0.6 * np.exp(-step / run.steps) + 0.1), "kl": float(0.001 * step / run.steps)}
     line |= {"completions/mean_length": 400 + 0.5 * step, "completions/min_length": 40.0}
-    line |= {"completions/max_length": 1024.0, "completions/clipped_ratio": clipped}
+    longest = 4096.0 if run.fault == "long-tail" else 1024.0
+    line |= {"completions/max_length": longest, "completions/clipped_ratio": clipped}
     line |= {"completions/length_p10": 120 + 0.2 * step, "completions/length_p50": 380 + 0.5 * step}
     line |= {"completions/length_p90": min(1024.0, 700 + 0.6 * step)}
     line |= {"clip_ratio/region_mean": 0.01, "step_time": step_s, "num_tokens": 500_000.0 * step}

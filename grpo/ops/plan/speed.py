@@ -1,7 +1,12 @@
 """Seconds of a step, estimated from the model's size and the lengths alone, for advice on how many GPUs to reserve.
 
-It is meant for the relation of the two, not for the seconds: every completion counts at its full length, prompts' own
-computation and the pauses between are left out. `grpo report` says better, of a run.
+It is meant for the relation of the two, not for the seconds: prompts' own computation and the pauses between are left
+out. `grpo report` says better, of a run.
+
+- A batch takes as long as its longest completion, which has the full length; the mean one has `MEAN_LENGTH` of it, and
+  ranks train on that. With N >= 2 batches under way N steps pass until a batch is needed: places of completions that
+  have ended go to the batches after it, and a step takes an Nth of the longest completion, or what the caches' places
+  take for the tokens of a batch.
 
 - Sampling a token reads the weights and the keys and values of all running sequences once, or computes 2 operations per
   parameter and sequence, whichever takes longer (Pope et al., https://arxiv.org/abs/2211.05102, section 2).
@@ -15,11 +20,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo.ops import MOST_AHEAD
 from grpo.ops.plan.engine_memory import EngineMemory
 from grpo.ops.plan.placed_job import PlacedJob
 
 WORTH_IT = 0.05  # of a step: less is within the noise of an estimate
+MEAN_LENGTH = 0.25  # of the longest completion; assumed, not measured
 TRAINING_SHARE, READING_SHARE, SAMPLING_SHARE = 0.35, 0.6, 0.5  # what of these is reached; assumed, not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthAdvice:
+    """How many generation batches to have under way, and how many GPUs to reserve then, by estimate."""
+
+    lookahead: int
+    reserve: int
+    step_s: float
+    """Of one generation batch: sampling or training, whichever takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +55,19 @@ class SizeAdvice:
     reserve_train_s: float
     overlapped: bool
     """Whether engines sample while ranks train (`generation_lookahead`): then the longer of both counts."""
+    deeper: DepthAdvice | None
+    """What would be better still; None where that is nothing."""
 
     def line(self) -> str:
         """In one line for people."""
         now = f"{_length(self.generate_s)} of sampling {self._joint} {_length(self.train_s)} of training a batch"
+        also, deeper = "", self.deeper
+        if deeper is not None:
+            step = _length(deeper.step_s)
+            also = f"; with generation_lookahead {deeper.lookahead} reserve {deeper.reserve}: {step} a batch"
         if self.reserve == self.reserved:
-            return f"reserve {self.reserved} of {self.gpus_per_node} GPUs, as it is: {now}"
-        then = f"{_length(self.reserve_generate_s)} {self._joint} {_length(self.reserve_train_s)}"
+            return f"reserve {self.reserved} of {self.gpus_per_node} GPUs, as it is: {now}{also}"
+        then = f"{_length(self.reserve_generate_s)} {self._joint} {_length(self.reserve_train_s)}{also}"
         return (
             f"reserve {self.reserve} of {self.gpus_per_node} GPUs instead of {self.reserved}: {now} would become {then}"
         )
@@ -60,15 +83,16 @@ def advise(job: PlacedJob, engine: EngineMemory) -> SizeAdvice | None:
     gpus, reserved = len(node.devices), len(node.reserved_devices)
     if not reserved or len({len(each.devices) for each in job.nodes}) > 1 or not engine.sequences_at_once:
         return None
-    overlapped = bool(job.args.generation_lookahead)
+    ahead, choices = job.args.generation_lookahead, range(tensor_parallel, gpus, tensor_parallel)
 
-    def parts(count: int) -> tuple[float, float]:
-        return generate_s(job, engine, engines=count // tensor_parallel), train_s(job, ranks=gpus - count)
+    def parts(count: int, lookahead: int = ahead) -> tuple[float, float]:
+        engines = count // tensor_parallel
+        return generate_s(job, engine, engines=engines, lookahead=lookahead), train_s(job, ranks=gpus - count)
 
-    def step_s(count: int) -> float:
-        return max(parts(count)) if overlapped else sum(parts(count))
+    def step_s(count: int, lookahead: int = ahead) -> float:
+        return max(parts(count, lookahead)) if lookahead else sum(parts(count))
 
-    best = best_reserved(step_s, reserved=reserved, choices=range(tensor_parallel, gpus, tensor_parallel))
+    best = best_reserved(step_s, reserved=reserved, choices=choices)
     (now, now_train), (then, then_train) = parts(reserved), parts(best)
     return SizeAdvice(
         gpus_per_node=gpus,
@@ -78,7 +102,8 @@ def advise(job: PlacedJob, engine: EngineMemory) -> SizeAdvice | None:
         reserve=best,
         reserve_generate_s=then,
         reserve_train_s=then_train,
-        overlapped=overlapped,
+        overlapped=bool(ahead),
+        deeper=best_depth(step_s, now_s=step_s(best), choices=choices),
     )
 
 
@@ -92,9 +117,25 @@ def best_reserved(step_s: Callable[[int], float], *, reserved: int, choices: Seq
     return best if step_s(best) < step_s(reserved) * (1 - WORTH_IT) else reserved
 
 
-def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int) -> float:
+def best_depth(step_s: Callable[[int, int], float], *, now_s: float, choices: Sequence[int]) -> DepthAdvice | None:
+    """GPUs to reserve and batches to have under way, together: of those with about the shortest step the fewest
+    batches; None where no step is shorter than `now_s` by `WORTH_IT`.
+
+    Args:
+        step_s: seconds of a step with so many GPUs reserved and so many batches under way.
+    """
+    best_s = {ahead: min((step_s(count, ahead), count) for count in choices) for ahead in range(2, MOST_AHEAD + 1)}
+    shortest_s, _ = min(best_s.values())
+    if shortest_s >= now_s * (1 - WORTH_IT):
+        return None
+    lookahead = next(ahead for ahead, (seconds, _) in best_s.items() if seconds <= shortest_s * (1 + WORTH_IT))
+    return DepthAdvice(lookahead=lookahead, reserve=best_s[lookahead][1], step_s=best_s[lookahead][0])
+
+
+def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead: int = 0) -> float:
     """One generation batch of a node, shared out over its engines, in waves of what their caches hold."""
-    completions = math.ceil(job.batch.node_completions / engines)
+    under_way = lookahead * MEAN_LENGTH if lookahead > 1 else 1.0  # of the batches' completions: others have ended
+    completions = math.ceil(under_way * job.batch.node_completions / engines)
     waves = math.ceil(completions / min(engine.sequences_at_once, engine.max_num_seqs))
     at_once = completions / waves
     sampled = min(job.args.max_completion_length, job.batch.sequence_tokens)
@@ -103,12 +144,13 @@ def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int) -> float:
     operations = 2 * job.shape.num_parameters * at_once / job.args.vllm_tensor_parallel_size
     read_s = read / (job.hardware.tbps * 1e12 * READING_SHARE)
     compute_s = operations / (job.hardware.tflops * 1e12 * SAMPLING_SHARE)
-    return waves * sampled * max(read_s, compute_s)
+    return waves * sampled * max(read_s, compute_s) / max(1, lookahead)
 
 
 def train_s(job: PlacedJob, *, ranks: int) -> float:
     """All of a node's completions of one generation batch, forward, backward and what else is computed for them."""
-    args, shape, tokens = job.args, job.shape, job.batch.sequence_tokens
+    args, shape, longest = job.args, job.shape, job.batch.sequence_tokens
+    tokens = longest - (1 - MEAN_LENGTH) * min(args.max_completion_length, longest)
     attention = 2 * shape.num_layers * shape.attention_heads * shape.head_dim * tokens
     passes = (3 + args.gradient_checkpointing) * args.num_iterations + (args.beta != 0)
     passes += args.old_logprobs == "trainer"

@@ -1,5 +1,6 @@
 """Advice: each a small function of the figures that names one option, or says nothing."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo.ops import MOST_AHEAD
 from grpo.ops.report import shares
 from grpo.ops.report.reading import Run
 from grpo.ops.report.shares import Parts, Slowest
 from grpo.record.timeline import records
 
 CONVERSING = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
+LONG = 3.0  # times the mean length: a longest completion of less is no tail that more batches under way would hide
 MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would decide
 
 
@@ -24,12 +27,17 @@ class Advice:
     """Option and value, as they are written in a configuration."""
     finding: str
     """What was seen, in numbers: the beginning of a sentence."""
-    do: str
-    """What to do about it: its end."""
+    other: str = ""
+    """What to do about it, where that is not to set the option to the value."""
     why: str
     """What that changes, and what it costs."""
     weight: float
     """About which share of the time, or of the completions, it concerns: the largest stands first."""
+
+    @property
+    def do(self) -> str:
+        """The sentence's end."""
+        return self.other or "set {} to {}".format(*self.setting.split(": "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +73,33 @@ class Figures:
         return any(self.option(name, False) for name in CONVERSING)
 
     @property
+    def can_look_ahead(self) -> bool:
+        """Whether the next start would take `generation_lookahead`."""
+        has_rows, corrects = not self.option("streams", False), self.option("vllm_importance_sampling_correction", True)
+        return has_rows and corrects and not self.converses
+
+    @property
     def takes_turns(self) -> bool:
         """Whether ranks and engines wait for each other by turns, and need not."""
-        has_rows, corrects = not self.option("streams", False), self.option("vllm_importance_sampling_correction", True)
-        can = has_rows and corrects and not self.converses and self.option("generation_lookahead", 0) == 0
+        can = self.can_look_ahead and not self.option("generation_lookahead", 0)
         return can and min(self.wait_share, self.idle_share) >= 0.15
+
+    @property
+    def tail(self) -> float:
+        """The longest completion over the mean one, in a batch; 0 where that is not known."""
+        mean, longest = (shares.mean(self.run, f"completions/{name}_length") or 0.0 for name in ("mean", "max"))
+        return longest / mean if mean else 0.0
+
+    @property
+    def depth(self) -> int | None:
+        """Batches to have under way, so that ranks do not wait for the longest completion of one: as many as it takes
+        steps, and one. None where it is not what they wait for, or where so many are under way."""
+        generate_s, wait_s = (shares.mean(self.run, f"rollout/{name}") or 0.0 for name in ("generate_s_max", "wait_s"))
+        if not self.can_look_ahead or self.wait_share < 0.15 or self.tail < LONG or not generate_s:
+            return None
+        step_s = max(wait_s / self.wait_share - wait_s, generate_s / self.tail)  # of ranks and engines by themselves
+        depth = min(MOST_AHEAD, math.ceil(generate_s / step_s) + 1)
+        return depth if depth > self.option("generation_lookahead", 0) else None
 
     @property
     def steps_between_saves(self) -> int | None:
@@ -96,36 +126,34 @@ def percent(share: float) -> str:
 
 def slow_node(figures: Figures) -> Advice | None:
     slowest = figures.slowest
-    moves = figures.option("vllm_balance_nodes", False) or figures.converses
+    by_default = figures.option("generation_lookahead", 0) >= 2
+    moves = figures.option("vllm_balance_nodes", by_default) or figures.converses
     if slowest is None or not figures.node_is_slow or moves:
         return None
     return Advice(
         setting="vllm_balance_nodes: true",
         finding=f"node {slowest.node} was slowest in {percent(slowest.share)} of the steps "
         f"({slowest.ratio:.1f} times the others' time)",
-        do="set vllm_balance_nodes to true",
         why="Prompts then move from slow nodes to fast ones. `grpo doctor` on that node may say why it is slow.",
         weight=figures.wait_share,
     )
 
 
-def turns(figures: Figures) -> Advice | None:
-    if not figures.takes_turns:
-        return None
-    wait, idle = percent(figures.wait_share), percent(figures.idle_share)
-    return Advice(
-        setting="generation_lookahead: 1",
-        finding=f"engines idle {idle} and ranks wait {wait}",
-        do="set generation_lookahead to 1",
-        why=f"They take turns; sampling ahead lets them work at the same time and saves up to "
-        f"{percent(min(figures.wait_share, figures.idle_share))} of a step. Completions are then one push older.",
-        weight=min(figures.wait_share, figures.idle_share),
-    )
+def sampling_ahead(figures: Figures) -> Advice | None:
+    wait, idle, depth = figures.wait_share, figures.idle_share, figures.depth
+    finding = f"ranks wait {percent(wait)} for completions, the longest of which have {figures.tail:.0f} times the mean"
+    why = "These then have as many steps' time. Completions are older; how many engines are best, too: `grpo plan`."
+    if depth is None:
+        if not figures.takes_turns:
+            return None
+        finding, depth, wait = f"engines idle {percent(idle)} and ranks wait {percent(wait)}", 1, min(wait, idle)
+        why = f"Working at the same time saves up to {percent(wait)} of a step. Completions are then one push older."
+    return Advice(setting=f"generation_lookahead: {depth}", finding=finding, why=why, weight=wait)
 
 
 def more_engines(figures: Figures) -> Advice | None:
     left = figures.wait_share - (figures.idle_share if figures.takes_turns else 0.0)
-    if figures.node_is_slow or left < 0.35:
+    if figures.node_is_slow or left < 0.35 or figures.depth is not None:  # more engines shorten no single completion
         return None
     also = " even if they sample ahead" if figures.takes_turns else ""
     finding = f"ranks wait {percent(left)} for engines{also}"
@@ -140,7 +168,6 @@ def more_engines(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"{option}: {value}",
         finding=finding,
-        do=f"set {option} to {value}",
         why=why,
         weight=0.9 * figures.idle_share if figures.takes_turns else left,  # sampling ahead costs no GPU: that first
     )
@@ -154,7 +181,6 @@ def fewer_engines(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"vllm_reserved_gpus: {(engines - 1) * each}",
         finding=f"engines idle {percent(figures.idle_share)} although they sample ahead",
-        do=f"set vllm_reserved_gpus to {(engines - 1) * each}",
         why="Training takes longer than generation: a device that engines give back becomes a rank.",
         weight=figures.idle_share,
     )
@@ -171,7 +197,7 @@ def slow_rewards(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"reward_funcs: {name} as async def",
         finding=f"rewards take {percent(share)} of the time, most of it {name}",
-        do=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
+        other=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
         why="Ranks wait for it in every step. `async def` functions run side by side, declared ones beside sampling.",
         weight=share,
     )
@@ -186,7 +212,6 @@ def slow_push(figures: Figures) -> Advice | None:
         return Advice(
             setting="vllm_sync_backend: nccl",
             finding=finding,
-            do="set vllm_sync_backend to nccl",
             why="Shared memory takes the way over the host; NCCL goes from GPU to GPU.",
             weight=share,
         )
@@ -194,7 +219,6 @@ def slow_push(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"steps_per_generation: {2 * now}",
         finding=finding,
-        do=f"set steps_per_generation to {2 * now}",
         why="More is then trained for each push, and completions are older. Where `push/gather_s` is most of it, the "
         "network between nodes is slow: `grpo doctor` measures it.",
         weight=share,
@@ -209,7 +233,6 @@ def slow_saves(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"save_steps: {rarer}",
         finding=f"saving takes {percent(share)} of the time",
-        do=f"set save_steps to {rarer}",
         why=f"A save holds training {shares.mean(figures.run, 'run/save_s') or _longest_save(figures):.0f} s, every "
         f"{every} steps. A failure then loses more steps. A faster disk under output_dir helps as well.",
         weight=share,
@@ -229,7 +252,7 @@ def no_spread(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"num_generations: {more}",
         finding=f"{percent(share)} of the groups had the same reward for all their completions",
-        do=f"set num_generations to {more}, or leave out prompts that are always or never solved",
+        other=f"set num_generations to {more}, or leave out prompts that are always or never solved",
         why="Such a group has no advantage, and nothing is learnt from it. Larger groups differ more often.",
         weight=share,
     )
@@ -243,7 +266,6 @@ def cut_off(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"max_completion_length: {longer}",
         finding=f"{percent(share)} of the completions ended at their longest length",
-        do=f"set max_completion_length to {longer}",
         why="What is cut off is mostly rewarded as wrong. Longer completions take more time and memory: `grpo plan`.",
         weight=share,
     )
@@ -256,7 +278,7 @@ def refused(figures: Figures) -> Advice | None:
     return Advice(
         setting="vllm_max_model_length: longer than the longest prompt and its completion",
         finding=f"up to {most:g} completions of a batch were left out, because no engine takes their prompts",
-        do="raise vllm_max_model_length, or leave out prompts that are too long",
+        other="raise vllm_max_model_length, or leave out prompts that are too long",
         why="They count for no reward and no gradient; more than vllm_max_refused of them end the job.",
         weight=0.1,
     )
@@ -269,7 +291,7 @@ def deaths(figures: Figures) -> Advice | None:
     return Advice(
         setting="vllm_standby: true",
         finding=f"engines died {died} times and came back",
-        do="read why in their logs (Failures), and set vllm_standby to true",
+        other="read why in their logs (Failures), and set vllm_standby to true",
         why="A process that has imported vLLM then waits on each node, so that an engine is back sooner, for 1 GB.",
         weight=0.2,
     )
@@ -295,7 +317,7 @@ def gap(figures: Figures) -> Advice | None:
         setting="vllm_engine_kwargs, model_init_kwargs: the same attention and dtype on both sides",
         finding=f"log-probabilities of engine and trainer are {apart:.2g} nats apart, {percent(apart / limit)} of the "
         "limit",
-        do="let both compute alike (vllm_engine_kwargs, model_init_kwargs)",
+        other="let both compute alike (vllm_engine_kwargs, model_init_kwargs)",
         why="Beyond the limit every verified weight sync is done twice, and beyond vllm_max_logprob_gap the job ends. "
         "Importance sampling corrects less well the further they are apart.",
         weight=0.3,
@@ -315,7 +337,7 @@ def drifted(figures: Figures) -> Advice | None:
         setting=f"vllm_max_logprob_gap: {limit}",
         finding=f"the engines of node {node} drifted away from the trainer ({alarms:g} warning{'s' * (alarms > 1)}, "
         f"log-probabilities up to {worst:.2g} nats apart)",
-        do=f"see whether the full weight sync after it mended that; vllm_max_logprob_gap {limit} would end the job",
+        other=f"see whether the full weight sync after it mended that; vllm_max_logprob_gap {limit} would end the job",
         why="They may have sampled with other weights than the trainer's. A gap that stays after a full weight sync is "
         "no lost weight: engine and trainer compute differently then.",
         weight=0.4,
@@ -332,7 +354,7 @@ def lost_steps(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"save_steps: {max(1, every // 4)}",
         finding=f"{lost} steps were lost between attempts",
-        do=f"set save_steps to {max(1, every // 4)}",
+        other=f"set save_steps to {max(1, every // 4)}",
         why="An attempt goes on from the newest complete checkpoint, and does the steps after it again.",
         weight=lost / (lost + done),
     )
@@ -340,7 +362,7 @@ def lost_steps(figures: Figures) -> Advice | None:
 
 ADVICE: tuple[Callable[[Figures], Advice | None], ...] = (
     slow_node,
-    turns,
+    sampling_ahead,
     more_engines,
     fewer_engines,
     slow_rewards,

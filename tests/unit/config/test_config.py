@@ -34,6 +34,18 @@ def test_other_modes_keep_trl_defaults(other: dict[str, Any]) -> None:
             assert getattr(config, name) == getattr(theirs, name), name
 
 
+@pytest.mark.parametrize(
+    ("asked", "lookahead", "balances"),
+    [(None, 0, False), (None, 1, False), (None, 2, True), (True, 0, True), (True, 4, True), (False, 4, False)],
+)
+def test_nodes_are_balanced_by_default_with_several_batches_under_way(
+    asked: bool | None, lookahead: int, balances: bool
+) -> None:
+    config = GRPOConfig(**CPU, vllm_balance_nodes=asked)
+    config.generation_lookahead = lookahead
+    assert config.balances_nodes is balances
+
+
 def test_importance_sampling_by_token_when_completions_are_older() -> None:
     modes = [
         GRPOConfig(**CPU, **settings).vllm_importance_sampling_mode

@@ -11,6 +11,7 @@ from grpo.config.models import AdapterSlot
 from grpo.ops.plan.lora import PlannedLora
 from grpo.ops.plan.model_shape import meta_model, shape_of
 from grpo.ops.plan.push_memory import push_lines, push_shape
+from grpo.ops.plan.speed import MEAN_LENGTH
 from grpo.ops.plan.training_memory import saved_bytes_per_token
 from grpo.ops.plan.zero_memory import Sharding
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
@@ -155,8 +156,9 @@ def test_more_than_a_gpu_holds_names_the_base(cluster: Cluster) -> None:
 
 def test_a_backward_passes_frozen_weights_once(cluster: Cluster) -> None:
     found = plan(cluster)["advice"]
-    attention = 2 * LAYERS * HIDDEN * 1536
-    operations = 224 * 1536 * (4 * 2 * BASE + 5 * attention)  # checkpointing; old log-probabilities
+    tokens = 512 + MEAN_LENGTH * 1024
+    attention = 2 * LAYERS * HIDDEN * tokens
+    operations = 224 * tokens * (4 * 2 * BASE + 5 * attention)  # checkpointing; old log-probabilities
     assert found["train_s"] == pytest.approx(operations / (7 * 312e12 * 0.35))
 
 

@@ -1,15 +1,18 @@
 """The advice from sizes and lengths, against numbers worked out by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo.ops.plan.speed import best_reserved
+from grpo.ops import MOST_AHEAD
+from grpo.ops.plan.speed import MEAN_LENGTH, DepthAdvice, best_depth, best_reserved, generate_s
 from tests.support.launching import ROOT
 from tests.support.planned_cluster import Cluster
 
 PARAMETERS = 8_030_261_248
-ATTENTION = 2 * 32 * 32 * 128 * 1536  # layers, heads, their size, tokens
+MEAN_TOKENS = 512 + MEAN_LENGTH * 1024
+ATTENTION = 2 * 32 * 32 * 128 * MEAN_TOKENS  # layers, heads, their size, tokens
 ONE_NODE = ROOT / "configs" / "1node.yaml"
 
 
@@ -24,7 +27,7 @@ def test_seconds_by_hand(cluster: Cluster) -> None:
     token_s = (2 * PARAMETERS + 224 * kv * 1024) / (2e12 * 0.6)
     assert token_s > 2 * PARAMETERS * 224 / (312e12 * 0.5), "memory is what it waits for"
     assert found["generate_s"] == pytest.approx(1024 * token_s)
-    operations = 224 * 1536 * (3 + 1 + 1) * (2 * PARAMETERS + ATTENTION)  # checkpointing; old log-probabilities
+    operations = 224 * MEAN_TOKENS * (3 + 1 + 1) * (2 * PARAMETERS + ATTENTION)  # checkpointing; old log-probabilities
     assert found["train_s"] == pytest.approx(operations / (7 * 312e12 * 0.35))
     assert (found["gpus_per_node"], found["reserved"], found["overlapped"]) == (8, 1, False)
 
@@ -65,6 +68,40 @@ def test_long_answers_want_more_engines(cluster: Cluster) -> None:
     assert " would become " in line
 
 
+def seconds_of(lookahead: int, max_num_seqs: int) -> float:
+    """Of a batch of 224 completions that one engine samples."""
+    job: Any = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=1024, vllm_tensor_parallel_size=1),
+        batch=SimpleNamespace(node_completions=224, sequence_tokens=1536),
+        shape=SimpleNamespace(num_parameters=PARAMETERS),
+        hardware=SimpleNamespace(tbps=2.0, tflops=312.0),
+    )
+    engine: Any = SimpleNamespace(
+        sequences_at_once=1000, max_num_seqs=max_num_seqs, weights_bytes=2 * PARAMETERS, kv_bytes_per_token=131072
+    )
+    return generate_s(job, engine, engines=1, lookahead=lookahead)
+
+
+def test_with_batches_under_way_a_step_takes_its_share_of_the_longest_completion() -> None:
+    """With 4 and completions of a quarter of the longest in the mean, as many are sampled at any time as with 1."""
+    assert seconds_of(4, 1000) == pytest.approx(seconds_of(1, 1000) / 4)
+    assert seconds_of(2, 1000) < seconds_of(1, 1000) / 2  # half as many at any time
+    assert seconds_of(8, 56) == pytest.approx(seconds_of(4, 56))  # every place is taken: more batches only wait
+
+
+def test_lookahead_and_gpus_are_advised_together(cluster: Cluster) -> None:
+    long = {"max_completion_length": 15360, "vllm_max_model_length": 16384, "per_device_train_batch_size": 1}
+    found = advice(cluster, gradient_accumulation_steps=32, generation_lookahead=1, **long)
+    deeper = found["deeper"]
+    assert 2 <= deeper["lookahead"] <= MOST_AHEAD
+    assert deeper["reserve"] < found["reserve"]
+    assert deeper["step_s"] < 0.7 * max(found["reserve_generate_s"], found["reserve_train_s"])
+    training = cluster.training(gradient_accumulation_steps=32, generation_lookahead=1, **long)
+    _, out = cluster.plan("--config_file", ONE_NODE, "--config", training)
+    line = next(line for line in out.splitlines() if line.startswith("advice, by estimate: "))
+    assert f"; with generation_lookahead {deeper['lookahead']} reserve {deeper['reserve']}: " in line
+
+
 def test_engines_of_two_gpus_are_reserved_whole(cluster: Cluster) -> None:
     training = cluster.training(vllm_tensor_parallel_size=2)
     found = cluster.read("--config_file", ROOT / "configs" / "4node_tp2.yaml", "--config", training)["advice"]
@@ -92,3 +129,15 @@ def test_a_rate_that_is_none_is_exit_code_2(cluster: Cluster) -> None:
 )
 def test_best_reserved_moves_for_five_percent_of_a_step(seconds: dict[int, float], reserved: int, best: int) -> None:
     assert best_reserved(lambda count: seconds.get(count, 1.0), reserved=reserved, choices=list(seconds)) == best
+
+
+def test_of_equal_steps_the_fewest_batches_are_advised() -> None:
+    """Sampling takes 120 s on one GPU, of which a batch's longest completion alone takes 60; training 35 on 7 of 8."""
+
+    def step_s(count: int, ahead: int) -> float:
+        return max(120 / count, 60 / ahead, 35 * 7 / (8 - count))
+
+    assert best_depth(step_s, now_s=60.0, choices=range(1, 8)) == DepthAdvice(lookahead=2, reserve=3, step_s=49.0)
+    assert best_depth(step_s, now_s=51.0, choices=range(1, 8)) is None  # not worth it
+    alone = best_depth(lambda count, ahead: max(120 / count, 200 / ahead, 20.0), now_s=200.0, choices=range(1, 8))
+    assert alone == DepthAdvice(lookahead=8, reserve=5, step_s=25.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo import GRPOConfig
+from grpo.ops import MOST_AHEAD
 from grpo.ops.report.advice import ADVICE, Advice, advice_for, figures_of
 from grpo.ops.report.reading import read_run
 from grpo.ops.report.shares import left_s, parts_of
@@ -22,6 +23,7 @@ EXPECTED: dict[str, set[str]] = {
     "slow-node": {"vllm_balance_nodes"},
     "idle-engines": {"generation_lookahead"},
     "waiting-ranks": {"generation_lookahead", "vllm_reserved_gpus"},
+    "long-tail": {"generation_lookahead"},
     "slow-reward": {"reward_funcs"},
     "slow-push": {"steps_per_generation"},
     "slow-save": {"save_steps"},
@@ -37,6 +39,7 @@ IN_SENTENCE = {
     "": "Nothing to change was found: engines idle",
     "slow-node": "Node 1 was slowest in 100 % of the steps (2.0 times the others' time): set vllm_balance_nodes to tr",
     "idle-engines": "and ranks wait 38 %: set generation_lookahead to 1.",
+    "long-tail": "for completions, the longest of which have 10 times the mean: set generation_lookahead to 4.",
     "slow-reward": "most of it accuracy",
     "drift": "The engines of node 1 drifted away from the trainer (1 warning, log-probabilities up to 0.09 nats apart)",
     "failed": "1 of 2 attempts failed (node 1, push)",
@@ -83,10 +86,29 @@ def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> N
 def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     balanced = changed(run_with("slow-node"), tmp_path / "balanced", vllm_balance_nodes=True)
     assert verdict(balanced).advice == ()
+    by_default = changed(
+        run_with("slow-node"), tmp_path / "by-default", generation_lookahead=2, vllm_balance_nodes=None
+    )
+    assert "vllm_balance_nodes: true" not in [advice.setting for advice in verdict(by_default).advice]
     standby = changed(run_with("respawns"), tmp_path / "standby", vllm_standby=True)
     assert verdict(standby).advice == ()
     ahead = changed(run_with("waiting-ranks"), tmp_path / "ahead", generation_lookahead=1)
     assert [advice.setting for advice in verdict(ahead).advice] == ["vllm_reserved_gpus: 2"]
+
+
+def test_batches_under_way_follow_from_the_seconds_of_the_longest_completion(
+    run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """50 s, of which the ranks' own work is 20: ready after three steps."""
+    tail = run_with("long-tail")
+    assert [advice.setting for advice in verdict(tail).advice] == ["generation_lookahead: 4"]
+    for now, advised in ((0, ["generation_lookahead: 4"]), (3, ["generation_lookahead: 4"]), (4, [])):
+        ahead = verdict(changed(tail, tmp_path / str(now), generation_lookahead=now)).advice
+        assert [each.setting for each in ahead if each.setting.startswith("generation_lookahead")] == advised
+    refused = verdict(changed(tail, tmp_path / "refused", generation_lookahead=0, tools=True)).advice
+    assert [each.setting for each in refused] == ["vllm_reserved_gpus: 2"]
+    short = make_run(tmp_path / "short", MadeRun(steps=20, nodes=2, fault="long-tail", times={"generate": 2000.0}))
+    assert [advice.setting for advice in verdict(short).advice] == [f"generation_lookahead: {MOST_AHEAD}"]
 
 
 def test_shared_memory_between_gpus_is_replaced_before_anything_else(
