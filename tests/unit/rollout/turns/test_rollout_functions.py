@@ -22,8 +22,6 @@ from grpo.rollout.turns import batch
 from tests.support.engines import Script, ScriptedEngine
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, steps_of
 
-ENGINE = {"old_logprobs": "engine"}
-
 
 def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make, script: Script) -> None:
     """As in TRL's examples: token ids in and out, extra fields for the rewards, a mask of what it put in itself."""
@@ -396,6 +394,7 @@ def test_a_rollout_function_without_log_probabilities_cannot_have_the_clip_on_th
         _, said, _, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
         return {"prompt_ids": ids, "completion_ids": said, "logprobs": None}
 
-    trainer = make(calculates, lambda completions, **more: [0.0] * 8, rollout_func=rollout, config=ENGINE)
+    engine = {"old_logprobs": "engine"}
+    trainer = make(calculates, lambda completions, **more: [0.0] * 8, rollout_func=rollout, config=engine)
     with pytest.raises(ValueError, match="rollout_func gives no logprobs"):
         trainer.train()

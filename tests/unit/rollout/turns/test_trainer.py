@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import re
 import threading
 import time
@@ -44,12 +43,10 @@ def test_tools_are_called_and_what_they_say_is_not_trained_on(old_logprobs: str,
     trainer._generate_and_score_completions = noted  # type: ignore[method-assign]
     first, second = steps_of(trainer)
     assert first["reward"] == second["reward"] == 0.5  # every other seed
-    assert first["rollout/turns"] == 1.5
-    assert first["tools/call_frequency"] == 0.5
+    assert (first["rollout/turns"], first["tools/call_frequency"]) == (1.5, 0.5)
     assert first["tools/failure_frequency"] == first["tools/abandoned"] == 0
     assert first.get("sampling/importance_sampling_ratio/mean", 0) > 0 or old_logprobs == "engine"
     assert seen[0]["num_items_in_batch"] == (seen[0]["completion_mask"] * seen[0]["tool_mask"]).sum()
-    assert math.isfinite(first["loss"])
     for row in range(8):
         ids, mask = seen[0]["completion_ids"][row], seen[0]["completion_mask"][row].bool()
         text = TOKENIZER.decode(ids[mask])
