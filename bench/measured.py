@@ -29,7 +29,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "respawn": ("bench/respawn.py", "bench/killed_engines.py", "bench/engines.py", *_SAMPLING, "grpo/weights"),
     "timeline": ("bench/timeline.py", "grpo/record/timeline"),
     "watch": ("bench/watch.py", "tests/support/sentinels.py", "grpo/faults"),
-    "scale": ("bench/scale*.py", "bench/results/overlap*.json", "bench/results/push*.json"),
+    "scale": ("bench/scale*.py", "grpo/rollout/balance.py", "bench/results/overlap*.json", "bench/results/push*.json"),
     "learning": ("bench/learning.py", "train.py", *_STEP, "grpo/ops/train"),
 }
 """By benchmark, in the order of the page: files, all of a folder's Python files, and patterns of them. What merely

@@ -11,11 +11,15 @@
 What share of its bound a push and an overlapped step reach is read from the results of `bench.push` and
 `bench.overlap`, for both nodes; without them it is 1, and the notes say so.
 
+The assumed node is simulated once more with completions of many lengths, short answers and long reasoning, and up to 8
+batches under way (`bench/scale_lengths.py`): with those, what idles ranks is the longest completions of a batch, in a
+central pool one ahead and colocated as much as in nodes one ahead.
+
 What would change the picture, in favour of the alternatives:
 - A central pool with as many engine GPUs as the nodes reserve together is as fast or faster (it is in the table): one
   queue knows no slowest node, and an RDMA broadcast carries the weights. It costs a second service to run.
-- Completions whose lengths differ much from node to node (--spread): central queues level them; node-local engines
-  wait for the slowest node, unless `vllm_balance_nodes` moves prompts.
+- Nodes that differ in speed (--spread): central queues level them; node-local engines wait for the slowest node, unless
+  `vllm_balance_nodes` moves prompts, as it does in the rows with lengths and two batches under way or more.
 - Colocated engines waste no GPU on waiting when generation and training cannot be balanced by whole GPUs, and win when
   the host link is fast and the model small; with long completions the smaller KV cache works against them.
 - Weights that go over shared storage or a slow network (--network-gbps) cost every layout that has engines elsewhere
@@ -24,15 +28,18 @@ What would change the picture, in favour of the alternatives:
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench import scale_lengths
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
 from bench.scale_model import NETWORK_GBPS, NVLINK_GBPS, Cluster, Node, Step, simulate
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+OWN, OWN_OF_LENGTHS = "node-local, lookahead 1", "node-local, lookahead 4"  # what others are compared with
+GOALS = {"central pool, lookahead 4": 0.95, "central pool, lookahead 1": 3.0}  # with lengths, at the largest size
 
 
 def read_result(folder: Path, benchmark: str) -> dict[str, Any] | None:
@@ -89,18 +96,44 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
     nodes = [assumed, *([] if overlap is None else [measured_node(overlap, assumed)])]
     counts = tuple(count for count in NODE_COUNTS if count <= args.max_nodes)
     steps = {node.name: simulate(node, cluster, node_counts=counts, reserved=args.reserved) for node in nodes}
+    with_lengths = {
+        lengths.name: scale_lengths.simulate(
+            assumed,
+            cluster,
+            lengths,
+            node_counts=[count for count in scale_lengths.NODE_COUNTS if count <= args.max_nodes],
+            reserved=args.reserved,
+            steps=2 if args.short else 10,
+        )
+        for lengths in (scale_lengths.SHORT, scale_lengths.TAIL)
+    }
     report = Report(
         benchmark="scale",
         settings={
             **asdict(cluster),
             "reserved": args.reserved or "best for one node",
             "nodes": [asdict(node) for node in nodes],
-            "steps": {name: [asdict(step) for step in of_node] for name, of_node in steps.items()},
+            "steps": {name: [asdict(step) for step in of_node] for name, of_node in (steps | with_lengths).items()},
         },
-        ratios=tuple(ratio for name, of_node in steps.items() for ratio in _ratios(name, of_node)),
-        figures=tuple(figure for name, of_node in steps.items() for figure in _figures(name, of_node)),
+        ratios=(
+            *(ratio for name, of_node in steps.items() for ratio in _ratios(name, of_node, OWN, {})),
+            *(
+                ratio
+                for name, of_node in with_lengths.items()
+                for ratio in _ratios(name, of_node, OWN_OF_LENGTHS, GOALS)
+            ),
+        ),
+        figures=(
+            *(figure for name, of_node in steps.items() for figure in _figures(name, of_node)),
+            *(figure for name, of_node in with_lengths.items() for figure in _figures_of_lengths(name, of_node)),
+        ),
         notes=(
-            "simulated; formulas and assumptions: bench/scale_model.py and bench/scale.py",
+            "simulated; formulas and assumptions: bench/scale_model.py, bench/scale_lengths.py and bench/scale.py",
+            *(
+                f"{lengths.name}: {lengths.median:,} tokens in the median and at most {lengths.longest:,}; reserved of "
+                f"{args.gpus} GPUs for {_reserved(with_lengths[lengths.name])}"
+                for lengths in (scale_lengths.SHORT, scale_lengths.TAIL)
+            ),
             *(
                 f"share of the bound that bench.{name} reaches: "
                 + ("not measured yet, taken for 1" if share is None else f"{share:.2f}, measured on one machine")
@@ -108,19 +141,41 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
             ),
         ),
     )
-    return report, steps
+    return report, steps | with_lengths
 
 
-def _ratios(name: str, steps: Sequence[Step]) -> list[Ratio]:
-    """The other layouts' step over ours with lookahead 1, at the largest size."""
+def _ratios(name: str, steps: Sequence[Step], compared: str, goals: Mapping[str, float]) -> list[Ratio]:
+    """The other layouts' step over one of ours, at the largest size."""
     largest = max(step.nodes for step in steps)
     at = {step.layout: step for step in steps if step.nodes == largest}
-    own = at["node-local, lookahead 1"]
+    own = at[compared]
     return [
-        Ratio(name=f"{name}, {largest} nodes: {layout} / {own.layout}", values=(step.step_s / own.step_s,))
+        Ratio(
+            name=f"{name}, {largest} node{'s' * (largest > 1)}: {layout} / {compared}",
+            values=(step.step_s / own.step_s,),
+            goal=goals.get(layout),
+        )
         for layout, step in at.items()
         if step is not own
     ]
+
+
+def _reserved(steps: Sequence[Step]) -> str:
+    """How many GPUs of a node each layout samples on; those that colocate leave none out."""
+    return ", ".join(
+        f"{step.layout} {step.engine_gpus}" for step in steps if step.nodes == 1 and "colocated" not in step.layout
+    )
+
+
+def _figures_of_lengths(name: str, steps: Sequence[Step]) -> list[Figure]:
+    """Steps at all sizes, idle shares at the largest."""
+    largest, figures = max(step.nodes for step in steps), []
+    for step in steps:
+        place = f"{name}, {step.nodes} node{'s' * (step.nodes > 1)}, {step.layout}"
+        figures.append(Figure(name=f"{place}: step", unit="s", values=(step.step_s,)))
+        if step.nodes == largest:
+            figures.append(Figure(name=f"{place}: training GPUs idle", unit="%", values=(100 * step.training_idle,)))
+    return figures
 
 
 def _figures(name: str, steps: Sequence[Step]) -> list[Figure]:

@@ -71,8 +71,14 @@ SHORT_FORMS = {
         {"false alarms": "", "until all know of a killed node": "s", "node 0's sentinel, of a core": "%"},
     ),
     "scale": (
-        tuple(f"assumed, 4 nodes: {layout}" for layout in ("node-local", "central server", "central pool", "coloc")),
-        {"assumed, 4 nodes, node-local, lookahead 1: training GPUs idle": "%"},
+        (
+            *(f"assumed, 4 nodes: {layout}" for layout in ("node-local", "central server", "central pool", "coloc")),
+            *(f"reasoning, 1 node: {layout}" for layout in ("node-local, lookahead 0", "central pool, lookahead 4")),
+        ),
+        {
+            "assumed, 4 nodes, node-local, lookahead 1: training GPUs idle": "%",
+            "answers, 1 node, node-local, lookahead 8: step": "s",
+        },
     ),
 }
 
