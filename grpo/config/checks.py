@@ -208,6 +208,7 @@ def check_local(args: Any) -> None:
     if not args.ds3_gather_for_generation:
         raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
     check_lookahead(args)
+    _check_in_flight(args.generation_lookahead, args.engine_kwargs)
     for name, words in _WORDS.items():
         if getattr(args, name) not in words:
             known = ", ".join(map(repr, words))
@@ -285,4 +286,23 @@ def _check_generation_kwargs(args: Any, generation_kwargs: Mapping[str, Any]) ->
             f"vllm_structured_outputs_regex {regex!r} and generation_kwargs['structured_outputs'] {structured!r} are "
             "both set: the regex counts; remove one of the two",
             stacklevel=2,
+        )
+
+
+def _check_in_flight(generation_lookahead: int, engine_kwargs: Mapping[str, Any]) -> None:
+    """Engines that are given new weights amid completions. Other caches of KV than vLLM's own and that in host memory
+    are refused in any case (`OWN_ENGINE_KEYS`)."""
+    if generation_lookahead < 2:
+        return
+    if engine_kwargs.get("kv_offloading_size"):
+        raise ValueError(
+            f"vllm_engine_kwargs holds 'kv_offloading_size' with generation_lookahead {generation_lookahead}: what has "
+            "been moved to host memory is KV of old weights soon, and engines drop it only while nothing is under way: "
+            "remove it, or set generation_lookahead to 1"
+        )
+    if engine_kwargs.get("max_num_seqs") == 1:
+        raise ValueError(
+            f"vllm_engine_kwargs holds max_num_seqs 1 with generation_lookahead {generation_lookahead}: a place of "
+            "each engine is kept free for the verification of weights that arrive amid completions: set max_num_seqs to 2 "
+            "or more, or generation_lookahead to 1"
         )

@@ -150,6 +150,15 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(_NCCL, "reads", "model_update_group packed_buffer_size_bytes packed_num_buffers"),
     *_values("vllm.lora.worker_manager.WorkerLoRAManager", "reads", "_adapter_manager lora_config vocab_size"),
     *_values("vllm.lora.lora_model.LoRAModel", "assigns", "is_3d_lora_weight"),
+    *_values("vllm.v1.engine.async_llm.AsyncLLM", "reads", "output_processor"),
+    *_values("vllm.v1.engine.output_processor.OutputProcessor", "reads", "request_states"),
+    *_values(
+        "vllm.v1.engine.output_processor.RequestState",
+        "reads",
+        "detokenizer external_req_id parent_req request_index",
+    ),
+    *_values("vllm.v1.engine.parallel_sampling.ParentRequest", "reads", "output_aggregator"),
+    *_functions("vllm.v1.engine.detokenizer.IncrementalDetokenizer", "calls", "num_output_tokens(self)"),
     *_values(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts", "reads", "_use_zentorch isa"
     ),

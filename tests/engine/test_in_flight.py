@@ -4,9 +4,8 @@ import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import Sample, Sampled
+from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
 from grpo.weights.push import Pusher
@@ -47,6 +47,7 @@ class Flight:
         self.paused: list[tuple[int, dict[int, int]]] = []
         self.version = 0
         self.answers: dict[int, Sampled] = {}
+        self.error: EngineError | None = None
         self._changed = threading.Condition()
         self._next_id = 0
 
@@ -109,7 +110,8 @@ class Flight:
 
     def answered(self, ids: Sequence[int]) -> list[Sampled]:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.answers.keys() >= {*ids}, ANSWER_S), self.client.log_tail()
+            assert self._changed.wait_for(lambda: self.error or self.answers.keys() >= {*ids}, ANSWER_S)
+            assert self.error is None, self.error
         answers = [self.answers[each] for each in ids]
         assert not any(answer.error for answer in answers), answers
         return answers
@@ -124,6 +126,13 @@ class Flight:
                 return counts
             self.resume()
 
+    def empty(self) -> None:
+        """Go on, until nothing is left of what was aborted."""
+        self.resume()
+        while self.pause():
+            self.resume()
+        self.resume()
+
     def under_way(self, prompts: Sequence[np.ndarray], n: int, *, tokens: int = NUM_TOKENS) -> tuple[range, dict]:
         """All of them in the engine, begun and far from their end; the engine is paused."""
         for _ in range(ATTEMPTS):
@@ -133,7 +142,7 @@ class Flight:
             if (counts := self.begin(ids, tokens)) is not None:
                 return ids, counts
             self.client.abort(ids)
-            self.resume()
+            self.empty()
         pytest.fail(f"no pause has found {len(prompts) * n} completions under way")
 
 
@@ -247,22 +256,14 @@ def test_a_paused_engine_that_owes_completions_is_not_stuck(flight: Flight) -> N
     flight.client.abort(ids)
 
 
-def answers_before_the_probe(flight: Flight, batch: Any) -> int:
+def answers_before_the_probe(flight: Flight, batch: Batch) -> int:
     """Of a batch that fills the paused engine: how many completions are answered before the verification is."""
-    asked = threading.Event()
-
-    def ask() -> list[list[float]]:
-        asked.set()
-        return flight.client.call("prompt_logprobs", ANSWER_S, prompts=PROBE)
-
     counts: list[int] = []
     with ThreadPoolExecutor(1) as thread:
-        scores = thread.submit(ask)
-        assert asked.wait(CALL_S)
+        scores = thread.submit(flight.client.call, "prompt_logprobs", ANSWER_S, prompts=PROBE)
         while not flight.client._calls:
             assert not scores.done()
         ((_, reply),) = flight.client._calls.values()
-        reply: Future[Any]
         reply.add_done_callback(lambda _: counts.append(len(batch.answers)))  # in the thread that hears of answers
         assert not counts, "the engine is paused"
         flight.client.call("resume", CALL_S)
@@ -270,33 +271,35 @@ def answers_before_the_probe(flight: Flight, batch: Any) -> int:
     return counts[0]
 
 
+def filled(flight: Flight, batch: Batch, running: int) -> dict[int, int] | None:
+    """Leave the engine paused when this many of the batch are under way in it; None where one has ended before."""
+    while True:
+        counts = flight.pause()
+        if batch.answers or any(count > NUM_TOKENS // 2 for count in counts.values()):
+            return None
+        if sum(count > 0 for count in counts.values()) == running:
+            return counts
+        flight.resume()
+
+
 @pytest.mark.parametrize("num_spare", [1, 0])
 def test_the_verification_waits_for_no_completion_where_a_place_is_spared(flight: Flight, num_spare: int) -> None:
-    requests = [Request(token_ids=prompt, n=5, seed=10 * row) for row, prompt in enumerate(prompts_of(12, first=3))]
-    running = PLACES - num_spare
-    assert sum(request.n for request in requests) > running
+    settings = {"max_tokens": NUM_TOKENS}
+    prompts = prompts_of(12, first=3)
+    requests = [Request(token_ids=each, n=5, seed=10 * row, overrides=settings) for row, each in enumerate(prompts)]
     for _ in range(ATTEMPTS):
         flight.pause()
         pool = EnginePool([flight.client], max_num_seqs=[PLACES], max_tokens=NUM_TOKENS, num_spare=num_spare)
-        requests = [
-            Request(token_ids=each.token_ids, n=each.n, seed=each.seed, overrides={"max_tokens": NUM_TOKENS})
-            for each in requests
-        ]
         batch = pool.submit(requests)
-        flight.resume()
-        counts = flight.pause()
-        while sum(count > 0 for count in counts.values()) < running and not batch.answers:
-            flight.resume()
-            counts = flight.pause()
-        if not batch.answers and max(counts.values()) < NUM_TOKENS // 2:
-            break
-        pool.drop(batch)
-        pool.close()
-        flight.resume()
-    waiting = len(counts) - running
-    assert waiting == 0 if num_spare else waiting > 0, counts
-    answered_before = answers_before_the_probe(flight, batch)
-    assert answered_before == 0 if num_spare else answered_before > 0
-    pool.drop(batch)
-    pool.close()
-    flight.listen()
+        try:
+            if (counts := filled(flight, batch, PLACES - num_spare)) is None:
+                continue
+            assert (len(counts) > PLACES - num_spare) == (not num_spare), "the others wait in the engine, or outside"
+            num_answered = answers_before_the_probe(flight, batch)
+            assert (num_answered > 0) == (not num_spare)
+            return
+        finally:
+            pool.drop(batch)
+            pool.close()
+            flight.empty()
+    pytest.fail("the engine was never seen full")

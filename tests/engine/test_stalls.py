@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -65,14 +66,17 @@ def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
         with pytest.raises(EngineError, match="did not answer weight_version within 8 s"):
             client.call("weight_version", 8.0)  # as every call of a push it has a limit of its own
         assert not deaths
-        with pytest.raises(EngineError, match="the engine is stuck"):
-            client.call("prompt_logprobs", START_S, prompts=[[5, 6, 7]])  # for which it runs steps, as for completions
+        with ThreadPoolExecutor(1) as thread:
+            pause = thread.submit(client.call, "pause", START_S)  # which waits for the step, and has no other limit
+            with pytest.raises(EngineError, match="the engine is stuck"):
+                client.call("prompt_logprobs", START_S, prompts=[[5, 6, 7]])  # for which it runs steps, too
+            assert "the engine is stuck" in str(pause.exception())
         assert pool.collect(batch, CONTRACT_S) is None, "it is lost, as one that died"
         until(lambda: bool(deaths), CONTRACT_S, "nobody was told")
         (death,) = deaths
         first, *stacks = death.what.splitlines()
         assert "the engine is stuck: it has ended no step for " in first
-        assert "with 5 requests under way" in first
+        assert "with 6 requests under way" in first
         assert "[GRPO-415]" in first
         begins = [line for line in stacks if line.startswith("process ")]
         assert len(begins) >= 2 + (tensor_parallel_size > 1) * tensor_parallel_size

@@ -31,6 +31,8 @@ def agree(method: str, kwargs: dict[str, Any]) -> Any:
     """Answers as of an engine whose weights are what it was sent, and which computes no probabilities."""
     if method == "prompt_logprobs":
         return [[0.0] * (len(prompt) - 1) for prompt in kwargs["prompts"]]
+    if method == "pause":
+        return {}
     if method == "wire_format":
         from grpo.weights.wire_format import WireFormat
 

@@ -127,6 +127,14 @@ REFUSED = {
     "behind": ({"generation_lookahead": -1}, r"generation_lookahead is -1; it is a whole number .*, 0 or more"),
     "half a batch ahead": ({"generation_lookahead": 1.5}, r"generation_lookahead is 1\.5; it is a whole number"),
     "ahead, yes": ({"generation_lookahead": True}, r"generation_lookahead is True; it is a whole number"),
+    "two ahead, KV in host memory": (
+        {"generation_lookahead": 2, "vllm_engine_kwargs": {"kv_offloading_size": 4.0}},
+        r"'kv_offloading_size' with generation_lookahead 2: .*KV of old weights.*: remove it, or set gen.* to 1",
+    ),
+    "two ahead, no place to spare": (
+        {"generation_lookahead": 2, "vllm_engine_kwargs": {"max_num_seqs": 1}},
+        r"max_num_seqs 1 with generation_lookahead 2: .* kept free .*: set max_num_seqs to 2 or more, or gen.* to 1",
+    ),
     "ahead, uncorrected": (
         {"generation_lookahead": 1, "vllm_importance_sampling_correction": False},
         r"correction is False, but with generation_lookahead 1 .*old_logprobs to 'engine', or generation_.* to 0",
@@ -190,6 +198,24 @@ def test_engine_kwargs_that_are_refused_are_vllms() -> None:
     assert known >= OWN_ENGINE_KEYS.keys() | OTHER_POLICY_KEYS.keys()
     harmless = {"max_num_seqs": 32, "reasoning_parser": "qwen3", "kv_cache_dtype": "fp8", "speculative_config": {}}
     assert GRPOConfig(**CPU, vllm_engine_kwargs=harmless).engine_kwargs == harmless
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_kv_in_host_memory_and_a_single_place_are_taken_where_engines_rest_during_a_push(ahead: int) -> None:
+    kwargs = {"kv_offloading_size": 4.0, "max_num_seqs": 1}
+    assert GRPOConfig(**CPU, generation_lookahead=ahead, vllm_engine_kwargs=kwargs).engine_kwargs == kwargs
+
+
+def test_vllm_has_no_cache_of_kv_that_was_not_looked_at() -> None:
+    """For `generation_lookahead` 2 and more: does it know the salt, and is it dropped?"""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    about_kv = {name for field in dataclasses.fields(AsyncEngineArgs) if "kv_" in (name := field.name)}
+    harmless = {"kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_cache_memory_bytes", "kv_cache_metrics"}
+    harmless |= {"kv_cache_metrics_sample", "kv_events_config", "kv_sharing_fast_prefill"}
+    harmless |= {"calculate_kv_scales", "cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"}
+    harmless |= {"disable_hybrid_kv_cache_manager", "num_gpu_blocks_override"}
+    assert about_kv - harmless - OWN_ENGINE_KEYS.keys() == {"kv_offloading_size"}
 
 
 def test_a_temperature_that_is_set_twice_may_be_the_same() -> None:

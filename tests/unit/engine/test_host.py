@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from grpo.engine import host as engine_host
-from grpo.engine.answers import sampled_logprobs, sampling_params
+from grpo.engine.answers import sampled_logprobs, sampling_params, tokens_so_far
 from grpo.engine.host import Host, forget_device
 from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
 from grpo.faults.failure import FailureKind
@@ -279,3 +279,22 @@ def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     forget_device()
     assert Platform.get_device_capability() == "1"
+
+
+def state_of(request_id: str, index: int, num_tokens: int, parent: Any = None) -> SimpleNamespace:
+    """As vLLM's output processor has one of each completion that runs."""
+    detokenizer = SimpleNamespace(num_output_tokens=lambda: num_tokens)
+    return SimpleNamespace(external_req_id=request_id, request_index=index, detokenizer=detokenizer, parent_req=parent)
+
+
+def test_tokens_so_far_are_those_of_completions_with_what_has_ended_of_a_request_and_no_probes() -> None:
+    ended = SimpleNamespace(index=1, token_ids=[5, 6, 7])
+    several = SimpleNamespace(output_aggregator=[None, ended, None])
+    states = [
+        state_of("3", 0, 17),
+        state_of("probe-0", 0, 1),
+        state_of("20", 0, 4, several),
+        state_of("20", 2, 9, several),
+        state_of("-1", 0, 2),  # a trial's, of no batch
+    ]
+    assert tokens_so_far(states) == {3: 17, 20: 4, 21: 3, 22: 9}

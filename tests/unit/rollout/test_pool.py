@@ -15,8 +15,9 @@ from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
 
 
+@pytest.mark.parametrize("num_spare", [0, 1])
 @pytest.mark.parametrize("trial", range(20))
-def test_every_completion_comes_back_to_its_place(trial: int, node: Node) -> None:
+def test_every_completion_comes_back_to_its_place(trial: int, num_spare: int, node: Node) -> None:
     """For any lengths, engines, speeds, windows and numbers of samples; several batches at once."""
     rng = np.random.default_rng(trial)
     engines = [
@@ -25,7 +26,8 @@ def test_every_completion_comes_back_to_its_place(trial: int, node: Node) -> Non
         )
         for number in range(rng.integers(1, 5))
     ]
-    pool = node.pool(*engines, windows=rng.integers(1, 9, size=len(engines)).tolist())
+    windows = (rng.integers(1, 9, size=len(engines)) + num_spare).tolist()
+    pool = node.pool(*engines, windows=windows, num_spare=num_spare)
     batches = [requests_of(rng, int(rng.integers(0, 14)), first_seed=1000 * number) for number in range(3)]
     submitted = [pool.submit(requests) for requests in batches]
     for number in rng.permutation(3):
@@ -59,6 +61,21 @@ def test_answers_come_one_by_one_only_while_something_waits(num_slots: int, toge
     requests = requests_of(np.random.default_rng(8), 12)
     assert to_lists(node.pool(*engines).collect(node.pools[0].submit(requests), DEADLINE_S)) == expected_of(requests)
     assert {sample.together for engine in engines for sample in engine.samples} == together
+
+
+def test_where_places_are_spared_nothing_waits_in_an_engine(node: Node) -> None:
+    first, second = ThreadedEngine("engine 0", num_slots=5), ThreadedEngine("engine 1", num_slots=4)
+    for engine in (first, second):
+        engine.works.clear()
+    pool = node.pool(first, second, num_spare=1)
+    requests = [Request(token_ids=np.array([7, row], np.int32), n=11, seed=20 * row) for row in range(2)]
+    batch = pool.submit(requests)
+    wait_until(lambda: sum(len(ids) for engine in (first, second) for _, ids in engine.told) == 7)
+    assert [sum(len(ids) for _, ids in engine.told) for engine in (first, second)] == [4, 3]
+    for engine in (first, second):
+        engine.works.set()
+    assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
+    assert sorted(each for engine in (first, second) for _, ids in engine.told for each in ids) == [*range(22)]
 
 
 def test_submitting_waits_for_no_engine(node: Node) -> None:

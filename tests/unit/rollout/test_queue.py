@@ -47,11 +47,42 @@ def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> N
     assert requests.send() == [(0, [4, 5, 6])]
 
 
+def test_where_places_are_spared_a_chunk_is_cut_to_those_that_are_free() -> None:
+    requests = RequestQueue([4, 3], num_spare=1)
+    requests.add(chunks_of((9, [0, 1, 2, 3]), (5, [4, 5])))
+    assert requests.send() == [(0, [0, 1, 2]), (1, [3]), (1, [4])]  # three places and two
+    assert not requests.all_sent()
+    requests.add(chunks_of((50, [6, 7, 8])))
+    requests.answered(1, 3)
+    assert requests.send() == [(1, [5])], "a rest stays first in line"
+    requests.answered(0, 0)
+    requests.answered(0, 1)
+    requests.answered(1, 4)
+    assert requests.send() == [(1, [6]), (0, [7, 8])]  # the one with fewer tokens first
+    assert requests.all_sent()
+
+
+def test_a_rest_goes_where_its_beginning_is_if_there_is_a_place() -> None:
+    requests = RequestQueue([3, 3], num_spare=1)
+    requests.add(chunks_of((13, [0, 1]), (8, [2, 3, 4])))
+    assert requests.send() == [(0, [0, 1]), (1, [2, 3])]
+    requests.answered(0, 0)
+    requests.answered(0, 1)
+    requests.answered(1, 2)
+    assert requests.send() == [(1, [4])]  # 8 | 0
+    assert requests.lose(1) == [3, 4]
+    requests.add(chunks_of((7, [5, 6, 7])))
+    assert requests.send() == [(0, [5, 6])]
+    assert requests.forget([5, 6, 7]) == [(0, [5, 6])]
+    assert requests.all_sent(), "the rest is forgotten, too"
+
+
+@pytest.mark.parametrize("num_spare", [0, 1, 2])
 @pytest.mark.parametrize("trial", range(200))
-def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: int) -> None:
+def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: int, num_spare: int) -> None:
     rng = np.random.default_rng(trial)
     windows = rng.integers(1, 12, size=rng.integers(1, 5)).tolist()
-    requests = RequestQueue(windows)
+    requests = RequestQueue([window + num_spare for window in windows], num_spare)
     ids = itertools.count()
     left: list[dict[int, int]] = [{} for _ in windows]  # tokens of each completion that an engine holds, by id
     waiting: dict[int, list[int]] = {}  # chunks that were not sent, by first id
@@ -64,8 +95,13 @@ def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: 
             waiting |= {chunk[0]: chunk for chunk in chunks}
             requests.add([Chunk(ids=chunk, tokens=int(rng.integers(1, 100))) for chunk in chunks])
         for engine, chunk in requests.send():
-            assert waiting.pop(chunk[0]) == chunk
+            begun = waiting.pop(chunk[0])
+            assert begun[: len(chunk)] == chunk
+            if rest := begun[len(chunk) :]:
+                assert num_spare
+                waiting[rest[0]] = rest
             assert len(left[engine]) < windows[engine]
+            assert not num_spare or len(left[engine]) + len(chunk) <= windows[engine]
             left[engine] |= {completion: int(rng.integers(1, 30)) for completion in chunk}
             sent_once += chunk
         for engine, held in enumerate(left):

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 from grpo.engine.client import EngineError
@@ -42,6 +43,9 @@ class ScriptedEngines:
         self.calls: list[Any] = []
         self.may_answer = threading.Semaphore(0)
         self._refuses = refuses
+
+    def pause(self) -> None:
+        self.calls.append("pause")
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
@@ -145,3 +149,43 @@ def test_a_push_that_is_given_up_sends_nothing_more() -> None:
     sender.abandon(KeyboardInterrupt())  # twice does no harm
     sender._threads.shutdown()
     assert engines.calls[1:] in ([], [("bucket 0", 0, ("kept",))])  # what was under way
+
+
+@pytest.mark.parametrize("num_buckets", [0, 2])
+def test_engines_that_are_paused_are_asked_for_nothing_before_a_bucket_is_filled(num_buckets: int) -> None:
+    engines = ScriptedEngines()
+    for _ in range(num_buckets):
+        engines.may_answer.release()
+    sender = Sender(
+        ScriptedTransport(1),
+        engines,  # type: ignore[arg-type]
+        held=["kept"],
+        sums_bits=False,
+        timeout_s=5.0,
+        pause=engines.pause,
+    )
+    for index in range(num_buckets):
+        assert sender.places("any") == [index]  # type: ignore[arg-type]
+        assert index or engines.calls == []
+        sender.send(f"bucket {index}")  # type: ignore[arg-type]
+    assert sender.finish(lambda: engines.calls.append("finish")) is None
+    assert [call[0] for call in engines.calls[2:-1]] == [f"bucket {index}" for index in range(num_buckets)]
+    assert [*engines.calls[:2], engines.calls[-1]] == ["pause", "start", "finish"]
+
+
+def test_engines_are_not_paused_for_a_transport_that_is_broken() -> None:
+    class Broken(ScriptedTransport):
+        def begin(self) -> None:
+            raise EngineError("the push group was ended")
+
+    engines = ScriptedEngines()
+    sender = Sender(
+        Broken(1),
+        engines,  # type: ignore[arg-type]
+        held=[],
+        sums_bits=False,
+        timeout_s=5.0,
+        pause=engines.pause,
+    )
+    assert str(sender.finish(lambda: None)) == "the push group was ended"
+    assert engines.calls == []
