@@ -145,18 +145,20 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSlot:
-    """Room for one LoRA adapter in an engine."""
+    """Room for LoRA adapters in an engine."""
 
     rank: int
     """Of the layer with the largest one."""
     layers: tuple[str, ...]
     """Last names of those that are adapted."""
+    number: int = 1
+    """Of adapters that the engine holds at once: one for each batch that is under way, and the newest."""
 
     @property
     def engine_args(self) -> dict[str, Any]:
         return {
             "enable_lora": True,
-            "max_loras": 1,
+            "max_loras": self.number,
             "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= self.rank),
             "lora_target_modules": list(self.layers),  # others are left as they are, and cost nothing
         }

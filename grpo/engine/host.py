@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from grpo.engine.adapters import EngineAdapters
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params, tokens_so_far
 from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
@@ -35,7 +36,6 @@ from grpo.place.patches.torch import compile_nothing, keep_headers, write_librar
 from grpo.place.patches.vllm import set_no_generator_back
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
@@ -55,7 +55,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
-        self._adapter: LoRARequest | None = None
+        self._adapters = EngineAdapters(engine)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class Host:
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
         prompt = tokens_input(sample.token_ids.tolist(), cache_salt=sample.cache_salt)
-        final = await self._last_output(prompt, params, str(ids.start))
+        final = await self._last_output(prompt, params, str(ids.start), sample.adapter)
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
@@ -160,10 +160,11 @@ class Host:
         answers, self._answers = self._answers, []
         self._connection.send(Answers(sampled=tuple(answers)))
 
-    async def _last_output(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def _last_output(self, prompt: Any, params: Any, request_id: str, adapter: int | None = None) -> Any:
         """What vLLM answers when a request is finished."""
-        stream = self._engine.generate(prompt, params, request_id, lora_request=self._adapter)
-        outputs = [output async for output in stream]
+        with self._adapters.used(adapter) as lora_request:
+            stream = self._engine.generate(prompt, params, request_id, lora_request=lora_request)
+            outputs = [output async for output in stream]
         return outputs[-1]
 
     async def _call(self, call: Call) -> None:
@@ -202,7 +203,9 @@ class Host:
             case "check_bits":
                 return await engine.collective_rpc("grpo_check_bits", kwargs=kwargs)
             case "take_adapter":
-                return await self._take_adapter(**kwargs)
+                return await self._adapters.take(**kwargs)
+            case "end_weight_update":
+                return await self._adapters.end_update(**kwargs)
             case "prompt_logprobs":
                 return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")
@@ -217,17 +220,6 @@ class Host:
         # No token is sampled from here on. The last ones may not have come through vLLM's output processor yet: the
         # counts may be low then. Nothing but metrics is made of them.
         return tokens_so_far(self._engine.output_processor.request_states.values())
-
-    async def _take_adapter(self, number: int, policy_version: str) -> None:
-        """Let the workers use the adapter that the last push has brought, and every request from now on ask for it.
-
-        Its name and its number are new with every push: the prefix cache is keyed on the first (vLLM 0.31).
-        """
-        from vllm.lora.request import LoRARequest
-
-        await self._engine.collective_rpc("grpo_take_adapter", kwargs={"number": number})
-        name = f"policy-v{policy_version}-{number}"
-        self._adapter = LoRARequest(name, number, lora_path=name)  # nobody reads the path: the workers hold the adapter
 
     async def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         """Raw log-probability of each prompt token but the first, by one forward of the engine."""

@@ -77,6 +77,8 @@ class Sample:
     """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
     cache_salt: str | None = None
     """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
+    adapter: int | None = None
+    """Number of the adapter to sample with, from the first token to the last; None: the newest, or none before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,8 @@ def choose_way(wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dt
     """
     ranks = _ranks(wrapped)
     layers = tuple(sorted({path.rpartition(".")[2] for path in ranks}))
-    slot = AdapterSlot(rank=max(ranks.values()), layers=layers)
+    ahead = args.generation_lookahead
+    slot = AdapterSlot(rank=max(ranks.values()), layers=layers, number=ahead + 1 if ahead > 1 else 1)
     why = _why_merge(wrapped, peft_config, ranks, slot, dtype, has_gpus=has_gpus)
     if args.vllm_lora == "adapter" and why:
         raise ValueError(f"vllm_lora is 'adapter', but {why}: set it to 'auto' or 'merge'")

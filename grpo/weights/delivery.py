@@ -142,6 +142,11 @@ class WeightDelivery:
         """How often everything had to be sent; the same on all ranks."""
         return self._pusher.source.times_forgotten
 
+    @property
+    def adapter_number(self) -> int | None:
+        """Of the adapter that the last push has brought to this node's engines; see `Pusher.adapter_number`."""
+        return self._pusher.adapter_number
+
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
         self.forget_sent()

@@ -12,7 +12,7 @@ from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, descr
 from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.held import HeldParameters
 from grpo.weights.layers import frozen_names, layer_groups, persistent_buffers
-from grpo.weights.names import some
+from grpo.weights.names import ADAPTER_PREFIX, some
 from grpo.weights.units import Unit, common_dtype, described_units, in_format
 from grpo.weights.wire_format import StackedExperts, WireFormat
 
@@ -31,6 +31,11 @@ class PushPlan:
     @property
     def metas(self) -> list[ParamMeta]:
         return [meta for bucket in self.buckets for meta in bucket.metas]
+
+    @property
+    def is_adapters(self) -> bool:
+        """Whether adapters alone travel, and no weight of the base."""
+        return all(meta.name.startswith(ADAPTER_PREFIX) for meta in self.metas)
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,7 +26,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
@@ -51,34 +51,11 @@ from grpo.weights.destinations import (
     whole_loads,
 )
 from grpo.weights.engine_args import BACKENDS
+from grpo.weights.packed_on_cpu import refresh_packed_weights
 from grpo.weights.page_sums import ArrivedSums
 from grpo.weights.wire_format import WireFormat
 
 _log = logging.getLogger(__name__)
-
-
-def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
-    """Mend the two places where vLLM's CPU backend (0.31) leaves a reload half done, silently.
-
-    It packs weights for its kernels when it loads them. A tied head receives nothing in a reload, so its packed copy
-    stays the old one: log-probabilities are off by 0.4 to 1.7 (Qwen2, Qwen3). And experts are packed on the first load
-    alone: a reload writes plain values where the kernel reads packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
-
-    Args:
-        reloaded: layers that got values in this push; the others are packed already.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    written = {parameter.data_ptr() for layer in reloaded for parameter in layer.parameters(recurse=False)}
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear") and layer.weight.data_ptr() in written:
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if layer in reloaded and isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
-            for weight in (layer.w13_weight, layer.w2_weight):
-                weight.data.copy_(cpu_prepack_moe_weight(weight.data, experts.isa))
 
 
 @contextlib.contextmanager
@@ -259,9 +236,9 @@ class CountedReload(WeightTransferEngine):
         if lines := self._sums.changed(sent):
             raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
 
-    def take_adapter(self, lora_manager: Any, number: int) -> None:
-        """Use the adapter that the last push has brought."""
-        take_adapter(lora_manager, number, self._adapter, self.device)
+    def take_adapter(self, lora_manager: Any, number: int, keep: Collection[int]) -> None:
+        """Hold the adapter that the last push has brought, and those to keep."""
+        take_adapter(lora_manager, number, self._adapter, self.device, keep)
         self._adapter = {}
 
     def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
@@ -291,6 +268,8 @@ class AskedWorker:
 
     weight_transfer_engine: CountedReload
     model_runner: Any
+    vllm_config: VllmConfig
+    _weight_update_active: bool
 
     def grpo_wire_format(self, question: dict[str, Any]) -> str:
         return self.weight_transfer_engine.wire_format(question).dumps()
@@ -298,8 +277,16 @@ class AskedWorker:
     def grpo_check_bits(self, sent: dict[str, int]) -> None:
         self.weight_transfer_engine.check_bits(sent)
 
-    def grpo_take_adapter(self, number: int) -> None:
-        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number)
+    def grpo_take_adapter(self, number: int, keep: list[int]) -> None:
+        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number, keep)
+
+    def grpo_end_weight_update(self) -> None:
+        """As vLLM's `finish_weight_update`, which drops all adapters besides (0.31, `reset_lora_state`): their tensors
+        stand beside the base's, and no reload touches them."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.finish_weight_update()
+            self.weight_transfer_engine.reset_weight_update_target()
+            self._weight_update_active = False
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):

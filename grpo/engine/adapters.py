@@ -1,0 +1,90 @@
+"""The adapters of an engine: their numbers, the names by which requests ask for them, and how many requests do."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+ABORTED_S = 10.0  # from the abort of completions, which is on its way, to the end of their requests
+
+
+class EngineAdapters:
+    """Which adapters the workers of an engine hold. All in one event loop, the host's.
+
+    vLLM looks for the folder of an adapter that a request asks for and the workers do not hold, and its engine ends
+    where there is none (0.31): so none is dropped under a request, and no request asks for one that is not held.
+    """
+
+    def __init__(self, engine: "AsyncLLM") -> None:
+        self._engine = engine
+        self._held: dict[int, LoRARequest] = {}
+        self._newest: LoRARequest | None = None
+        self._users: Counter[int] = Counter()
+        self._left = asyncio.Event()  # set whenever a request has ended
+
+    @contextlib.contextmanager
+    def used(self, number: int | None) -> Iterator["LoRARequest | None"]:
+        """Around a request: the adapter that it asks for.
+
+        Args:
+            number: of the adapter; None: the newest, or the base where no push has brought one.
+
+        Raises:
+            RuntimeError: this engine does not hold it.
+        """
+        request = self._newest if number is None else self._held.get(number)
+        if request is None:
+            if number is not None:
+                raise RuntimeError(f"adapter {number} is not in this engine, which holds {sorted(self._held)}")
+            yield None
+            return
+        self._users[request.lora_int_id] += 1
+        try:
+            yield request
+        finally:
+            self._users[request.lora_int_id] -= 1
+            self._left.set()
+
+    async def take(self, number: int, policy_version: str, keep: Collection[int]) -> None:
+        """Let the workers hold the adapter that the last push has brought, and of the others those to `keep` alone.
+
+        One that is held already is left as it is: a push that is meant for another engine brings it too. Name and
+        number are new with every push: the prefix cache is keyed on the first (vLLM 0.31).
+
+        Raises:
+            RuntimeError: a request of an adapter that is to go is still at work; or the workers have no room.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if number in self._held:
+            return
+        held, going = self._held, self._held.keys() - {*keep}
+        self._held = {each: request for each, request in held.items() if each not in going}
+        await self._wait_until_unused(going)
+        await self._engine.collective_rpc("grpo_take_adapter", kwargs={"number": number, "keep": sorted(self._held)})
+        name = f"policy-v{policy_version}-{number}"
+        self._held[number] = LoRARequest(name, number, lora_path=name)  # the workers hold it: the path is never read
+        self._newest = self._held[max(self._held)]
+
+    async def end_update(self, policy_version: str) -> None:
+        """End a push as vLLM's `finish_weight_update` does, but leave the workers the adapters that they hold."""
+        await self._engine.collective_rpc("grpo_end_weight_update")
+        await self._engine.update_weight_version(policy_version)
+
+    async def _wait_until_unused(self, numbers: Collection[int]) -> None:
+        """The local main keeps what its completions need: what asks for these has been aborted, or is being aborted."""
+        try:
+            async with asyncio.timeout(ABORTED_S):
+                while any(self._users[number] for number in numbers):
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            used = {number: self._users[number] for number in sorted(numbers) if self._users[number]}
+            raise RuntimeError(f"adapters are to be dropped while requests use them, by number: {used}") from None
+        for number in numbers:
+            del self._users[number]
