@@ -152,7 +152,7 @@ class AdapterSlot:
     layers: tuple[str, ...]
     """Last names of those that are adapted."""
     number: int = 1
-    """Of adapters: with several batches under way one for each, and the newest."""
+    """Of adapters that the engine holds at once: one for each batch that is under way, and the newest."""
 
     @property
     def engine_args(self) -> dict[str, Any]:

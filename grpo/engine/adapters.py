@@ -1,49 +1,90 @@
-"""The adapters that an engine holds, and by which of them a request is sampled; in the engine's host."""
+"""The adapters of an engine: their numbers, the names by which requests ask for them, and how many requests do."""
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+ABORTED_S = 10.0  # from the abort of completions, which is on its way, to the end of their requests
 
-class HeldAdapters:
-    """What the workers hold, as requests ask for it.
 
-    A name and a number are new with every push: vLLM's prefix cache is keyed on the first (0.31).
+class EngineAdapters:
+    """Which adapters the workers of an engine hold. All in one event loop, the host's.
+
+    vLLM looks for the folder of an adapter that a request asks for and the workers do not hold, and its engine ends
+    where there is none (0.31): so none is dropped under a request, and no request asks for one that is not held.
     """
 
     def __init__(self, engine: "AsyncLLM") -> None:
-        self.newest: LoRARequest | None = None
-        """Of the last push that has brought one."""
         self._engine = engine
         self._held: dict[int, LoRARequest] = {}
+        self._newest: LoRARequest | None = None
+        self._users: Counter[int] = Counter()
+        self._left = asyncio.Event()  # set whenever a request has ended
 
-    def of(self, number: int | None) -> "LoRARequest | None":
-        """The adapter with this number; None: the newest, if there is any.
+    @contextlib.contextmanager
+    def used(self, number: int | None) -> Iterator["LoRARequest | None"]:
+        """Around a request: the adapter that it asks for.
+
+        Args:
+            number: of the adapter; None: the newest, or the base where no push has brought one.
 
         Raises:
-            RuntimeError: it is not here. vLLM's engine would look for its folder, and end.
+            RuntimeError: this engine does not hold it.
         """
-        if number is None:
-            return self.newest
-        if number not in self._held:
-            raise RuntimeError(f"adapter {number} is not in this engine, which holds {sorted(self._held)}")
-        return self._held[number]
+        request = self._newest if number is None else self._held.get(number)
+        if request is None:
+            if number is not None:
+                raise RuntimeError(f"adapter {number} is not in this engine, which holds {sorted(self._held)}")
+            yield None
+            return
+        self._users[request.lora_int_id] += 1
+        try:
+            yield request
+        finally:
+            self._users[request.lora_int_id] -= 1
+            self._left.set()
 
-    async def finish(self, policy_version: str) -> None:
-        """The end of a push of adapters alone, which leaves those alone that are in use."""
-        await self._engine.collective_rpc("grpo_finish_adapters")
-        await self._engine.update_weight_version(policy_version)
+    async def take(self, number: int, policy_version: str, keep: Collection[int]) -> None:
+        """Let the workers hold the adapter that the last push has brought, and of the others those to `keep` alone.
 
-    async def take(self, number: int, policy_version: str, kept: Sequence[int] = (), *, is_newest: bool = True) -> None:
-        """Let the workers hold the adapter that the last push has brought, and of others those that are `kept`."""
+        One that is held already is left as it is: a push that is meant for another engine brings it too. Name and
+        number are new with every push: the prefix cache is keyed on the first (vLLM 0.31).
+
+        Raises:
+            RuntimeError: a request of an adapter that is to go is still at work; or the workers have no room.
+        """
         from vllm.lora.request import LoRARequest
 
-        await self._engine.collective_rpc("grpo_take_adapter", kwargs={"number": number, "kept": [*kept]})
+        if number in self._held:
+            return
+        held, going = self._held, self._held.keys() - {*keep}
+        self._held = {each: request for each, request in held.items() if each not in going}
+        await self._wait_until_unused(going)
+        await self._engine.collective_rpc("grpo_take_adapter", kwargs={"number": number, "keep": sorted(self._held)})
         name = f"policy-v{policy_version}-{number}"
-        request = LoRARequest(name, number, lora_path=name)  # nobody reads the path: the workers hold the adapter
-        self._held = {**{each: held for each, held in self._held.items() if each in kept}, number: request}
-        if is_newest:
-            self.newest = request
+        self._held[number] = LoRARequest(name, number, lora_path=name)  # the workers hold it: the path is never read
+        self._newest = self._held[max(self._held)]
+
+    async def end_update(self, policy_version: str) -> None:
+        """End a push as vLLM's `finish_weight_update` does, but leave the workers the adapters that they hold."""
+        await self._engine.collective_rpc("grpo_end_weight_update")
+        await self._engine.update_weight_version(policy_version)
+
+    async def _wait_until_unused(self, numbers: Collection[int]) -> None:
+        """The local main keeps what its completions need: what asks for these has been aborted, or is being aborted."""
+        try:
+            async with asyncio.timeout(ABORTED_S):
+                while any(self._users[number] for number in numbers):
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            used = {number: self._users[number] for number in sorted(numbers) if self._users[number]}
+            raise RuntimeError(f"adapters are to be dropped while requests use them, by number: {used}") from None
+        for number in numbers:
+            del self._users[number]

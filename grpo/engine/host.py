@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from grpo.engine.adapters import HeldAdapters
+from grpo.engine.adapters import EngineAdapters
 from grpo.engine.answers import refusal, sampled_logprobs, sampling_params, tokens_so_far
 from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
@@ -36,7 +36,6 @@ from grpo.place.patches.torch import compile_nothing, keep_headers, write_librar
 from grpo.place.patches.vllm import set_no_generator_back
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
@@ -56,7 +55,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
-        self._adapters = HeldAdapters(engine)
+        self._adapters = EngineAdapters(engine)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -129,8 +128,7 @@ class Host:
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
         # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
         prompt = tokens_input(sample.token_ids.tolist(), cache_salt=sample.cache_salt)
-        adapter = self._adapters.of(sample.adapter)
-        final = await self._last_output(prompt, params, str(ids.start), adapter)
+        final = await self._last_output(prompt, params, str(ids.start), sample.adapter)
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
@@ -162,10 +160,11 @@ class Host:
         answers, self._answers = self._answers, []
         self._connection.send(Answers(sampled=tuple(answers)))
 
-    async def _last_output(self, prompt: Any, params: Any, request_id: str, adapter: "LoRARequest | None") -> Any:
+    async def _last_output(self, prompt: Any, params: Any, request_id: str, adapter: int | None = None) -> Any:
         """What vLLM answers when a request is finished."""
-        stream = self._engine.generate(prompt, params, request_id, lora_request=adapter)
-        outputs = [output async for output in stream]
+        with self._adapters.used(adapter) as lora_request:
+            stream = self._engine.generate(prompt, params, request_id, lora_request=lora_request)
+            outputs = [output async for output in stream]
         return outputs[-1]
 
     async def _call(self, call: Call) -> None:
@@ -205,8 +204,8 @@ class Host:
                 return await engine.collective_rpc("grpo_check_bits", kwargs=kwargs)
             case "take_adapter":
                 return await self._adapters.take(**kwargs)
-            case "finish_adapters":
-                return await self._adapters.finish(**kwargs)
+            case "end_weight_update":
+                return await self._adapters.end_update(**kwargs)
             case "prompt_logprobs":
                 return await self._prompt_logprobs(**kwargs)
         raise ValueError(f"engine host has no call {method!r}")

@@ -78,7 +78,7 @@ class Sample:
     cache_salt: str | None = None
     """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
     adapter: int | None = None
-    """Number of the adapter to sample with; None: the newest, if there is any."""
+    """Number of the adapter to sample with, from the first token to the last; None: the newest, or none before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,8 @@ TABLE: tuple[PrivateName, ...] = (
         update_weights(self, update_info)
         """,
     ),
-    *_functions(_TRANSFER, "calls", "parse_update_info(self, update_dict)"),
+    *_functions(_TRANSFER, "calls", "parse_update_info(self, update_dict)\nreset_weight_update_target(self)"),
+    *_values("vllm.v1.worker.gpu_worker.Worker", "assigns", "_weight_update_active"),
     *_values(_TRANSFER, "reads", "device model model_config"),
     *_functions(_NCCL, "overrides", "init_transfer_engine(self, init_info)\nreceive_weights(self, update_info)"),
     *_values(_NCCL, "reads", "model_update_group packed_buffer_size_bytes packed_num_buffers"),

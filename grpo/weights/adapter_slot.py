@@ -4,7 +4,7 @@ Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed nor PEFT.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,18 +26,32 @@ def without_adapters(model: torch.nn.Module) -> contextlib.AbstractContextManage
     return layers_replaced(model, lambda layer: layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else None)
 
 
-def adapter_of(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tensor], device: torch.device) -> LoRAModel:
-    """An adapter in the form in which vLLM holds it.
+def take_adapter(
+    lora_manager: Any,
+    number: int,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    keep: Collection[int] = (),
+) -> None:
+    """Hold an adapter, in the form in which requests of its number find it, and of the others those to keep alone.
 
     Args:
         lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
         number: of the adapter, new with every push; requests ask for it.
         tensors: by PEFT's names, B with its scale.
+        keep: numbers of adapters that requests still ask for.
 
     Raises:
         ValueError: a layer that vLLM does not adapt; it would leave that part out without a word (0.31).
+        RuntimeError: all slots are kept; vLLM would give away the one that was used least recently (0.31).
     """
     manager = lora_manager._adapter_manager
+    kept = lora_manager.list_adapters() & {*keep}
+    if len(kept) >= manager.lora_slots:
+        raise RuntimeError(
+            f"adapter {number} has no slot: requests still use {sorted(kept)}, and the engine has room for "
+            f"{manager.lora_slots} adapters (max_loras)"
+        )
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     rank = lora_manager.lora_config.max_lora_rank
     # As `_load_adapter` does after it has read a folder. The scale is in B, so rank and alpha are said to be the same.
@@ -51,28 +65,12 @@ def adapter_of(lora_manager: Any, number: int, tensors: Mapping[str, torch.Tenso
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
     lora.is_3d_lora_weight = False
-    return lora
-
-
-def hold_adapters(lora_manager: Any, adapters: Mapping[int, LoRAModel]) -> None:
-    """Make these, by their numbers, all that this worker holds. Those that it has already stay where they are.
-
-    vLLM drops all at the end of a weight update (0.31); these come back then.
-
-    Raises:
-        ValueError: there are more than the engine has room for; or see `adapter_of`.
-    """
-    manager = lora_manager._adapter_manager
-    if len(adapters) > manager.lora_slots:
-        raise ValueError(f"{len(adapters)} adapters are in use, and the engine has room for {manager.lora_slots}")
-    for number in lora_manager.list_adapters() - adapters.keys():
-        lora_manager.remove_adapter(number)
-    for number, lora in adapters.items():
-        if number not in lora_manager.list_adapters():
-            manager.add_adapter(lora)
-            if unknown := sorted(lora.loras.keys() - manager.modules.keys()):
-                raise ValueError(
-                    f"this engine adapts no layer {', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}: set "
-                    "vllm_lora to 'merge', or leave it out of target_modules"
-                )
-        manager.activate_adapter(number)
+    for other in lora_manager.list_adapters() - kept:
+        lora_manager.remove_adapter(other)
+    manager.add_adapter(lora)
+    if unknown := sorted(lora.loras.keys() - manager.modules.keys()):
+        raise ValueError(
+            f"this engine adapts no layer {', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}: set vllm_lora to "
+            "'merge', or leave it out of target_modules"
+        )
+    manager.activate_adapter(number)

@@ -143,13 +143,8 @@ class WeightDelivery:
         return self._pusher.source.times_forgotten
 
     @property
-    def leaves_engines_alone(self) -> bool:
-        """Whether engines sample on while weights come."""
-        return self._pusher.keeps_adapters
-
-    @property
     def adapter_number(self) -> int | None:
-        """Of the adapter that the last push has brought, where engines hold several; else None."""
+        """Of the adapter that the last push has brought to this node's engines; see `Pusher.adapter_number`."""
         return self._pusher.adapter_number
 
     def require_full_sync(self) -> None:

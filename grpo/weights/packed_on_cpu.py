@@ -1,6 +1,6 @@
-"""What vLLM's CPU backend packs for its kernels, packed anew after a push.
+"""Copies of weights that vLLM packs for its kernels on CPUs, and that a reload leaves as they were.
 
-Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
+Runs in vLLM's worker processes.
 """
 
 import torch

@@ -86,14 +86,14 @@ class NodeEngines:
         """Not of vLLM's client: compare what an update has brought with what was sent."""
         self._on_all("check_bits", [{"sent": sent} for _ in self._clients])
 
-    def take_adapter(self, number: int, policy_version: str, **more: Any) -> None:
-        """Not of vLLM's client: hold the adapter that the update has brought; see `Host`."""
-        arguments = {"number": number, "policy_version": policy_version, **more}
-        self._on_all("take_adapter", [arguments for _ in self._clients])
+    def end_weight_update(self, policy_version: str) -> None:
+        """Not of vLLM's client: as `finish_weight_update`, but the engines keep the adapters that they hold."""
+        self._on_all("end_weight_update", [{"policy_version": policy_version} for _ in self._clients])
 
-    def finish_adapters(self, policy_version: str) -> None:
-        """Not of vLLM's client: the end of an update that has brought adapters alone, beside requests at work."""
-        self._on_all("finish_adapters", [{"policy_version": policy_version} for _ in self._clients])
+    def take_adapter(self, number: int, policy_version: str, keep: Collection[int] = ()) -> None:
+        """Not of vLLM's client: hold the adapter that the update has brought, and of the others those to keep."""
+        arguments = {"number": number, "policy_version": policy_version, "keep": sorted(keep)}
+        self._on_all("take_adapter", [arguments for _ in self._clients])
 
     def pause(self) -> list[dict[int, int]]:
         """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
@@ -144,7 +144,9 @@ class Pusher:
             For adapters that travel by themselves they are not paused: each completion goes on with its own.
         on_paused: called before each push in flight with its version and what `NodeEngines.pause` answers; from another
             thread, while the engines are paused.
-        adapters_in_use: numbers of those with which completions are still sampled, or will be.
+        adapters_in_use: numbers of the adapters of which completions are sampled, or wait for that, on the local main;
+            from another thread. Where adapters travel by themselves and completions are under way, each ends with the
+            adapter with which it began: the engines are not paused for a push of adapters alone, and keep those in use.
     """
 
     def __init__(
@@ -170,11 +172,13 @@ class Pusher:
         self._timeline = timeline or Recorder()
         self._in_flight = in_flight
         self._on_paused = on_paused
-        self._pauses, self._paused_at, self._paused_s = False, 0.0, 0.0
+        self._pauses = False  # in this push
+        self._paused_at = 0.0
+        self._paused_s: float | None = None
         self._adapters_in_use = adapters_in_use
         self._num_adapters = 0
         self._sent_adapters = SentAdapters()
-        self._lacks_adapters = False  # an engine that has come back
+        self._must_send_older = False  # an engine may have come back since adapters were sent
         self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
@@ -195,7 +199,17 @@ class Pusher:
         )
         self._engines.on_failure = self._transport.abort
         self._transport.open(self._engines, self._tell)
-        self._lacks_adapters = True
+        self._must_send_older = self.keeps_adapters
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether the engines hold an adapter for each push of which completions are under way."""
+        return self._in_flight and self.source.has_adapters
+
+    @property
+    def adapter_number(self) -> int | None:
+        """Of the newest adapter in this node's engines, on its local main; None where they hold one at most."""
+        return self._num_adapters if self.keeps_adapters and self._num_adapters else None
 
     def _node_engines(self) -> NodeEngines:
         return NodeEngines(self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s)
@@ -244,19 +258,11 @@ class Pusher:
         self.source.meet(receives=bool(self._clients))
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
-        sender, self._pauses = None, self._in_flight and not plan.is_adapters
+        self._pauses = self._in_flight and not (self.keeps_adapters and plan.is_adapters)
+        self._paused_s = None
         self._sent_adapters.begin()
         sums: dict[str, torch.Tensor] = {}
-        if self._transport is not None:
-            sender = Sender(
-                self._transport,
-                self._engines,
-                held=plan.held,
-                sums_bits=checks_bits,
-                timeout_s=self._timeout_s,
-                on_stuck=self._tell,
-                pause=(lambda: self._pause(version)) if self._pauses else None,
-            )
+        sender = None if self._transport is None else self._sender(version, plan.held, sums_bits=checks_bits)
         gather_s = 0.0
         try:
             for bucket in plan.buckets:
@@ -268,7 +274,10 @@ class Pusher:
                     if self.keeps_adapters:
                         self._sent_adapters.note(bucket, places)
                     sender.send(bucket)
-                    if checks_bits:  # while it is on its way; nothing fills its places before the next `places`
+                    # While it is on its way; nothing fills its places before the next `places`.
+                    if self.keeps_adapters:
+                        self._sent_adapters.note(bucket, places)
+                    if checks_bits:
                         sums |= {meta.name: page_sum(place) for meta, place in zip(bucket.metas, places, strict=True)}
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
@@ -288,45 +297,46 @@ class Pusher:
             self._timeline.add(PUSH_SEND, begun, time.monotonic(), "push: send", bytes=plan.num_bytes)
         if error is None:
             self.source.mark_sent()
-            if sender is not None and self.keeps_adapters and self._lacks_adapters:
-                error = self._send_kept_adapters()
+            error = self._send_older(version)
         report = PushReport(
             total_s=time.monotonic() - begun,
             gather_s=gather_s,
             send_s=0.0 if sender is None else sender.busy_s,
             num_bytes=0 if sender is None else plan.num_bytes,
-            paused_s=self._paused_s if self._pauses and sender is not None else None,
+            paused_s=self._paused_s,
         )
         return report, error
 
-    @property
-    def keeps_adapters(self) -> bool:
-        """Whether engines hold several adapters, one for each push of which completions are still sampled."""
-        return self._in_flight and self.source.has_adapters
-
-    @property
-    def adapter_number(self) -> int | None:
-        """Of the one that the last push has brought, where engines hold several."""
-        return self._num_adapters if self.keeps_adapters else None
+    def _sender(self, version: int, held: Sequence[str], *, sums_bits: bool) -> Sender:
+        assert self._transport is not None
+        return Sender(
+            self._transport,
+            self._engines,
+            held=held,
+            sums_bits=sums_bits,
+            timeout_s=self._timeout_s,
+            on_stuck=self._tell,
+            pause=(lambda: self._pause(version)) if self._pauses else None,
+        )
 
     def _pause(self, version: int) -> None:
-        self._paused_at, self._paused_s = time.monotonic(), 0.0
+        self._paused_at = time.monotonic()
         of_engines = self._engines.pause()
-        self._on_paused(version, [] if self.keeps_adapters else of_engines)
+        if not self.keeps_adapters:  # else what is under way goes on with the weights that it has
+            self._on_paused(version, of_engines)
 
-    def _finish(self, version: str, sent: dict[str, int]) -> None:
-        if self.keeps_adapters and not self._pauses:
-            self._engines.finish_adapters(version)
+    def _finish(self, version: int, sent: dict[str, int]) -> None:
+        if self.keeps_adapters:
+            self._engines.end_weight_update(str(version))
         else:
-            self._engines.finish_weight_update(version)
+            self._engines.finish_weight_update(str(version))
         if sent:  # only now all layers are loaded
             self._engines.check_bits(sent)
         if self.source.has_adapters:
             self._num_adapters += 1
-            in_use = self._adapters_in_use()
-            self._engines.take_adapter(self._num_adapters, version, kept=sorted(in_use))
-            if self.keeps_adapters:
-                self._sent_adapters.take(self._num_adapters, version, in_use=in_use)
+            in_use = self._adapters_in_use() if self.keeps_adapters else ()
+            self._engines.take_adapter(self._num_adapters, str(version), in_use)
+            self._sent_adapters.keep(self._num_adapters, version, in_use)
         if self._pauses:
             self._engines.resume()
             self._paused_s = time.monotonic() - self._paused_at
@@ -337,34 +347,43 @@ class Pusher:
             if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
 
-    def _send_kept_adapters(self) -> EngineError | None:
-        """Once more, those with which completions of other engines' places, or of dead ones, are still sampled."""
-        assert self._transport is not None
-        plan, kept = self.source.plan(), self._sent_adapters.kept
-        for number, adapter in kept.items():
-            sender = Sender(
-                self._transport,
-                self._engines,
-                held=plan.held,
-                sums_bits=False,
-                timeout_s=self._timeout_s,
-                on_stuck=self._tell,
-            )
+    def _send_older(self, newest_version: int) -> EngineError | None:
+        """Bring engines that have come back the older adapters: completions of engines that died are sampled again with
+        theirs. Those that hold them already leave them as they are. Not collective; returns what went wrong."""
+        if not self._must_send_older or self._transport is None:
+            return None
+        for number, adapter in self._sent_adapters.older().items():
+            try:
+                error = self._send_again(number, adapter, newest_version)
+            finally:
+                self._transport.end()
+            if error is not None:
+                return error
+        self._must_send_older = False
+        return None
+
+    def _send_again(self, number: int, adapter: SentAdapter, newest_version: int) -> EngineError | None:
+        plan, sums = self.source.plan(), {name: page_sum(tensor) for name, tensor in adapter.tensors.items()}
+        assert plan.is_adapters, "weights of the base travel with each push, beside adapters"
+        self._pauses = False
+        sender = self._sender(newest_version, plan.held, sums_bits=True)
+
+        def complete() -> None:
+            self._engines.end_weight_update(str(newest_version))
+            self._engines.check_bits(fetched(sums))
+            keep = {*self._adapters_in_use(), self._num_adapters}
+            self._engines.take_adapter(number, str(adapter.policy_version), keep)
+
+        try:
             for bucket in plan.buckets:
                 if (places := sender.places(bucket)) is not None:
                     for meta, place in zip(bucket.metas, places, strict=True):
                         place.copy_(adapter.tensors[meta.name])
                     sender.send(bucket)
-            numbers = sorted({*kept, self._num_adapters} - {number})
-            if error := sender.finish(partial(self._finish_kept, adapter, numbers)):
-                return error
-            self._transport.end()
-        self._lacks_adapters = False
-        return None
-
-    def _finish_kept(self, adapter: SentAdapter, others: list[int]) -> None:
-        self._engines.finish_adapters(adapter.policy_version)
-        self._engines.take_adapter(adapter.number, adapter.policy_version, kept=others, is_newest=False)
+            return sender.finish(complete)
+        except BaseException as broken:
+            sender.abandon(broken)
+            raise
 
     def close(self) -> None:
         if self._transport is not None:

@@ -34,7 +34,7 @@ class PushPlan:
 
     @property
     def is_adapters(self) -> bool:
-        """Whether nothing but adapters travels."""
+        """Whether adapters alone travel, and no weight of the base."""
         return all(meta.name.startswith(ADAPTER_PREFIX) for meta in self.metas)
 
     @property

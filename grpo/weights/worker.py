@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,7 +26,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
@@ -237,11 +237,9 @@ class CountedReload(WeightTransferEngine):
         if lines := self._sums.changed(sent):
             raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
 
-    def take_adapter(self, lora_manager: Any, number: int, kept: Collection[int]) -> None:
-        """Hold the adapter that the last push has brought, and of earlier ones those that are `kept`."""
-        older = {each: lora for each, lora in self._adapters.items() if each in kept}
-        self._adapters = {**older, number: adapter_of(lora_manager, number, self._adapter, self.device)}
-        hold_adapters(lora_manager, self._adapters)
+    def take_adapter(self, lora_manager: Any, number: int, keep: Collection[int]) -> None:
+        """Hold the adapter that the last push has brought, and those to keep."""
+        take_adapter(lora_manager, number, self._adapter, self.device, keep)
         self._adapter = {}
 
     def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
@@ -271,6 +269,8 @@ class AskedWorker:
 
     weight_transfer_engine: CountedReload
     model_runner: Any
+    vllm_config: VllmConfig
+    _weight_update_active: bool
 
     def grpo_wire_format(self, question: dict[str, Any]) -> str:
         return self.weight_transfer_engine.wire_format(question).dumps()
@@ -278,15 +278,16 @@ class AskedWorker:
     def grpo_check_bits(self, sent: dict[str, int]) -> None:
         self.weight_transfer_engine.check_bits(sent)
 
-    def grpo_take_adapter(self, number: int, kept: list[int]) -> None:
-        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number, kept)
+    def grpo_take_adapter(self, number: int, keep: list[int]) -> None:
+        self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number, keep)
 
-    def grpo_finish_adapters(self) -> None:
-        """The end of an update that has brought adapters alone: vLLM's own drops all that it holds, and a request
-        that is at work with one would end the engine (0.31)."""
-        self.weight_transfer_engine.finish_weight_update()
-        self.weight_transfer_engine.reset_weight_update_target()
-        self._weight_update_active = False
+    def grpo_end_weight_update(self) -> None:
+        """As vLLM's `finish_weight_update`, which drops all adapters besides (0.31, `reset_lora_state`): their tensors
+        stand beside the base's, and no reload touches them."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.finish_weight_update()
+            self.weight_transfer_engine.reset_weight_update_target()
+            self._weight_update_active = False
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):

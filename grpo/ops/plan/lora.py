@@ -32,15 +32,17 @@ class PlannedLora:
 
     @property
     def engine_elements(self) -> int:
-        """Of an engine's slot, and of the adapter as it came, which vLLM keeps beside it (0.31); 0 where it has none.
+        """Of an engine's slots, and of the adapters as they came, which vLLM keeps beside them (0.31); 0 where it has
+        none.
 
         Counted whole for each GPU of an engine: of a layer's two matrices tensor parallelism cuts one, and which one
         depends on the layer.
         """
         if self.choice.way == "merge":
             return 0
-        slot_rank = self.choice.slot.engine_args["max_lora_rank"]
-        return sum((wide + tall) * (rank + slot_rank) for wide, tall, rank in self._sizes())
+        slot = self.choice.slot
+        slot_rank = slot.engine_args["max_lora_rank"]
+        return slot.number * sum((wide + tall) * (rank + slot_rank) for wide, tall, rank in self._sizes())
 
     @property
     def merge_bytes(self) -> int:

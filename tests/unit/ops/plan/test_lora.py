@@ -54,7 +54,11 @@ def test_only_adapters_have_states_of_an_optimizer(cluster: Cluster) -> None:
     assert found["lora"] == {
         "way": "adapter",
         "why": "",
-        "slot": {"rank": 16, "layers": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]},
+        "slot": {
+            "rank": 16,
+            "layers": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+            "number": 1,
+        },
     }
     memory = lines_of(found["estimates"]["training"])
     assert memory["states"] == pytest.approx(16 * ADAPTERS / 7, rel=1e-4)
