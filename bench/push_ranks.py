@@ -217,7 +217,7 @@ class Ranks:
                 transport.places(index % NUM_BUFFERS, bucket)
                 transport.start_sending(index % NUM_BUFFERS, bucket)
                 engines.update_weights(transport.update_info(index % NUM_BUFFERS, bucket))
-            self.pusher._finish("0", {})
+            self.pusher._finish(0, {})
             transport.end()
 
         return self._timed("load", run)

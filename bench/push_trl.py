@@ -62,7 +62,7 @@ class TrlWays:
                 transport.places(0, bucket)[0].copy_(tensor)
                 transport.start_sending(0, bucket)
                 engines.update_weights(transport.update_info(0, bucket) | {"held": self.held})
-            self._pusher._finish("0", {})
+            self._pusher._finish(0, {})
             transport.end()
 
         return self._timed(send)
@@ -87,7 +87,7 @@ class TrlWays:
                 for place, (_, tensor) in zip(places or (), chunk, strict=places is not None):
                     place.copy_(tensor)
                 sender.send(bucket)
-            error = sender.finish(lambda: self._pusher._finish("0", {}))
+            error = sender.finish(lambda: self._pusher._finish(0, {}))
             transport.end()
             if error is not None:
                 raise error

@@ -141,7 +141,8 @@ class LocalVLLM:
 
     def _deliver(self, serving: Serving) -> PushReport:
         step = self._progress_now().step
-        pool = None if serving.delivery.leaves_engines_alone else serving.pool
+        samples_on = serving.delivery.adapter_number is not None  # each completion with its own adapter
+        pool = None if samples_on else serving.pool
         with (
             self._timeline.span(PUSH),
             self._watch.during("push"),

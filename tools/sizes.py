@@ -39,9 +39,9 @@ CODE_LINES = {
     # Faults, second look, 1,150: engines and ranks that are alive and stuck 700, sentinels that come back after a cut
     # 250, prompts of which engines die, figures that are no numbers, time for a cold start.
     # What GPUs need beside them (driver, C compiler, Python.h) 95, a folder that hangs 55.
-    # Several batches under way, 620: pause and salt 110, adapters of several pushes 130, ages and accounts 120, the
+    # Several batches under way, 650: pause and salt 110, adapters of several pushes 160, ages and accounts 120, the
     # engines' log-probabilities under PPO's clip 120, backlog 30, senders and refusals moved into files of their own.
-    "core": 18_220,
+    "core": 18_250,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30.

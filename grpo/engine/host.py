@@ -226,9 +226,7 @@ class Host:
 
         async def score(index: int, token_ids: list[int]) -> list[float]:
             params = sampling_params({"temperature": 1.0, "max_tokens": 1}, seed=0, prompt_logprobs=0)
-            final = await self._last_output(
-                {"prompt_token_ids": token_ids}, params, f"probe-{index}", self._adapters.newest
-            )
+            final = await self._last_output({"prompt_token_ids": token_ids}, params, f"probe-{index}")
             scored = final.prompt_logprobs
             return [scored[position][token].logprob for position, token in enumerate(token_ids) if position > 0]
 

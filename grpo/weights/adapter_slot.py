@@ -37,7 +37,7 @@ def take_adapter(
 
     Args:
         lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
-        number: of the adapter, new with every push; requests ask for it.
+        number: of the adapter, new with every push.
         tensors: by PEFT's names, B with its scale.
         keep: numbers of adapters that requests still ask for.
 

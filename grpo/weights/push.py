@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,7 +140,6 @@ class Pusher:
         timeline: where both halves of a push are recorded.
         in_flight: whether completions are under way during a push. The engines are paused for it and go on with the KV
             that they have; their prefix caches stay, so that every prompt needs a salt that changes with the weights.
-            For adapters that travel by themselves they are not paused: each completion goes on with its own.
         on_paused: called before each push in flight with its version and what `NodeEngines.pause` answers; from another
             thread, while the engines are paused.
         adapters_in_use: numbers of the adapters of which completions are sampled, or wait for that, on the local main;
@@ -271,8 +269,6 @@ class Pusher:
                 self.source.fill(bucket, places)
                 gather_s += time.perf_counter() - gather_begun
                 if sender is not None and places is not None:
-                    if self.keeps_adapters:
-                        self._sent_adapters.note(bucket, places)
                     sender.send(bucket)
                     # While it is on its way; nothing fills its places before the next `places`.
                     if self.keeps_adapters:
@@ -283,7 +279,7 @@ class Pusher:
                 torch.cuda.current_stream().synchronize()  # training may write to the weights again
             gathered = time.monotonic()
             sent = fetched(sums)
-            error = None if sender is None else sender.finish(lambda: self._finish(str(version), sent))
+            error = None if sender is None else sender.finish(lambda: self._finish(version, sent))
         except BaseException as broken:  # an interrupted notebook cell, too
             if sender is not None:
                 sender.abandon(broken)

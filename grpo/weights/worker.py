@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
-from grpo.weights.adapter_slot import adapter_of, hold_adapters, is_adapters, without_adapters
+from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
 from grpo.weights.completeness import (
     ChangedBitsError,
     IncompletePushError,
@@ -78,7 +78,6 @@ class CountedReload(WeightTransferEngine):
     _places: Sequence[Destination] = ()  # during a push: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
-    _adapters: Mapping[int, LoRAModel] = MappingProxyType({})  # by number, what requests may ask for
 
     @property
     def _tied(self) -> bool:

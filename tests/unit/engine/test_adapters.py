@@ -1,11 +1,12 @@
-"""Which adapter an engine samples a request with."""
+"""Which adapter an engine samples a request with, and how long it holds one."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from grpo.engine.adapters import HeldAdapters
+from grpo.engine import adapters
+from grpo.engine.adapters import EngineAdapters
 
 
 class Engine:
@@ -22,38 +23,67 @@ class Engine:
         self.version = version
 
 
-def take(held: HeldAdapters, number: int, *kept: int, is_newest: bool = True) -> None:
-    asyncio.run(held.take(number, f"{number - 1}", kept, is_newest=is_newest))
+def name_of(held: EngineAdapters, number: int | None) -> str | None:
+    with held.used(number) as request:
+        return None if request is None else request.lora_name
 
 
 def test_a_request_is_sampled_by_the_adapter_that_it_names() -> None:
     engine = Engine()
-    held = HeldAdapters(engine)  # type: ignore[arg-type]
-    assert held.of(None) is None
-    take(held, 1)
-    take(held, 2, 1)
-    assert [held.of(number).lora_name for number in (1, 2, None)] == ["policy-v0-1", "policy-v1-2", "policy-v1-2"]  # type: ignore[union-attr]
-    assert engine.asked[-1] == ("grpo_take_adapter", {"number": 2, "kept": [1]})
+
+    async def take() -> None:
+        held = EngineAdapters(engine)  # type: ignore[arg-type]
+        assert name_of(held, None) is None
+        await held.take(1, "0", [])
+        await held.take(2, "1", [1])
+        assert [name_of(held, number) for number in (1, 2, None)] == ["policy-v0-1", "policy-v1-2", "policy-v1-2"]
+        await held.take(3, "2", [2])
+        with pytest.raises(RuntimeError, match=r"adapter 1 is not in this engine, which holds \[2, 3\]"):
+            name_of(held, 1)
+
+    asyncio.run(take())
+    assert engine.asked[-1] == ("grpo_take_adapter", {"number": 3, "keep": [2]})
 
 
-def test_one_that_is_no_longer_held_is_no_folder_to_look_for() -> None:
-    held = HeldAdapters(Engine())  # type: ignore[arg-type]
-    take(held, 1)
-    take(held, 2)
-    with pytest.raises(RuntimeError, match=r"adapter 1 is not in this engine, which holds \[2\]"):
-        held.of(1)
-
-
-def test_an_older_one_that_comes_again_is_not_the_newest() -> None:
-    """To an engine that has come back."""
-    held = HeldAdapters(Engine())  # type: ignore[arg-type]
-    take(held, 5)
-    take(held, 3, 5, is_newest=False)
-    assert held.newest is held.of(5)
-    assert held.of(3) is not None
-
-
-def test_an_update_of_adapters_alone_ends_in_a_way_of_its_own() -> None:
+def test_an_older_one_that_comes_again_is_not_the_newest_and_one_that_is_here_stays_as_it_is() -> None:
+    """An engine that has come back gets them all; the others of its node have them."""
     engine = Engine()
-    asyncio.run(HeldAdapters(engine).finish("7"))  # type: ignore[arg-type]
-    assert (engine.asked, engine.version) == ([("grpo_finish_adapters", None)], "7")
+
+    async def take() -> None:
+        held = EngineAdapters(engine)  # type: ignore[arg-type]
+        await held.take(5, "4", [])
+        await held.take(3, "2", [5])
+        assert name_of(held, None) == "policy-v4-5"
+        num_asked = len(engine.asked)
+        await held.take(3, "2", [5])
+        assert len(engine.asked) == num_asked
+
+    asyncio.run(take())
+
+
+def test_one_that_a_request_uses_is_not_dropped_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's engine would end. Its abort may be on its way."""
+    monkeypatch.setattr(adapters, "ABORTED_S", 0.1)
+
+    async def take() -> None:
+        held = EngineAdapters(Engine())  # type: ignore[arg-type]
+        await held.take(1, "0", [])
+        with held.used(1), pytest.raises(RuntimeError, match="while requests use them"):
+            await held.take(2, "1", [])
+        monkeypatch.setattr(adapters, "ABORTED_S", 60.0)
+        await held.take(3, "1", [1])
+        using = held.used(3)
+        using.__enter__()
+        taking = asyncio.create_task(held.take(4, "2", []))
+        await asyncio.sleep(0)
+        assert not taking.done()
+        using.__exit__(None, None, None)
+        await taking
+
+    asyncio.run(take())
+
+
+def test_an_update_ends_without_vllms_own_end_of_one() -> None:
+    engine = Engine()
+    asyncio.run(EngineAdapters(engine).end_update("7"))  # type: ignore[arg-type]
+    assert (engine.asked, engine.version) == ([("grpo_end_weight_update", None)], "7")
