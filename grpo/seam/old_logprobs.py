@@ -135,5 +135,9 @@ class OldLogprobsTrainer(ConversingTrainer):
         if self._differences is not None:
             (total, count, largest), self._differences = self._differences, None
             found = self.accelerator.gather(torch.stack([total / count.clamp(min=1), largest])[None])
-            name = "sampling/sampling_logp_difference"  # as TRL's: the mean of the ranks' means
-            self.note_metrics({f"{name}/mean": found[:, 0].mean().item(), f"{name}/max": found[:, 1].max().item()})
+            self.note_metrics(  # as TRL's: the mean of the ranks' means
+                {
+                    "sampling/sampling_logp_difference/mean": found[:, 0].mean().item(),
+                    "sampling/sampling_logp_difference/max": found[:, 1].max().item(),
+                }
+            )

@@ -17,15 +17,7 @@ from grpo.preflight import inputs
 from tests.support.engines import Script
 from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.scripted_trainer import Steps
-from tests.support.speaking_engine import (
-    TOKENIZER,
-    USER,
-    Make,
-    calculates,
-    call,
-    right,
-    steps_of,
-)
+from tests.support.speaking_engine import TOKENIZER, USER, Make, calculates, call, right, steps_of
 
 LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
 
