@@ -13,6 +13,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "push": ("bench/push*.py", "grpo/engine", "grpo/weights"),
     "padding": ("bench/padding.py", "grpo/seam/trimming.py", "grpo/trainer.py"),
     "overlap": ("bench/overlap.py", *_STEP),
+    "overlap_ragged": ("bench/overlap*.py", *_STEP),
     "dispatch": ("bench/dispatch*.py", "bench/engines.py", "grpo/engine", "grpo/groups", "grpo/rollout"),
     "balance": ("bench/balance.py", "bench/engines.py", "grpo/engine", "grpo/groups", "grpo/rollout"),
     "generate": ("bench/generate.py", "bench/bare_vllm.py", "bench/engines.py", *_SAMPLING),

@@ -8,12 +8,14 @@ the wait for completions, p the push and t the rest, such a step takes g + p + t
 least, since a push needs the engine at rest.
 
     python -m bench.overlap [--device cuda]
+    python -m bench.overlap --ragged            # lengths by chance, up to 4 batches under way: bench/overlap_ragged.py
 """
 
 import argparse
 import contextlib
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPT_TOKENS = 64  # at most
+VOCAB_SIZE = 512
 
 
 class StepEnds(TrainerCallback):
@@ -65,7 +68,7 @@ class StepEnds(TrainerCallback):
 
 def model_config(tokenizer: Any, *, hidden_size: int, num_hidden_layers: int) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=512,
+        vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_hidden_layers,
@@ -89,7 +92,9 @@ def save_model(folder: Path, **sizes: int) -> int:
     return model.num_parameters()
 
 
-def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape: dict[str, Any]) -> GRPOTrainer:
+def build_trainer(
+    model: Path, output_dir: Path, args: argparse.Namespace, shape: dict[str, Any], lookahead: int = 0
+) -> GRPOTrainer:
     on_cpu = args.device == "cpu"
     trainer = GRPOTrainer(
         model=str(model),
@@ -104,7 +109,8 @@ def build_trainer(model: Path, output_dir: Path, args: argparse.Namespace, shape
             num_generations=8,
             max_completion_length=shape["completion_tokens"],
             vllm_max_model_length=shape["completion_tokens"] + PROMPT_TOKENS,
-            generation_kwargs={"ignore_eos": True},
+            generation_kwargs=shape.get("generation_kwargs", {"ignore_eos": True}),
+            generation_lookahead=lookahead,
             vllm_engine_kwargs={"enforce_eager": True} if args.short else None,  # an engine that is ready soon
             vllm_importance_sampling_mode="token_truncate",
             learning_rate=1e-5,
@@ -179,6 +185,13 @@ def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int
 def main() -> None:
     parser = argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=9, help="optimizer steps of a segment")
+    parser.add_argument("--ragged", action="store_true", help="completions end by chance")
+    if "--ragged" in sys.argv:
+        from bench import overlap_ragged
+
+        overlap_ragged.add_arguments(parser)
+        parser.set_defaults(steps=24, repetitions=3)
+        return overlap_ragged.compare(parser.parse_args())
     args = parser.parse_args()
     if args.short:
         args.steps, args.repetitions = 5, 1

@@ -130,8 +130,8 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
         notes=(
             "simulated; formulas and assumptions: bench/scale_model.py, bench/scale_lengths.py and bench/scale.py",
             *(
-                f"{lengths.name}: {lengths.median:,} tokens in the median and at most {lengths.longest:,}; reserved of "
-                f"{args.gpus} GPUs for {_reserved(with_lengths[lengths.name])}"
+                f"{lengths.name}: {lengths.median:,} tokens in the median and at most {lengths.longest:,}; of "
+                f"{args.gpus} GPUs reserved with {_reserved(with_lengths[lengths.name])}"
                 for lengths in (scale_lengths.SHORT, scale_lengths.TAIL)
             ),
             *(
@@ -162,8 +162,8 @@ def _ratios(name: str, steps: Sequence[Step], compared: str, goals: Mapping[str,
 
 def _reserved(steps: Sequence[Step]) -> str:
     """How many GPUs of a node each layout samples on; those that colocate leave none out."""
-    return ", ".join(
-        f"{step.layout} {step.engine_gpus}" for step in steps if step.nodes == 1 and "colocated" not in step.layout
+    return "; ".join(
+        f"{step.layout}: {step.engine_gpus}" for step in steps if step.nodes == 1 and "colocated" not in step.layout
     )
 
 
@@ -227,7 +227,7 @@ def draw(steps: dict[str, list[Step]], path: Path) -> None:
                 axis.set_yscale("log")
             else:
                 axis.set_ylim(bottom=0)
-    rows[0][0].legend()
+        axes[0].legend(fontsize="x-small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -35,6 +35,10 @@ SHORT_FORMS = {
         ("steps/s, lookahead 1 / lookahead 0", "the same, at the bound", "bound of a step"),
         {"step, lookahead 0": "s", "step, lookahead 1": "s"},
     ),
+    "overlap_ragged": (
+        ("tokens/s, lookahead 4 / lookahead 1", "1.15 x the larger work + push", "training work / sampling work"),
+        {"training on a batch": "s", "lookahead 1: step": "s", "lookahead 4: share in which the engine is idle": ""},
+    ),
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
     "conversations": (
@@ -92,6 +96,7 @@ LONG = (
     "neighbours",
     "rewards",
     "overlap",
+    "overlap_ragged",
     "save",
     "startup",
     "balance",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import learning, measured, tables
+from bench import learning, measured, overlap_ragged, tables
 from bench.report import RESULTS as RESULTS_FOLDER
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, number, ratio
 from bench.scale import draw, measured_node, read_result, share_of_bound
@@ -242,6 +242,16 @@ def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_wha
     run_by_make = makefile.partition("BENCHMARKS := ")[2].partition("\n")[0].split()
     assert reporting - set(run_by_make) == {"learning", "watch"}  # six runs of the demo; ten minutes
     assert run_by_make[-1] == "scale"  # reads what the others have written
+
+
+def test_batches_under_way_are_held_against_one_ahead_and_the_larger_work() -> None:
+    ahead = {"push/total_s": 0.1, "tokens": 64.0}
+    found = {1: [ahead | {"step_s": 3.0}], 4: [ahead | {"step_s": 2.0, "tokens": 66.0}]}
+    gain, bound, works = overlap_ragged.ratios_of(found, training=[1.6], sampling=[2.0])
+    assert (gain.name, gain.values) == ("tokens/s, lookahead 4 / lookahead 1", (pytest.approx(66 / 64 * 3 / 2),))
+    assert (bound.values, bound.reached) == ((pytest.approx((1.15 * 2.0 + 0.1) / 2),), True)
+    assert works.values == (pytest.approx(0.8),)
+    assert [ratio.goal for ratio in (gain, bound, works)] == [1.4, 1.0, None]
 
 
 # 1 B parameters are 16 Gbit in bf16; a node's 80 completions take 160 GPU-seconds to sample and 80 to train on.
