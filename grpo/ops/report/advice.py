@@ -75,8 +75,8 @@ class Figures:
     @property
     def can_look_ahead(self) -> bool:
         """Whether the next start would take `generation_lookahead`."""
-        has_rows, corrects = not self.option("streams", False), self.option("vllm_importance_sampling_correction", True)
-        return has_rows and corrects and not self.converses
+        has_rows, clips = not self.option("streams", False), self.option("old_logprobs", "trainer") == "engine"
+        return has_rows and (clips or self.option("vllm_importance_sampling_correction", True)) and not self.converses
 
     @property
     def takes_turns(self) -> bool:
