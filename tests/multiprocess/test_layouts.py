@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.finished import finish
+from tests.support.finished import finish, lines_of
 from tests.support.launching import (
     ROOT,
     TINY_JOB,
+    Job,
     accelerate_command,
     free_port,
     metrics_in,
     start,
+    start_tiny_job,
     tiny_job_script,
     torchrun_command,
 )
@@ -91,6 +93,36 @@ def write_questions(path: Path) -> Path:
     rows = [{"question": f"{n} and {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def rows_of(job: Job, ranks: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Of each generation batch the prompts and completions, row by row over all ranks."""
+    of_ranks = [lines_of(job, f"samples-{rank}.jsonl") for rank in range(ranks)]
+    return [
+        [
+            (prompt, tuple(ids))
+            for part in parts
+            for prompt, ids in zip(part["prompts"], part["completion_ids"], strict=True)
+        ]
+        for parts in zip(*of_ranks, strict=True)
+    ]
+
+
+@pytest.mark.long
+def test_each_row_of_each_batch_is_sampled_alike_on_any_layout_and_however_far_ahead(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Seeds follow from batch and row; with a learning rate of 0 the weights are the same throughout."""
+    found = []
+    for nodes, ranks, ahead in ((1, 2, 0), (2, 1, 2), (2, 2, 3)):
+        config = {"learning_rate": 0.0, "max_steps": 4, "completions_per_step": 16, "generation_lookahead": ahead}
+        config["per_device_train_batch_size"] = 16 // (nodes * ranks)
+        out = tmp_path / f"{nodes}x{ranks}"
+        job = start_tiny_job(tiny_model, out, config=config, nodes=nodes, ranks_per_node=ranks)
+        assert len(finish(job)) == 4
+        found.append(rows_of(job, nodes * ranks))
+    assert [len(batch) for batch in found[0]] == [16] * 4
+    assert found[0] == found[1] == found[2]
 
 
 ONE_AFTER_THE_OTHER = """
