@@ -302,7 +302,7 @@ def _check_in_flight(generation_lookahead: int, engine_kwargs: Mapping[str, Any]
         )
     if engine_kwargs.get("max_num_seqs") == 1:
         raise ValueError(
-            f"vllm_engine_kwargs holds max_num_seqs 1 with generation_lookahead {generation_lookahead}: one place "
-            "of each engine is kept free for the verification of what arrives amid completions: set max_num_seqs to 2 "
+            f"vllm_engine_kwargs holds max_num_seqs 1 with generation_lookahead {generation_lookahead}: an engine has "
+            "one place kept free, for the verification of weights that arrive amid completions: set max_num_seqs to 2 "
             "or more, or generation_lookahead to 1"
         )

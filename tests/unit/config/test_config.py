@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "two ahead, no place to spare": (
         {"generation_lookahead": 2, "vllm_engine_kwargs": {"max_num_seqs": 1}},
-        r"max_num_seqs 1 with generation_lookahead 2: .* kept free .*: set max_num_seqs to 2 or more, or gen.* to 1",
+        r"max_num_seqs 1 with generation_lookahead 2: .* kept free.*: set max_num_seqs to 2 or more, or gen.* to 1",
     ),
     "ahead, uncorrected": (
         {"generation_lookahead": 1, "vllm_importance_sampling_correction": False},
