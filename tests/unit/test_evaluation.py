@@ -29,9 +29,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         pushed[:] = [weights()]
         return push(pusher, version, **settings)
 
-    def noted_submit(pool: EnginePool, requests: Any) -> Any:
+    def noted_submit(pool: EnginePool, requests: Any, **more: Any) -> Any:
         script.story.append(("sample", (weights() - pushed[0]).abs().max().item()))
-        return submit(pool, requests)
+        return submit(pool, requests, **more)
 
     monkeypatch.setattr(delivery, "is_due", lambda push: False)
     monkeypatch.setattr(Pusher, "push", noted_push)

@@ -43,8 +43,8 @@ TESTED = {
     "python -m grpo.ops.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0": (
         "unit/ops/launch/test_next_attempt.py::test_the_command_reads_what_the_trainer_has_written"
     ),
-    "accelerate launch --config_file configs/cpu.yaml train.py --generation_lookahead 1": (
-        "multiprocess/test_two_nodes.py::test_two_nodes_sample_ahead_with_an_evaluation_in_between"
+    "accelerate launch --config_file configs/cpu.yaml train.py --generation_lookahead 3": (
+        "multiprocess/test_layouts.py::test_each_row_of_each_batch_is_sampled_alike_on_any_layout_and_however_far_ahead"
     ),
     "sbatch launch/train.sbatch": "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was",
     f"sbatch --nodes=8 launch/train.sbatch {GSM8K}": (
