@@ -85,6 +85,7 @@ class Flight:
 
     def come_back(self) -> None:
         """Another engine in the place of this one, as after a death."""
+        self.client.listen(lambda answer: None)
         self.client.close()
         self.clients[0] = self.start()
         self.client.wait_ready(START_S)
@@ -176,9 +177,16 @@ class Flight:
         assert [len(answer.token_ids) for answer in answers] == [NUM_TOKENS] * len(ids), answers
         return [(answer.token_ids.tolist(), answer.engine_logprobs.tobytes()) for answer in answers]
 
+    def at_once(self, adapter: int | None) -> range:
+        """Completions that all begin in the same step: sums of floats depend on who is beside."""
+        self.client.call("pause", CALL_S)
+        ids = self.submit(adapter)
+        self.client.call("resume", CALL_S)
+        return ids
+
     def alone(self, adapter: int) -> Bits:
         """What completions of an adapter are when nothing comes amid them."""
-        return self.bits(self.submit(adapter))
+        return self.bits(self.at_once(adapter))
 
     def tokens_so_far(self) -> dict[int, int]:
         """Of all that is under way; the engine takes no step meanwhile."""
@@ -189,7 +197,7 @@ class Flight:
     def begun(self, adapter: int) -> range:
         """Completions of which every one has tokens, and none has all."""
         for _ in range(ATTEMPTS):
-            ids = self.submit(adapter)
+            ids = self.at_once(adapter)
             while True:
                 counts = self.tokens_so_far()
                 if self.answers.keys() & {*ids} or any(count >= NUM_TOKENS // 2 for count in counts.values()):
@@ -249,7 +257,7 @@ def test_completions_end_with_the_adapter_with_which_they_began(flight: Flight) 
     else:
         pytest.fail("no push has come amid completions")
     assert report.paused_s is None
-    assert flight.bits(old) == of_first  # nothing else was beside them, here or there: sums of floats depend on that
+    assert flight.bits(old) == of_first
     second = flight.pusher.adapter_number
     assert second is not None
     new, newest = flight.submit(second), flight.submit(None)
@@ -320,7 +328,9 @@ def test_the_base_once_more_and_a_trial_by_noise_leave_completions_as_they_are(f
         pytest.fail("no push has come amid completions")
     assert report.paused_s is not None, "layers of the base are taken apart meanwhile"
     assert flight.bits(old) == expected
-    assert flight.bits(flight.submit(flight.pusher.adapter_number)) == expected, "the same weights under another number"
+    assert flight.bits(flight.at_once(flight.pusher.adapter_number)) == expected, (
+        "the same weights under another number"
+    )
 
 
 def test_an_engine_that_comes_back_gets_the_adapters_that_completions_need(flight: Flight) -> None:
