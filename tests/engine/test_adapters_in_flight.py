@@ -24,6 +24,8 @@ from grpo.weights.wire_format import ask_engines
 from tests.support.bare_engine import START_S, engine_spec
 from tests.support.beside_model import sampled_gap
 
+pytestmark = pytest.mark.long
+
 CALL_S = 120.0
 ANSWER_S = 240.0
 LAYERS = ("q_proj", "v_proj", "down_proj")
