@@ -151,7 +151,7 @@ def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
         release.wait()
         return 0
 
-    config = {"tool_timeout": 2.95, "rollout_timeout": 3.0, "max_abandoned_tools": 99, "max_tool_threads": 1}
+    config = {"tool_timeout": 2.0, "rollout_timeout": 3.0, "max_abandoned_tools": 99, "max_tool_threads": 1}
 
     def reply(text: str, seed: int) -> str:
         return call("stuck")
