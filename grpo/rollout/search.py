@@ -102,7 +102,8 @@ class Trials:
             return []
         chunks = [chunk for chunk in self._held if self._is_among(self._search.trial, chunk)]
         if not self._search.trial:
-            self._unsent[KNOWN_GOOD.start] = replace(self.known_good, ids=KNOWN_GOOD)
+            # Its adapter may be gone.
+            self._unsent[KNOWN_GOOD.start] = replace(self.known_good, ids=KNOWN_GOOD, adapter=None)
             chunks = [Chunk(ids=KNOWN_GOOD, tokens=0)]
         sent = self._queue.send_alone(chunks)
         if sent:

@@ -152,10 +152,9 @@ def check_result(name: str, result: dict) -> None:
     assert result["settings"]["short"] is True
     assert result["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert {"python", "torch", "trl"} <= result["versions"].keys()
-    assert len(result["ratios"]) >= len(ratios)
-    for ratio, beginning in zip(result["ratios"], ratios, strict=False):
-        assert ratio["name"].startswith(beginning)
-        assert all(0 < value < math.inf for value in ratio["values"])
+    for beginning in ratios:
+        assert any(ratio["name"].startswith(beginning) for ratio in result["ratios"]), beginning
+    assert all(0 < value < math.inf for ratio in result["ratios"] for value in ratio["values"])
     units = {figure["name"]: figure["unit"] for figure in result["figures"]}
     assert figures.items() <= units.items()
     assert all(0 <= value < math.inf for figure in result["figures"] for value in figure["values"])
