@@ -18,11 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
@@ -127,22 +126,28 @@ def build_trainer(
     return trainer
 
 
-def pin(trainer: GRPOTrainer) -> None:
-    """This process to the first core that it may use, the engine's processes to the others."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    if not others:
+@contextlib.contextmanager
+def cores_apart(device: str) -> Iterator[Callable[[], None]]:
+    """Without GPUs: an engine that starts now keeps all cores but the first, with as many threads; this process has the
+    first one from the call of what this gives."""
+    cores = sorted(os.sched_getaffinity(0))
+    if device != "cpu":
+        yield lambda: None
+        return
+    if len(cores) == 1:
         raise SystemExit("one core alone: there is nothing that engine and trainer could do at the same time")
-    torch.set_num_threads(1)
-    assert trainer._local is not None
-    for client in trainer._local.engines.clients:
-        host = psutil.Process(client.pid)
-        for process in [host, *host.children(recursive=True)]:
-            _pin_threads(process.pid, set(others))
-    _pin_threads(os.getpid(), {first})
+    # Not moved later: two threads of an engine on one core wait for each other where the work is not even.
+    os.sched_setaffinity(0, cores[1:])
+    try:
+        yield lambda: _move({*cores[:1]})
+    finally:
+        _move({*cores})
 
 
-def _pin_threads(pid: int, cores: set[int]) -> None:
-    for task in Path(f"/proc/{pid}/task").iterdir():
+def _move(cores: set[int]) -> None:
+    """All threads of this process."""
+    torch.set_num_threads(len(cores))
+    for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(int(task.name), cores)
 
@@ -163,8 +168,8 @@ def segment(trainer: GRPOTrainer, ends: StepEnds, lookahead: int) -> dict[str, f
 
 @contextlib.contextmanager
 def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int]]:
-    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
-        cores, shape = os.sched_getaffinity(0), SHAPES[args.device]
+    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder, cores_apart(args.device) as take_own:
+        shape = SHAPES[args.device]
         sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
         num_parameters = save_model(Path(folder) / "model", **sizes)
         trainer = build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape)
@@ -173,13 +178,11 @@ def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int
         try:
             assert trainer._local is not None
             trainer._local.sync_weights()  # waits for the engine, too
-            if args.device == "cpu":
-                pin(trainer)
+            take_own()
             segment(trainer, ends, 0)  # compiles and warms up
             yield trainer, ends, num_parameters
         finally:
             trainer.close()
-            os.sched_setaffinity(0, cores)
 
 
 def main() -> None:

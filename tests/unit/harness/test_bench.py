@@ -240,7 +240,7 @@ def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_wha
     assert reporting == set(measured.MEASURED)
     makefile = (RESULTS_FOLDER.parent.parent / "Makefile").read_text()
     run_by_make = makefile.partition("BENCHMARKS := ")[2].partition("\n")[0].split()
-    assert reporting - set(run_by_make) == {"learning", "watch"}  # six runs of the demo; ten minutes
+    assert reporting - set(run_by_make) == {"learning", "watch"}  # 31 runs of the demo; ten minutes
     assert run_by_make[-1] == "scale"  # reads what the others have written
 
 
@@ -378,9 +378,11 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monke
 
     def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
         training = parse_arguments(command[command.index(str(learning.ROOT / "train.py")) + 1 :]).training
-        asked.append((training.seed, training.generation_lookahead, training.max_steps))
-        reward = 0.5 + 0.1 * training.generation_lookahead
-        lines = [{"step": step, "reward": reward, "step_time": 9.0 if step == 1 else 2.0} for step in range(1, 4)]
+        way = (training.generation_lookahead, training.old_logprobs)
+        asked.append((training.seed, training.learning_rate > 0, *way, training.max_steps))
+        age = min(training.generation_lookahead, 3)  # one way is void
+        reward = 0.4 if not training.learning_rate else 0.6 - 0.01 * age
+        lines = [{"step": step, "reward": reward, "rollout/staleness_mean": age} for step in range(1, 4)]
         metrics = Path(training.output_dir) / "metrics.jsonl"
         metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"train_runtime": 13.0}]))
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -394,7 +396,19 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monke
     output = tmp_path / "learning.json"
     monkeypatch.setattr(sys, "argv", ["bench.learning", "--device", "cpu", "--short", "--output", str(output)])
     learning.main()
-    assert asked == [(42, 0, 3), (42, 1, 3)]
+    assert asked == [(42, False, *learning.BASE, 3), *((42, True, *way, 3) for way in learning.WAYS)]
     result = json.loads(output.read_text())
-    assert [ratio["values"] for ratio in result["ratios"]] == [[pytest.approx(1.2)], [1.0]]
-    assert [figure["values"] for figure in result["figures"][2:]] == [[4.0], [4.0]]
+    assert [ratio["values"] for ratio in result["ratios"]] == [
+        [pytest.approx(gain)] for gain in (1.0, 0.95, 0.95, 0.85, 0.85)
+    ]
+    assert [ratio["goal"] for ratio in result["ratios"]] == [0.9, 0.9, 0.9, None, None]
+    assert [ratio["name"].endswith(": void") for ratio in result["ratios"]] == [False] * 3 + [True] * 2
+
+
+def test_learning_tells_the_error_of_a_mean() -> None:
+    runs = {way: [learning.Learned(0.5 + 0.1 * seed, way.lookahead) for seed in range(2)] for way in learning.WAYS}
+    notes = learning.report_of(0.3, runs, steps=200).notes
+    assert (
+        "lookahead 4, old_logprobs engine: gain 0.250 +- 0.050 (mean and standard error over seeds); "
+        "less that of lookahead 0, old_logprobs trainer, seed by seed: 0.000 +- 0.000"
+    ) in notes
