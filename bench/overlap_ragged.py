@@ -2,11 +2,12 @@
 
 One training process and one engine, as in `bench.overlap`, each on a core of its own. A completion ends at every token
 with the same probability (a bias on the end token of a model with random weights), so that lengths are geometric: a
-mean of 64 tokens, the longest of a batch about four times as long, cut at 512. With one batch ahead ranks wait for it
-in every step; with N it has N steps.
+mean of 64 tokens, cut at four times as much, which is about where a batch's longest ends. With one batch ahead ranks
+wait for it in every step; with N it has N steps.
 
 Two works are measured before: training on a batch, in steps without lookahead, and sampling as many tokens in
 completions of one length, by which the engine is never nearly empty. A step cannot be shorter than the larger of both.
+So are decoding steps of few and of many sequences, from which `bench.scale` foretells each N.
 
     python -m bench.overlap --ragged [--lookahead 0 1 2 4]
 """
@@ -16,18 +17,25 @@ import contextlib
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from bench import overlap
 from bench.report import Figure, Ratio, Report, argument_parser, finish
 from examples.demo_model import build_tokenizer
 from grpo import GRPOTrainer
+from grpo.rollout.packing import Request
 
 LOOKAHEADS = (0, 1, 2, 4)
 GAIN, COST = 1.4, 1.15  # goals: of 4 over 1; of a step with 4 over the larger work
+DECODING_TIMEOUT_S = 600.0
 MEAN_TOKENS, LONGEST_TOKENS = 64, 256
+SEQUENCES = (4, 64)  # whose decoding steps are measured
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 128, "num_hidden_layers": 4, "completions": 32, "micro_batch": 4},
     "cuda": {"hidden_size": 2048, "num_hidden_layers": 24, "completions": 128, "micro_batch": 16},
@@ -50,6 +58,7 @@ def ready(
     """A trainer whose engine is ready and warm, with its processes on their cores."""
     with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder, overlap.cores_apart(args.device) as take_own:
         sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
+        torch.manual_seed(0)  # how probable the end is depends on the weights
         overlap.save_model(Path(folder) / "model", **sizes)
         trainer = overlap.build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape, lookahead)
         ends = overlap.StepEnds()
@@ -63,10 +72,30 @@ def ready(
             trainer.close()
 
 
-def segment(args: argparse.Namespace, shape: dict[str, Any], lookahead: int) -> dict[str, float]:
+def decoding_s(trainer: GRPOTrainer, sequences: int) -> float:
+    """Seconds of one decoding step of so many sequences, which are about as long as those that end by chance."""
+    assert trainer._local is not None
+    assert trainer._local._serving is not None
+    pool, tokens = trainer._local._serving.pool, 2 * MEAN_TOKENS
+    assert pool is not None
+    settings = {"ignore_eos": True, "max_tokens": tokens}
+    prompts = [np.arange(4, 10, dtype=np.int32)] * (sequences // 4)
+    requests = [Request(token_ids=prompt, n=4, seed=row, overrides=settings) for row, prompt in enumerate(prompts)]
+    seconds = []
+    for _ in range(3):
+        begun_s = time.perf_counter()
+        pool.collect(pool.submit(requests), DECODING_TIMEOUT_S)
+        seconds.append((time.perf_counter() - begun_s) / tokens)
+    return min(seconds)
+
+
+def segment(
+    args: argparse.Namespace, shape: dict[str, Any], lookahead: int, *, decodes: bool = False
+) -> dict[str, float]:
     """Train some steps; means over all but the first ones and the last: seconds of a step, and its parts."""
     warm_up = overlap.WARM_UP_STEPS + lookahead
     with ready(args, shape, lookahead) as (trainer, ends):
+        decoding = {f"decoding_s_{number}": decoding_s(trainer, number) for number in SEQUENCES} if decodes else {}
         trainer.args.max_steps = warm_up + args.steps + 1
         trainer.train()
         lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][warm_up:-1]
@@ -75,7 +104,13 @@ def segment(args: argparse.Namespace, shape: dict[str, Any], lookahead: int) -> 
         parts = {name: statistics.mean(line[name] for line in lines) for name in names}
         tokens = statistics.mean(line["completions/mean_length"] for line in lines)
         longest = statistics.mean(line["completions/max_length"] for line in lines)
-        return {"step_s": (at_s[-1] - at_s[0]) / (len(at_s) - 1), "tokens": tokens, "longest": longest, **parts}
+        return {
+            "step_s": (at_s[-1] - at_s[0]) / (len(at_s) - 1),
+            "tokens": tokens,
+            "longest": longest,
+            **parts,
+            **decoding,
+        }
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -85,7 +120,7 @@ def compare(args: argparse.Namespace) -> None:
     equal: list[dict[str, float]] = []
     found: dict[int, list[dict[str, float]]] = {lookahead: [] for lookahead in args.lookahead}
     for _ in range(args.repetitions):
-        equal.append(segment(args, shape_of(args.device, ragged=False), 0))
+        equal.append(segment(args, shape_of(args.device, ragged=False), 0, decodes=True))
         for lookahead, segments in found.items():
             segments.append(segment(args, shape_of(args.device, ragged=True), lookahead))
 
@@ -102,6 +137,15 @@ def compare(args: argparse.Namespace) -> None:
         figures=(
             Figure(name="training on a batch", unit="s", values=tuple(training)),
             Figure(name="sampling a batch of one length", unit="s", values=tuple(sampling)),
+            Figure(name="tokens of a completion in both", unit="", values=(tokens,)),
+            *(
+                Figure(
+                    name=f"a decoding step of {number} sequences",
+                    unit="s",
+                    values=tuple(parts[f"decoding_s_{number}"] for parts in equal),
+                )
+                for number in SEQUENCES
+            ),
             *(figure for lookahead, segments in found.items() for figure in figures_of(lookahead, segments)),
         ),
         notes=(

@@ -13,7 +13,8 @@ What share of its bound a push and an overlapped step reach is read from the res
 
 The assumed node is simulated once more with completions of many lengths, short answers and long reasoning, and up to 8
 batches under way (`bench/scale_lengths.py`): with those, what idles ranks is the longest completions of a batch, in a
-central pool one ahead and colocated as much as in nodes one ahead.
+central pool one ahead and colocated as much as in nodes one ahead. The same simulation, fed with the constants that
+`bench.overlap --ragged` has measured, foretells that benchmark's steps; how well is in the table.
 
 What would change the picture, in favour of the alternatives:
 - A central pool with as many engine GPUs as the nodes reserve together is as fast or faster (it is in the table): one
@@ -33,12 +34,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench import scale_lengths
+from bench import scale_foretold, scale_lengths
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
 from bench.scale_model import NETWORK_GBPS, NVLINK_GBPS, Cluster, Node, Step, simulate
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 OWN, OWN_OF_LENGTHS = "node-local, lookahead 1", "node-local, lookahead 4"  # what others are compared with
+FORETOLD = 0.9  # how near the model is to the steps of `bench.overlap --ragged`
 GOALS = {"central pool, lookahead 4": 0.95, "central pool, lookahead 1": 3.0}  # with lengths, at the largest size
 
 
@@ -107,6 +109,7 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
         )
         for lengths in (scale_lengths.SHORT, scale_lengths.TAIL)
     }
+    foretold = scale_foretold.foretell(read_result(results, "overlap_ragged"))
     report = Report(
         benchmark="scale",
         settings={
@@ -122,10 +125,23 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
                 for name, of_node in with_lengths.items()
                 for ratio in _ratios(name, of_node, OWN_OF_LENGTHS, GOALS)
             ),
+            *(
+                Ratio(
+                    name=f"bench.overlap --ragged, lookahead {lookahead}: 1 - |step of the model / step - 1|",
+                    values=(1 - abs(model_s / step_s - 1),),
+                    goal=FORETOLD,
+                )
+                for lookahead, (model_s, step_s) in foretold.items()
+            ),
         ),
         figures=(
             *(figure for name, of_node in steps.items() for figure in _figures(name, of_node)),
             *(figure for name, of_node in with_lengths.items() for figure in _figures_of_lengths(name, of_node)),
+            *(
+                Figure(name=f"bench.overlap --ragged, lookahead {lookahead}: step{of}", unit="s", values=(seconds,))
+                for lookahead, (model_s, step_s) in foretold.items()
+                for of, seconds in ((" of the model", model_s), ("", step_s))
+            ),
         ),
         notes=(
             "simulated; formulas and assumptions: bench/scale_model.py, bench/scale_lengths.py and bench/scale.py",

@@ -26,7 +26,7 @@ import math
 import random
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench import scale_model
@@ -65,10 +65,10 @@ TAIL = Lengths(name="reasoning", median=3000, sigma=1.1, longest=32768, places=1
 
 
 class _Engine:
-    __slots__ = ("at_s", "busy_s", "made", "planned", "running", "speed")
+    __slots__ = ("at_s", "busy_s", "made", "planned", "running", "sequence_s", "speed", "step_s")
 
-    def __init__(self, speed: float) -> None:
-        self.speed = speed
+    def __init__(self, speed: float, step_s: float, sequence_s: float) -> None:
+        self.speed, self.step_s, self.sequence_s = speed, step_s, sequence_s
         self.made = 0.0  # tokens that a sequence has got that ran from the beginning
         self.at_s = 0.0  # when that was so; after `now` while the engine stands still
         self.busy_s = 0.0
@@ -78,7 +78,7 @@ class _Engine:
     @property
     def tokens_per_s(self) -> float:
         """Of each sequence."""
-        return self.speed / (STEP_S + SEQUENCE_S * len(self.running))
+        return self.speed / (self.step_s + self.sequence_s * len(self.running))
 
     def advance(self, now: float) -> None:
         if now > self.at_s:
@@ -91,8 +91,10 @@ class _Engine:
 class Site:
     """Engines that share one queue."""
 
-    def __init__(self, speeds: Sequence[float], places: int) -> None:
-        self.engines = [_Engine(speed) for speed in speeds]
+    def __init__(
+        self, speeds: Sequence[float], places: int, *, step_s: float = STEP_S, sequence_s: float = SEQUENCE_S
+    ) -> None:
+        self.engines = [_Engine(speed, step_s, sequence_s) for speed in speeds]
         self.places = places
         self.now = 0.0
         self.tokens = 0
@@ -258,15 +260,11 @@ def step_of(
         if layout.central
         else [Site([speed] * reserved, lengths.places) for speed in speeds]
     )
-    loop = _Loop(node, lengths, sites, rng, nodes=nodes, ranks=(node.gpus - reserved) * nodes, push_s=push_s)
-    warm_up = layout.lookahead + 4
-    begun: tuple[float, float] = (0.0, 0.0)
-    for _ in range(layout.lookahead):
-        loop.submit()
-    for number in range(warm_up + steps):
+    loop = Loop(node, lengths.group, sites, rng, nodes=nodes, ranks=(node.gpus - reserved) * nodes, push_s=push_s)
+    warm_up = loop.warm_up(layout.lookahead)
+    begun = (loop.now, loop.busy_s())
+    for _ in range(steps):
         loop.step(layout.lookahead)
-        if number + 1 == warm_up:
-            begun = (loop.now, loop.busy_s())
     step_s = (loop.now - begun[0]) / steps
     busy = (loop.busy_s() - begun[1]) / (loop.now - begun[0]) / len(engines)
     train_s = statistics.mean(loop.train_s[warm_up:])
@@ -283,13 +281,13 @@ def step_of(
     )
 
 
-class _Loop:
+class Loop:
     """Generation batches, pushes and training, in the order of the real loop."""
 
     def __init__(
         self,
         node: Node,
-        lengths: Lengths,
+        group: Callable[[random.Random], list[int]],
         sites: list[Site],
         rng: random.Random,
         *,
@@ -297,7 +295,7 @@ class _Loop:
         ranks: int,
         push_s: float,
     ) -> None:
-        self._lengths, self._sites, self._rng = lengths, sites, rng
+        self._group, self._sites, self._rng = group, sites, rng
         self._nodes, self._groups = nodes, node.completions // GROUP
         self._train_s = node.train_s / node.completion_tokens / ranks  # of a token
         self._push_s = push_s
@@ -315,7 +313,7 @@ class _Loop:
 
     def submit(self, *, balances: bool = False) -> None:
         """Ask for one more batch."""
-        groups = [[self._lengths.group(self._rng) for _ in range(self._groups)] for _ in range(self._nodes)]
+        groups = [[self._group(self._rng) for _ in range(self._groups)] for _ in range(self._nodes)]
         batch = len(self._tokens)
         self._tokens.append(sum(map(sum, (group for of_node in groups for group in of_node))))
         self._submitted_s.append(self.now)
@@ -325,6 +323,14 @@ class _Loop:
             groups = [[group for of_node in groups for group in of_node]]
         for site, of_site in zip(self._sites, groups, strict=True):
             site.add(batch, [length for group in of_site for length in group])
+
+    def warm_up(self, lookahead: int) -> int:
+        """As many steps as it takes for the batches under way to be usual ones. Returns how many."""
+        for _ in range(lookahead):
+            self.submit()
+        for _ in range(lookahead + 4):
+            self.step(lookahead)
+        return lookahead + 4
 
     def step(self, lookahead: int) -> None:
         """One optimizer step, from the end of the one before."""

@@ -1,0 +1,94 @@
+"""The simulation of `bench.scale` against a run: what it says of the steps of `bench.overlap --ragged`.
+
+One engine and one rank in the same loop, with what that benchmark has measured: a decoding step of few and of many
+sequences, training on a token, the push and the mean length for each N.
+"""
+
+import math
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bench.scale_lengths import GROUP, Loop, Site
+from bench.scale_model import Node
+
+
+def foretell(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]:
+    """Seconds of a step by lookahead: what the model says, and what the result of `bench.overlap --ragged` does."""
+    if ragged is None:
+        return {}
+    median = {figure["name"]: figure["median"] for figure in ragged["figures"]}
+    decoding = {
+        int(match[1]): seconds
+        for name, seconds in median.items()
+        if (match := re.fullmatch(r"a decoding step of (\d+) sequences", name))
+    }
+    few, many = sorted(decoding)
+    sequence_s = (decoding[many] - decoding[few]) / (many - few)
+    step_s = decoding[few] - few * sequence_s
+    train_s = median["training on a batch"] / median["tokens of a completion in both"]
+    found = {}
+    for name, measured_s in median.items():
+        if match := re.fullmatch(r"lookahead (\d+): step", name):
+            place = name.removesuffix("step")
+            tokens = median[f"{place}tokens of a completion"]
+            model_s = step_of_one_engine(
+                int(match[1]),
+                tokens=tokens,
+                longest=ragged["settings"]["cut at"],
+                completions=ragged["settings"]["completions"],
+                engine=(step_s, sequence_s),
+                train_s=train_s * tokens,
+                push_s=median[f"{place}push"],
+            )
+            found[int(match[1])] = (model_s, measured_s)
+    return found
+
+
+def step_of_one_engine(
+    lookahead: int,
+    *,
+    tokens: float,
+    longest: int,
+    completions: int,
+    engine: tuple[float, float],
+    train_s: float,
+    push_s: float,
+    steps: int = 400,
+) -> float:
+    """Seconds of a step of one engine and one rank, whose completions end at every token with the same probability.
+
+    `tokens`: of a completion, in the mean. `engine`: seconds of a decoding step, and more for each sequence. `train_s`:
+    of a batch.
+    """
+    rate = rate_of(tokens, longest)
+
+    def group(rng: random.Random) -> list[int]:
+        return [min(longest, math.ceil(rng.expovariate(rate))) for _ in range(GROUP)]
+
+    node = Node(
+        name="one engine",
+        gpus=2,
+        parameters=0,
+        completions=completions,
+        completion_tokens=1,
+        sample_s=0.0,
+        train_s=train_s / completions / tokens,
+    )
+    site = Site([1.0], completions * (lookahead + 1), step_s=engine[0], sequence_s=engine[1])
+    loop = Loop(node, group, [site], random.Random(0), nodes=1, ranks=1, push_s=push_s)
+    loop.warm_up(lookahead)
+    begun_s = loop.now
+    for _ in range(steps):
+        loop.step(lookahead)
+    return (loop.now - begun_s) / steps
+
+
+def rate_of(tokens: float, longest: int) -> float:
+    """Of the exponential distribution that, cut at `longest`, has this mean."""
+    low, high = 1 / (1000 * longest), 1.0
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if (1 - math.exp(-middle * longest)) / middle < tokens else (middle, high)
+    return low

@@ -1,0 +1,54 @@
+"""What the simulation says of the steps of `bench.overlap --ragged`, where it can be worked out by hand."""
+
+import math
+
+import pytest
+
+from bench.scale_foretold import foretell, rate_of
+
+ENGINE = {"a decoding step of 4 sequences": 5e-3 + 4 * 1e-4, "a decoding step of 64 sequences": 5e-3 + 64 * 1e-4}
+
+
+def of_one_length(lookahead: int, *, train_s: float) -> tuple[float, float]:
+    """All of 64 tokens: cut where their mean is. Training is measured at half as many."""
+    measured = ENGINE | {
+        "training on a batch": train_s / 2,
+        "tokens of a completion in both": 32.0,
+        f"lookahead {lookahead}: step": 9.0,
+        f"lookahead {lookahead}: push": 0.1,
+        f"lookahead {lookahead}: tokens of a completion": 64.0,
+    }
+    figures = [{"name": name, "median": value} for name, value in measured.items()]
+    foretold = foretell({"figures": figures, "settings": {"cut at": 64, "completions": 32}})
+    return foretold[lookahead]
+
+
+SAMPLE_S = 64 * (5e-3 + 32 * 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "train_s", "step_s"),
+    [
+        (0, 0.3, SAMPLE_S + 0.1 + 0.3),
+        (1, 0.3, SAMPLE_S + 0.1),
+        (1, 0.8, 0.8 + 0.1),
+        (4, 1.5, 1.5 + 0.1),  # engines that wait for ranks
+    ],
+)
+def test_completions_of_one_length(lookahead: int, train_s: float, step_s: float) -> None:
+    assert of_one_length(lookahead, train_s=train_s) == (pytest.approx(step_s, rel=0.01), 9.0)
+
+
+def test_batches_under_way_share_the_engines_steps() -> None:
+    step_s, _ = of_one_length(4, train_s=0.1)
+    assert 64 * 32 * 1e-4 + 0.1 < step_s < SAMPLE_S + 0.1
+
+
+@pytest.mark.parametrize("tokens", [10.0, 60.0, 150.0])
+def test_the_mean_of_lengths_that_are_cut(tokens: float) -> None:
+    rate = rate_of(tokens, 256)
+    assert (1 - math.exp(-rate * 256)) / rate == pytest.approx(tokens)
+
+
+def test_without_a_result_nothing_is_foretold() -> None:
+    assert foretell(None) == {}
