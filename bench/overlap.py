@@ -1,4 +1,4 @@
-"""Sampling ahead against sampling on-policy: the same trainer, `generation_lookahead` 1 and 0 in turn.
+"""Sampling ahead against sampling on-policy: `generation_lookahead` 1 and 0 in turn.
 
 One training process and one engine, as on a node with one GPU for each. Without GPUs the process is pinned to one core
 and the engine to another, and a model, batch and length are taken for which generating and training take about as long.
@@ -31,7 +31,7 @@ from examples.demo_model import build_tokenizer
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.record.progress import ProgressOnScreen
 
-WARM_UP_STEPS = 2  # of a segment: the first batch is sampled while nobody trains
+WARM_UP_STEPS = 3  # of a segment: the first batch is sampled while nobody trains, and all that is new is slow
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {
         "hidden_size": 192,
@@ -152,37 +152,39 @@ def _move(cores: set[int]) -> None:
             os.sched_setaffinity(int(task.name), cores)
 
 
-def segment(trainer: GRPOTrainer, ends: StepEnds, lookahead: int) -> dict[str, float]:
-    """Train some steps; medians over all but the first and the last: seconds a step, and its parts."""
-    trainer.args.generation_lookahead = lookahead
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][WARM_UP_STEPS:-1]
-    steps_s = [after - before for before, after in zip(ends.at_s, ends.at_s[1:], strict=False)][WARM_UP_STEPS - 1 : -1]
-    assert len(steps_s) == len(lines), (len(steps_s), len(lines))
-    parts = {
-        name: statistics.median(line[name] for line in lines)
-        for name in ("rollout/wait_s", "rollout/generate_s", "push/total_s", "engine/idle_share", "rollout/policy_lag")
-    }
-    return {"step_s": statistics.median(steps_s), **parts}
-
-
 @contextlib.contextmanager
-def ready(args: argparse.Namespace) -> Iterator[tuple[GRPOTrainer, StepEnds, int]]:
+def ready(args: argparse.Namespace, shape: dict[str, Any], lookahead: int) -> Iterator[tuple[GRPOTrainer, StepEnds]]:
+    """A trainer whose engine is ready and warm, each on cores of its own."""
     with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder, cores_apart(args.device) as take_own:
-        shape = SHAPES[args.device]
-        sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
-        num_parameters = save_model(Path(folder) / "model", **sizes)
-        trainer = build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape)
+        torch.manual_seed(0)  # how probable a completion's end is depends on the weights
+        save_model(Path(folder) / "model", **{name: shape[name] for name in ("hidden_size", "num_hidden_layers")})
+        trainer = build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape, lookahead)
         ends = StepEnds()
         trainer.add_callback(ends)
         try:
             assert trainer._local is not None
             trainer._local.sync_weights()  # waits for the engine, too
             take_own()
-            segment(trainer, ends, 0)  # compiles and warms up
-            yield trainer, ends, num_parameters
+            yield trainer, ends
         finally:
             trainer.close()
+
+
+def segment(args: argparse.Namespace, lookahead: int) -> dict[str, float]:
+    """Train some steps; medians over all but the first and the last: seconds a step, and its parts."""
+    with ready(args, SHAPES[args.device], lookahead) as (trainer, ends):
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][WARM_UP_STEPS:-1]
+        assert trainer.model is not None
+        num_parameters = trainer.model.num_parameters()
+    steps_s = [after - before for before, after in zip(ends.at_s, ends.at_s[1:], strict=False)][WARM_UP_STEPS - 1 : -1]
+    assert len(steps_s) == len(lines), (len(steps_s), len(lines))
+    parts = {
+        name: statistics.median(line[name] for line in lines)
+        for name in ("rollout/wait_s", "rollout/generate_s", "push/total_s", "engine/idle_share", "rollout/policy_lag")
+    }
+    assert parts["rollout/policy_lag"] == lookahead
+    return {"step_s": statistics.median(steps_s), "parameters": num_parameters, **parts}
 
 
 def main() -> None:
@@ -200,10 +202,9 @@ def main() -> None:
         args.steps, args.repetitions = 5, 1
     on_policy: list[dict[str, float]] = []
     ahead: list[dict[str, float]] = []
-    with ready(args) as (trainer, ends, num_parameters):
-        for _ in range(args.repetitions):
-            on_policy.append(segment(trainer, ends, 0))
-            ahead.append(segment(trainer, ends, 1))
+    for _ in range(args.repetitions):
+        on_policy.append(segment(args, 0))
+        ahead.append(segment(args, 1))
 
     bounds_s = []
     for parts in on_policy:
@@ -218,7 +219,7 @@ def main() -> None:
     possible = [before["step_s"] / bound_s for before, bound_s in zip(on_policy, bounds_s, strict=True)]
     report = Report(
         benchmark="overlap",
-        settings={"parameters": num_parameters, "steps a segment": args.steps, **SHAPES[args.device]},
+        settings={"parameters": on_policy[0]["parameters"], "steps a segment": args.steps, **SHAPES[args.device]},
         ratios=(
             Ratio(name="steps/s, lookahead 1 / lookahead 0", values=tuple(speed_ups)),
             Ratio(name="the same, at the bound", values=tuple(possible)),

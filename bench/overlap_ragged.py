@@ -13,17 +13,13 @@ So are decoding steps of few and of many sequences, from which `bench.scale` for
 """
 
 import argparse
-import contextlib
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench import overlap
 from bench.report import Figure, Ratio, Report, argument_parser, finish
@@ -51,27 +47,6 @@ def shape_of(device: str, *, ragged: bool) -> dict[str, Any]:
     return SHAPES[device] | {"completion_tokens": LONGEST_TOKENS, "generation_kwargs": ends}
 
 
-@contextlib.contextmanager
-def ready(
-    args: argparse.Namespace, shape: dict[str, Any], lookahead: int
-) -> Iterator[tuple[GRPOTrainer, overlap.StepEnds]]:
-    """A trainer whose engine is ready and warm, with its processes on their cores."""
-    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder, overlap.cores_apart(args.device) as take_own:
-        sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers")}
-        torch.manual_seed(0)  # how probable the end is depends on the weights
-        overlap.save_model(Path(folder) / "model", **sizes)
-        trainer = overlap.build_trainer(Path(folder) / "model", Path(folder) / "run", args, shape, lookahead)
-        ends = overlap.StepEnds()
-        trainer.add_callback(ends)
-        try:
-            assert trainer._local is not None
-            trainer._local.sync_weights()  # waits for the engine, too
-            take_own()
-            yield trainer, ends
-        finally:
-            trainer.close()
-
-
 def decoding_s(trainer: GRPOTrainer, sequences: int) -> float:
     """Seconds of one decoding step of so many sequences, which are about as long as those that end by chance."""
     assert trainer._local is not None
@@ -94,7 +69,7 @@ def segment(
 ) -> dict[str, float]:
     """Train some steps; means over all but the first ones and the last: seconds of a step, and its parts."""
     warm_up = overlap.WARM_UP_STEPS + lookahead
-    with ready(args, shape, lookahead) as (trainer, ends):
+    with overlap.ready(args, shape, lookahead) as (trainer, ends):
         decoding = {f"decoding_s_{number}": decoding_s(trainer, number) for number in SEQUENCES} if decodes else {}
         trainer.args.max_steps = warm_up + args.steps + 1
         trainer.train()
