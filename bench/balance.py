@@ -4,18 +4,24 @@ Two nodes on one machine, each a process with an engine with made-up weights; co
 What is timed is a generation batch as training sees it: from the prompts until every rank has its completions. On a CPU
 each node has a core of its own. The slow node's engine is stopped and continued in turn, half of the time each.
 
+Then with batches under way, as `generation_lookahead` of 2 or more has them: prompts are shared out by what each node
+owes. No batch can take less than its tokens over what both engines make in a second, and it is held against that.
+
     python -m bench.balance
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,19 +32,21 @@ import torch.distributed as dist
 from vllm.utils.network_utils import get_open_port
 
 from bench.engines import VOCAB_SIZE, config, save_model, started
-from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
+from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, ratio
 from grpo.faults.job_watch import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology
 from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import pack_rows
+from grpo.rollout.packing import PackedRows, pack_rows
 from grpo.rollout.pool import EnginePool
 
 NUM_NODES = 2
 NUM_GENERATIONS = 4
 PROMPT_TOKENS = 32
 SETTLING_BATCHES = 4  # until the nodes' speeds are known
+UNDER_WAY = 3
+COST = 1.15  # a goal: of a batch with batches under way, over what both engines could
 MAX_WAIT_S = 250.0
 
 SLICE_S = 0.01
@@ -99,25 +107,29 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
     with watch.guard(), started(args, folder / "model", 1) as (clients, windows):
         pool = EnginePool(clients, max_num_seqs=windows, max_tokens=options.tokens)
 
-        def sampler(balance_nodes: bool) -> NodeSampler:
+        def sampler(balance_nodes: bool, *, overlaps: bool = False) -> NodeSampler:
             return LocalMainSampler(
                 groups,
                 watch,
                 pool,
                 timeout_s=MAX_WAIT_S,
                 balance_nodes=balance_nodes,
+                overlaps=overlaps,
             )
 
         rng = np.random.default_rng(node)
         speeds: list[float] = []
 
+        def rows() -> PackedRows:
+            prompts = rng.integers(2, VOCAB_SIZE, size=(options.prompts, PROMPT_TOKENS)).tolist()
+            return pack_rows([prompt for prompt in prompts for _ in range(NUM_GENERATIONS)])
+
         def batch(of: NodeSampler) -> Callable[[], float]:
             def seconds() -> float:
-                prompts = rng.integers(2, VOCAB_SIZE, size=(options.prompts, PROMPT_TOKENS)).tolist()
-                rows = [prompt for prompt in prompts for _ in range(NUM_GENERATIONS)]
+                asked = rows()
                 dist.barrier()
                 begun = time.perf_counter()
-                completions, reports = of.collect(of.submit(pack_rows(rows), base_seed=0))
+                completions, reports = of.collect(of.submit(asked, base_seed=0))
                 seconds = time.perf_counter() - begun
                 assert (completions.lengths == options.tokens).all()
                 if of is alone:
@@ -126,6 +138,21 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
 
             return seconds
 
+        def under_way(batches: int) -> tuple[list[float], list[float]]:
+            """Seconds of each batch, and those that it takes at the speed of both engines."""
+            ahead = sampler(True, overlaps=True)
+            pending = deque(ahead.submit(rows(), base_seed=0, order=number) for number in range(UNDER_WAY))
+            ends_s, bounds_s = [], []
+            for number in range(UNDER_WAY, UNDER_WAY + SETTLING_BATCHES + batches):
+                _, reports = ahead.collect(pending.popleft())
+                ends_s.append(time.perf_counter())
+                bounds_s.append(tokens_of_a_batch(options) / sum(report.tokens_per_s for report in reports))
+                pending.append(ahead.submit(rows(), base_seed=0, order=number))
+            while pending:
+                ahead.collect(pending.popleft())
+            took_s = [after - before for before, after in itertools.pairwise(ends_s)]
+            return took_s[-batches:], bounds_s[-batches:]
+
         balanced, alone = sampler(True), sampler(False)
         batch(alone)()  # warm
         speeds.clear()
@@ -133,11 +160,17 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
             for _ in range(SETTLING_BATCHES):
                 batch(balanced)()
             seconds = interleave({"balanced": batch(balanced), "alone": batch(alone)}, options.repetitions)
-        (folder / f"node{node}.json").write_text(json.dumps({**seconds, "speeds": speeds}))
+            took_s, bounds_s = under_way(2 * options.repetitions)
+        found = {**seconds, "speeds": speeds, "under way": took_s, "bounds": bounds_s}
+        (folder / f"node{node}.json").write_text(json.dumps(found))
         pool.close()
     dist.barrier()
     watch.stop()
     dist.barrier()
+
+
+def tokens_of_a_batch(options: Any) -> int:
+    return NUM_NODES * options.prompts * NUM_GENERATIONS * options.tokens
 
 
 def measure(options: Any, folder: Path) -> Report:
@@ -158,7 +191,7 @@ def measure(options: Any, folder: Path) -> Report:
             if process.pid is not None:
                 process.kill()
     of_node = [json.loads((folder / f"node{node}.json").read_text()) for node in range(NUM_NODES)]
-    num_tokens = NUM_NODES * options.prompts * NUM_GENERATIONS * options.tokens
+    num_tokens = tokens_of_a_batch(options)
     balanced, alone = (
         Figure(
             name=name,
@@ -170,6 +203,10 @@ def measure(options: Any, folder: Path) -> Report:
     speeds = Figure(
         name="fast node / slow node, tokens/s of their engines", unit="", values=tuple(of_node[0]["speeds"])
     )
+    # The mean: what one batch waits for, the next one has.
+    took_s, bound_s = (statistics.mean(of_node[0][key]) for key in ("under way", "bounds"))
+    ahead = Figure(name=f"a batch with {UNDER_WAY} under way", unit="s", values=(took_s,))
+    bound = Figure(name="a batch's tokens / tokens/s of both engines", unit="s", values=(bound_s,))
     return Report(
         benchmark="balance",
         settings={
@@ -179,8 +216,15 @@ def measure(options: Any, folder: Path) -> Report:
             "groups of a node": f"{options.prompts} of {NUM_GENERATIONS}",
             "tokens": options.tokens,
         },
-        ratios=(ratio("balanced / every node for itself", balanced, alone, goal=1.3),),
-        figures=(balanced, alone, speeds),
+        ratios=(
+            ratio("balanced / every node for itself", balanced, alone, goal=1.3),
+            Ratio(
+                name=f"{COST} x tokens / tokens/s of both engines / a batch with {UNDER_WAY} under way",
+                values=(COST * bound_s / took_s,),
+                goal=1.0,
+            ),
+        ),
+        figures=(balanced, alone, speeds, ahead, bound),
         notes=("Two nodes on one machine; no training; the slow one's engine is stopped half of the time.",),
     )
 

@@ -57,7 +57,7 @@ SHORT_FORMS = {
         {"declared": "s", "undeclared": "s", "TRL's place": "s", "declared, and no reward to wait for": "s"},
     ),
     "lora": (("with an adapter / without",), {"with an adapter": "tokens/s", "without": "tokens/s"}),
-    "balance": (("balanced / every node for itself",), {"balanced": "tokens/s"}),
+    "balance": (("balanced / every node for itself", "1.15 x tokens"), {"balanced": "tokens/s"}),
     "startup": (
         ("one after the other / side by side", "bound by CPU time"),
         {"side by side": "s", "side by side: startup/waited_for_engine_s": "s"},

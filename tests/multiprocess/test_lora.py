@@ -91,3 +91,18 @@ def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> 
     adapter_bytes = lines[0]["push/bytes"]
     assert {line["push/bytes"] for line in lines} == {adapter_bytes}
     assert lines[-1]["kl"] > 0
+
+
+@pytest.mark.long
+def test_two_runs_with_batches_under_way_are_equal(tiny_model: Path, tmp_path: Path) -> None:
+    """Each completion is of one policy, whenever the push comes that brings the next one: tokens do not depend on time."""
+    config = {"max_steps": 5, "generation_lookahead": 2, "learning_rate": 1e-3, "vllm_lora": "adapter"}
+    found = []
+    for name in ("one", "other"):
+        job = start_tiny_job(tiny_model, tmp_path / name, config=config, lora=LORA)
+        steps = finish(job)
+        assert [line["rollout/policy_lag"] for line in steps] == [0, 1, 2, 2, 2]
+        assert all("push/paused_s" not in line for line in steps)
+        samples = [lines_of(job, f"samples-{rank}.jsonl") for rank in range(2)]
+        found.append(([line["loss"] for line in steps], samples))
+    assert found[0] == found[1]
