@@ -7,19 +7,23 @@ wait for it in every step; with N it has N steps.
 
 Two works are measured before: training on a batch, in steps without lookahead, and sampling as many tokens in
 completions of one length, by which the engine is never nearly empty. A step cannot be shorter than the larger of both.
-So are decoding steps of few and of many sequences, from which `bench.scale` foretells each N.
+So are the constants from which `bench.scale` foretells each N.
 
     python -m bench.overlap --ragged [--lookahead 0 1 2 4]
 """
 
 import argparse
+import contextlib
+import copy
 import math
 import statistics
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from bench import overlap
 from bench.report import Figure, Ratio, Report, argument_parser, finish
@@ -29,9 +33,15 @@ from grpo.rollout.packing import Request
 
 LOOKAHEADS = (0, 1, 2, 4)
 GAIN, COST = 1.4, 1.15  # goals: of 4 over 1; of a step with 4 over the larger work
-DECODING_TIMEOUT_S = 600.0
+SAMPLING_TIMEOUT_S = 600.0
 MEAN_TOKENS, LONGEST_TOKENS = 64, 256
-SEQUENCES = (4, 64)  # whose decoding steps are measured
+CALIBRATING_BATCHES, ALONE_S = 16, 3.0
+CONSTANTS = (
+    ("engine: a decoding step", "s", "decoding_s"),
+    ("engine: more for each sequence", "s", "sequence_s"),
+    ("sampling beside training / alone", "", "sampling_beside"),
+    ("training beside sampling / alone", "", "training_beside"),
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 128, "num_hidden_layers": 4, "completions": 32, "micro_batch": 4},
     "cuda": {"hidden_size": 2048, "num_hidden_layers": 24, "completions": 128, "micro_batch": 16},
@@ -47,30 +57,89 @@ def shape_of(device: str, *, ragged: bool) -> dict[str, Any]:
     return SHAPES[device] | {"completion_tokens": LONGEST_TOKENS, "generation_kwargs": ends}
 
 
-def decoding_s(trainer: GRPOTrainer, sequences: int) -> float:
-    """Seconds of one decoding step of so many sequences, which are about as long as those that end by chance."""
+class Constants(NamedTuple):
+    """Of engine and rank, for the simulation of `bench.scale`."""
+
+    decoding_s: float
+    """Of a decoding step, whatever it holds."""
+    sequence_s: float
+    """Of a decoding step, more for each sequence."""
+    sampling_beside: float
+    """Seconds of sampling beside training / alone: cores share memory and caches."""
+    training_beside: float
+
+
+def measure(trainer: GRPOTrainer, completions: int) -> Constants:
+    """Sample the same batches with the ranks at rest, and beside passes of a copy of the model."""
+    seeds = range(CALIBRATING_BATCHES)
+    _, batches = ([sample(trainer, completions, seed) for seed in seeds] for _ in range(2))  # what is new is slow
+    sizes = np.array([(batch.longest, batch.tokens) for batch in batches], dtype=float)
+    seconds = np.array([batch.seconds for batch in batches])
+    fit = np.linalg.lstsq(sizes, seconds)[0]
+    # What holds the machine up for a moment is no constant of the engine: once more without the worst quarter.
+    best = np.argsort(np.abs(sizes @ fit - seconds))[: len(batches) * 3 // 4]
+    decoding_s, sequence_s = np.linalg.lstsq(sizes[best], seconds[best])[0].tolist()
+    with passes_of(trainer) as count:
+        alone = rate(count, lambda: time.sleep(ALONE_S))
+        again: list[Sampled] = []
+        beside = rate(count, lambda: again.extend(sample(trainer, completions, seed) for seed in seeds))
+    ratios = [after.seconds / before.seconds for after, before in zip(again, batches, strict=True)]
+    return Constants(decoding_s, sequence_s, statistics.median(ratios), alone / beside)
+
+
+class Sampled(NamedTuple):
+    seconds: float
+    longest: int
+    tokens: int
+
+
+def sample(trainer: GRPOTrainer, completions: int, seed: int) -> Sampled:
+    """A batch whose completions end by chance, the same for the same seed."""
     assert trainer._local is not None
     assert trainer._local._serving is not None
-    pool, tokens = trainer._local._serving.pool, 2 * MEAN_TOKENS
+    pool = trainer._local._serving.pool
     assert pool is not None
-    settings = {"ignore_eos": True, "max_tokens": tokens}
-    prompts = [np.arange(4, 10, dtype=np.int32)] * (sequences // 4)
-    requests = [Request(token_ids=prompt, n=4, seed=row, overrides=settings) for row, prompt in enumerate(prompts)]
-    seconds = []
-    for _ in range(3):
-        begun_s = time.perf_counter()
-        pool.collect(pool.submit(requests), DECODING_TIMEOUT_S)
-        seconds.append((time.perf_counter() - begun_s) / tokens)
-    return min(seconds)
+    prompt = np.arange(4, 10, dtype=np.int32)
+    requests = [Request(token_ids=prompt, n=8, seed=100 * seed + row, overrides={}) for row in range(completions // 8)]
+    begun_s = time.perf_counter()
+    found = pool.collect(pool.submit(requests), SAMPLING_TIMEOUT_S)
+    assert found is not None
+    return Sampled(time.perf_counter() - begun_s, int(found.lengths.max()), int(found.lengths.sum()))
 
 
-def segment(
-    args: argparse.Namespace, shape: dict[str, Any], lookahead: int, *, decodes: bool = False
-) -> dict[str, float]:
+def rate(count: list[int], act: Callable[[], object]) -> float:
+    """Passes in a second, while something is done."""
+    begun_s, before = time.perf_counter(), len(count)
+    act()
+    return (len(count) - before) / (time.perf_counter() - begun_s)
+
+
+@contextlib.contextmanager
+def passes_of(trainer: GRPOTrainer) -> Iterator[list[int]]:
+    """Forward and backward passes of a copy of the model, one after the other; gives a list of those that are done."""
+    model, done, ends = copy.deepcopy(trainer.model), [], threading.Event()
+    assert model is not None
+    tokens = torch.arange(4 * 2 * MEAN_TOKENS).remainder(80).add(5).reshape(4, -1).to(model.device)
+
+    def go_on() -> None:
+        while not ends.is_set():
+            model(input_ids=tokens).logits.log_softmax(-1).mean().backward()
+            done.append(1)
+
+    thread = threading.Thread(target=go_on, name="bench-passes")
+    thread.start()
+    try:
+        yield done
+    finally:
+        ends.set()
+        thread.join()
+
+
+def segment(args: argparse.Namespace, shape: dict[str, Any], lookahead: int) -> dict[str, float]:
     """Train some steps; means over all but the first ones and the last: seconds of a step, and its parts."""
     warm_up = overlap.WARM_UP_STEPS + lookahead
     with overlap.ready(args, shape, lookahead) as (trainer, ends):
-        decoding = {f"decoding_s_{number}": decoding_s(trainer, number) for number in SEQUENCES} if decodes else {}
+        measured = {} if lookahead else measure(trainer, shape["completions"])._asdict()
         trainer.args.max_steps = warm_up + args.steps + 1
         trainer.train()
         lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][warm_up:-1]
@@ -84,7 +153,7 @@ def segment(
             "tokens": tokens,
             "longest": longest,
             **parts,
-            **decoding,
+            **measured,
         }
 
 
@@ -95,7 +164,7 @@ def compare(args: argparse.Namespace) -> None:
     equal: list[dict[str, float]] = []
     found: dict[int, list[dict[str, float]]] = {lookahead: [] for lookahead in args.lookahead}
     for _ in range(args.repetitions):
-        equal.append(segment(args, shape_of(args.device, ragged=False), 0, decodes=True))
+        equal.append(segment(args, shape_of(args.device, ragged=False), 0))
         for lookahead, segments in found.items():
             segments.append(segment(args, shape_of(args.device, ragged=True), lookahead))
 
@@ -114,12 +183,9 @@ def compare(args: argparse.Namespace) -> None:
             Figure(name="sampling a batch of one length", unit="s", values=tuple(sampling)),
             Figure(name="tokens of a completion in both", unit="", values=(tokens,)),
             *(
-                Figure(
-                    name=f"a decoding step of {number} sequences",
-                    unit="s",
-                    values=tuple(parts[f"decoding_s_{number}"] for parts in equal),
-                )
-                for number in SEQUENCES
+                Figure(name=name, unit=unit, values=tuple(parts[key] for parts in found.get(0, [])))
+                for name, unit, key in CONSTANTS
+                if 0 in found
             ),
             *(figure for lookahead, segments in found.items() for figure in figures_of(lookahead, segments)),
         ),

@@ -1,7 +1,7 @@
 """The simulation of `bench.scale` against a run: what it says of the steps of `bench.overlap --ragged`.
 
-One engine and one rank in the same loop, with what that benchmark has measured: a decoding step of few and of many
-sequences, training on a token, the push and the mean length for each N.
+One engine and one rank in the same loop, with what that benchmark has measured: an engine's decoding steps, training on
+a token, how much each slows the other down, the push and the mean length for each N.
 """
 
 import math
@@ -16,17 +16,9 @@ from bench.scale_model import Node
 
 def foretell(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]:
     """Seconds of a step by lookahead: what the model says, and what the result of `bench.overlap --ragged` does."""
-    if ragged is None:
+    median = {figure["name"]: figure["median"] for figure in (ragged or {}).get("figures", [])}
+    if ragged is None or "engine: a decoding step" not in median:  # none is there, or one without lookahead 0
         return {}
-    median = {figure["name"]: figure["median"] for figure in ragged["figures"]}
-    decoding = {
-        int(match[1]): seconds
-        for name, seconds in median.items()
-        if (match := re.fullmatch(r"a decoding step of (\d+) sequences", name))
-    }
-    few, many = sorted(decoding)
-    sequence_s = (decoding[many] - decoding[few]) / (many - few)
-    step_s = decoding[few] - few * sequence_s
     train_s = median["training on a batch"] / median["tokens of a completion in both"]
     found = {}
     for name, measured_s in median.items():
@@ -38,8 +30,9 @@ def foretell(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]
                 tokens=tokens,
                 longest=ragged["settings"]["cut at"],
                 completions=ragged["settings"]["completions"],
-                engine=(step_s, sequence_s),
-                train_s=train_s * tokens,
+                engine=(median["engine: a decoding step"], median["engine: more for each sequence"]),
+                beside=median["sampling beside training / alone"],
+                train_s=train_s * tokens * (median["training beside sampling / alone"] if int(match[1]) else 1.0),
                 push_s=median[f"{place}push"],
             )
             found[int(match[1])] = (model_s, measured_s)
@@ -53,14 +46,15 @@ def step_of_one_engine(
     longest: int,
     completions: int,
     engine: tuple[float, float],
+    beside: float,
     train_s: float,
     push_s: float,
     steps: int = 400,
 ) -> float:
     """Seconds of a step of one engine and one rank, whose completions end at every token with the same probability.
 
-    `tokens`: of a completion, in the mean. `engine`: seconds of a decoding step, and more for each sequence. `train_s`:
-    of a batch.
+    `tokens`: of a completion, in the mean. `engine`: seconds of a decoding step, and more for each sequence; `beside`
+    times as long while the rank trains. `train_s`: of a batch.
     """
     rate = rate_of(tokens, longest)
 
@@ -77,7 +71,7 @@ def step_of_one_engine(
         train_s=train_s / completions / tokens,
     )
     site = Site([1.0], completions * (lookahead + 1), step_s=engine[0], sequence_s=engine[1])
-    loop = Loop(node, group, [site], random.Random(0), nodes=1, ranks=1, push_s=push_s)
+    loop = Loop(node, group, [site], random.Random(0), nodes=1, ranks=1, push_s=push_s, speed_beside=1 / beside)
     loop.warm_up(lookahead)
     begun_s = loop.now
     for _ in range(steps):

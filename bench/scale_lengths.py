@@ -149,6 +149,13 @@ class Site:
             engine.at_s += seconds
             self._plan(number)
 
+    def change_speed(self, factor: float) -> None:
+        """Be so many times as fast from now on."""
+        for number, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            engine.speed *= factor
+            self._plan(number)
+
     def _start(self, engine: _Engine) -> None:
         batch, length = self._queue.popleft()
         heapq.heappush(engine.running, (engine.made + length, batch, length))
@@ -294,11 +301,12 @@ class Loop:
         nodes: int,
         ranks: int,
         push_s: float,
+        speed_beside: float = 1.0,
     ) -> None:
         self._group, self._sites, self._rng = group, sites, rng
         self._nodes, self._groups = nodes, node.completions // GROUP
         self._train_s = node.train_s / node.completion_tokens / ranks  # of a token
-        self._push_s = push_s
+        self._push_s, self._speed_beside = push_s, speed_beside
         self._balance = _Backlog(nodes) if 1 < nodes == len(sites) else None
         self._tokens: list[int] = []
         self._submitted_s: list[float] = []
@@ -347,9 +355,16 @@ class Loop:
         if lookahead:
             self.submit(balances=lookahead >= 2)
         self.train_s.append(self._tokens[batch] * self._train_s)
+        self._set_speed(self._speed_beside)
         self._run_to(self.now + self.train_s[-1])
+        self._set_speed(1 / self._speed_beside)
         if lookahead == 0:
             self._push()
+
+    def _set_speed(self, factor: float) -> None:
+        if factor != 1.0:
+            for site in self._sites:
+                site.change_speed(factor)
 
     def _push(self) -> None:
         for site in self._sites:

@@ -6,12 +6,16 @@ import pytest
 
 from bench.scale_foretold import foretell, rate_of
 
-ENGINE = {"a decoding step of 4 sequences": 5e-3 + 4 * 1e-4, "a decoding step of 64 sequences": 5e-3 + 64 * 1e-4}
+ENGINE = {"engine: a decoding step": 5e-3, "engine: more for each sequence": 1e-4}
 
 
-def of_one_length(lookahead: int, *, train_s: float) -> tuple[float, float]:
+def of_one_length(
+    lookahead: int, *, train_s: float, sampling_beside: float = 1.0, training_beside: float = 1.0
+) -> tuple[float, float]:
     """All of 64 tokens: cut where their mean is. Training is measured at half as many."""
     measured = ENGINE | {
+        "sampling beside training / alone": sampling_beside,
+        "training beside sampling / alone": training_beside,
         "training on a batch": train_s / 2,
         "tokens of a completion in both": 32.0,
         f"lookahead {lookahead}: step": 9.0,
@@ -37,6 +41,13 @@ SAMPLE_S = 64 * (5e-3 + 32 * 1e-4)
 )
 def test_completions_of_one_length(lookahead: int, train_s: float, step_s: float) -> None:
     assert of_one_length(lookahead, train_s=train_s) == (pytest.approx(step_s, rel=0.01), 9.0)
+
+
+def test_each_slows_the_other_down_while_both_work() -> None:
+    ahead, _ = of_one_length(1, train_s=0.2, sampling_beside=1.25, training_beside=1.5)
+    assert ahead == pytest.approx(0.3 + (SAMPLE_S - 0.3 / 1.25) + 0.1, rel=0.01)
+    on_policy, _ = of_one_length(0, train_s=0.2, sampling_beside=1.25, training_beside=1.5)
+    assert on_policy == pytest.approx(0.2 + SAMPLE_S + 0.1, rel=0.01)
 
 
 def test_batches_under_way_share_the_engines_steps() -> None:
