@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bench.scale_lengths import GROUP, Loop, Site
+from bench.scale_lengths import GROUP, Loop
 from bench.scale_model import Node
+from bench.scale_sites import Site
 
 
 def foretell(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]:

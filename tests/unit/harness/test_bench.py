@@ -5,11 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from bench import learning, measured, overlap_ragged, tables
+from bench import measured, overlap_ragged, tables
 from bench.report import RESULTS as RESULTS_FOLDER
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, number, ratio
 from bench.scale import draw, measured_node, read_result, share_of_bound
@@ -24,7 +23,6 @@ from bench.scale_model import (
     simulate,
     slowest_of,
 )
-from grpo.ops.train.arguments import parse_arguments
 from tools import code_digest
 
 SLOW = Figure(name="one at a time", unit="s", values=(6.0, 4.0, 9.0))
@@ -370,45 +368,3 @@ def test_a_node_of_measured_devices(tmp_path: Path) -> None:
     assert (node.parameters, node.completions, node.completion_tokens) == (5_000, 256, 64)
     assert node.sample_s == 4 / 32
     assert node.train_s == (10 - 4 - 1) / 32
-
-
-def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs themselves are the demo, which has tests of its own."""
-    asked = []
-
-    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
-        training = parse_arguments(command[command.index(str(learning.ROOT / "train.py")) + 1 :]).training
-        way = (training.generation_lookahead, training.old_logprobs)
-        asked.append((training.seed, training.learning_rate > 0, *way, training.max_steps))
-        age = min(training.generation_lookahead, 3)  # one way is void
-        reward = 0.4 if not training.learning_rate else 0.6 - 0.01 * age
-        lines = [{"step": step, "reward": reward, "rollout/staleness_mean": age} for step in range(1, 4)]
-        metrics = Path(training.output_dir) / "metrics.jsonl"
-        metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"train_runtime": 13.0}]))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    def demo_model(folder: Path, max_steps: int | None) -> Path:
-        folder.mkdir()
-        return folder
-
-    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(learning, "ensure_demo_model", demo_model)
-    output = tmp_path / "learning.json"
-    monkeypatch.setattr(sys, "argv", ["bench.learning", "--device", "cpu", "--short", "--output", str(output)])
-    learning.main()
-    assert asked == [(42, False, *learning.BASE, 3), *((42, True, *way, 3) for way in learning.WAYS)]
-    result = json.loads(output.read_text())
-    assert [ratio["values"] for ratio in result["ratios"]] == [
-        [pytest.approx(gain)] for gain in (1.0, 0.95, 0.95, 0.85, 0.85)
-    ]
-    assert [ratio["goal"] for ratio in result["ratios"]] == [0.9, 0.9, 0.9, None, None]
-    assert [ratio["name"].endswith(": void") for ratio in result["ratios"]] == [False] * 3 + [True] * 2
-
-
-def test_learning_tells_the_error_of_a_mean() -> None:
-    runs = {way: [learning.Learned(0.5 + 0.1 * seed, way.lookahead) for seed in range(2)] for way in learning.WAYS}
-    notes = learning.report_of(0.3, runs, steps=200).notes
-    assert (
-        "lookahead 4, old_logprobs engine: gain 0.250 +- 0.050 (mean and standard error over seeds); "
-        "less that of lookahead 0, old_logprobs trainer, seed by seed: 0.000 +- 0.000"
-    ) in notes

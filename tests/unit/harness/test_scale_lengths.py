@@ -6,18 +6,16 @@ import pytest
 
 from bench.scale_lengths import (
     LAYOUTS,
-    SEQUENCE_S,
     SHORT,
-    STEP_S,
     TAIL,
     Layout,
     Lengths,
-    Site,
     colocated,
     simulate,
     step_of,
 )
 from bench.scale_model import Cluster, Node
+from bench.scale_sites import SEQUENCE_S, STEP_S, Site
 
 NODE = Node(
     name="by hand",
