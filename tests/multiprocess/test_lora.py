@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo.cli import main as grpo
-from tests.support.finished import MAX_GAP, finish
+from tests.support.finished import MAX_GAP, finish, lines_of
 from tests.support.launching import start_tiny_job
 from tests.support.resumed_runs import expect, run, seen, steps
 
@@ -95,7 +95,7 @@ def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_two_runs_with_batches_under_way_are_equal(tiny_model: Path, tmp_path: Path) -> None:
-    """Each completion is of one policy, whenever the push comes that brings the next one: tokens do not depend on time."""
+    """Each completion is of one policy, whenever the push comes that brings the next one: time decides nothing."""
     config = {"max_steps": 5, "generation_lookahead": 2, "learning_rate": 1e-3, "vllm_lora": "adapter"}
     found = []
     for name in ("one", "other"):

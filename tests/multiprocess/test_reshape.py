@@ -21,6 +21,7 @@ CONFIG = {
     "ref_model_sync_steps": 1,
     "ref_model_mixup_alpha": 0.5,
 }
+ENGINES = {"use_vllm": True, "vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
 NUM_PROMPTS = 30
 
 
@@ -39,10 +40,13 @@ def train(model: Path, out: Path, *, ranks: int, config: dict, code: int = 0) ->
     return job
 
 
-def prompts(out: Path, ranks: int) -> list[list[str]]:
-    """Of each step's generation batch, over all ranks in order."""
+def rows(out: Path, ranks: int) -> list[list[tuple[str, list[int]]]]:
+    """Of each step's generation batch, over all ranks in order: prompts and completions."""
     seen = [[json.loads(line) for line in (out / f"seen-{r}.jsonl").read_text().splitlines()] for r in range(ranks)]
-    return [[prompt for of_rank in batch for prompt in of_rank["prompts"]] for batch in zip(*seen, strict=True)]
+    return [
+        [row for part in batch for row in zip(part["prompts"], part["completions"], strict=True)]
+        for batch in zip(*seen, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +61,8 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_one_and_three_ranks_go_on_as_two(
     tiny_model: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the most likely token alone, so that no random numbers matter: what is left is the divergence's gradient."""
-    more = {"max_steps": 4, "top_k": 1}
+    """Each row is sampled with the seed that it would have had."""
+    more = {"max_steps": 4, **ENGINES}
     two = tmp_path / "two"
     own = {"gradient_accumulation_steps": 3, "resume_from_checkpoint": str(checkpoint)}
     train(tiny_model, two, ranks=2, config={**more, **own})
@@ -74,7 +78,7 @@ def test_one_and_three_ranks_go_on_as_two(
         auto = {"gradient_accumulation_steps": accumulation, "resume_from_checkpoint": "auto"}
         job = train(tiny_model, out, ranks=ranks, config={**more, **auto})
         assert "was written by 2 training processes and made for" in job.output()
-        assert prompts(out, ranks) == prompts(two, 2)
+        assert rows(out, ranks) == rows(two, 2)
         states = torch.load(out / "states.pt")
         assert states.keys() == end_of_two.keys()
         for name, of_two in end_of_two.items():
