@@ -16,19 +16,19 @@ MAX_RUNS = len(COLOURS)
 END_LOGS = 20
 CURVES = (
     ("Reward", "reward", "reward"),
-    ("Groups without spread", "share", "frac_reward_zero_std"),
+    ("Groups with zero std", "share", "frac_reward_zero_std"),
     ("Entropy", "nats", "entropy"),
     ("KL to the reference", "nats", "kl"),
     ("Completion length, mean", "tokens", "completions/mean_length"),
-    ("Completions at their longest", "share", "completions/clipped_ratio"),
+    ("Completions, truncated", "share", "completions/clipped_ratio"),
     ("Gradient norm", "norm", "grad_norm"),
-    ("Log-probability gap", "nats", "push/logprob_gap_mean"),
+    ("Engine against trainer", "nats", "push/logprob_gap_mean"),
     ("Step time", "s", "step_time"),
     ("Generation, mean of the nodes", "s", "rollout/generate_s"),
     ("Tokens/s of a node", "tokens/s", "rollout/tokens_per_s"),
     ("Ranks wait for engines", "share", "rollout/wait_share"),
     ("Engines idle", "share", "engine/idle_share"),
-    ("Push", "s", "push/total_s"),
+    ("Weight sync", "s", "push/total_s"),
 )
 
 
@@ -110,7 +110,7 @@ def reward_at(run: Run, step: int) -> float | None:
 
 def curves_of(compared: Sequence[Compared]) -> Multiples:
     """One figure for each metric that a run has, one colour for each run."""
-    found = Multiples()
+    found = Multiples("runs")
     bins = [bins_of(len(each.run.metrics.steps)) for each in compared]
     of_runs = [each.last(one.run.metrics.steps) for each, one in zip(bins, compared, strict=True)]
     steps = np.unique(np.concatenate(of_runs)) if of_runs else np.zeros(0, dtype=np.int64)

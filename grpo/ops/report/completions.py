@@ -1,4 +1,4 @@
-"""What was said to the sampled prompts, as much of it as fits the page: prompts that come again first."""
+"""Completions of the sampled prompts, as many as fit the page: prompts that come again first, then some of all logs."""
 
 import re
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ class Limits:
 
 # The first that fits `MAX_BYTES`.
 LIMITS = (
+    Limits(prompts=96, steps=48, samples=16, characters=6000),
     Limits(prompts=24, steps=24, samples=16, characters=6000),
     Limits(prompts=16, steps=16, samples=12, characters=4000),
     Limits(prompts=12, steps=12, samples=8, characters=3000),
@@ -96,20 +97,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in table.to_pylist() if row["prompt_id"] is not None and row["completion"] is not None]
 
 
-def spread_over(steps: Sequence[int], most: int) -> list[int]:
+def spread_over(each: Sequence[Any], most: int) -> list[Any]:
     """The first, the last, and between them as evenly as can be."""
-    if len(steps) <= most:
-        return list(steps)
-    return sorted({steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)})
+    if len(each) <= most:
+        return list(each)
+    return [each[round(index * (len(each) - 1) / max(1, most - 1))] for index in range(most)]
 
 
 def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: Limits) -> list[dict[str, Any]]:
-    """Those prompts first that come at most steps."""
+    """Those prompts first that come at most steps; of those that come once, as many from early as from late steps."""
     groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for step in spread_over(sorted(rows), limits.steps):
         for row in rows[step]:
             groups.setdefault(str(row["prompt_id"]), {}).setdefault(step, []).append(row)
-    often = sorted(groups, key=lambda each: (-len(groups[each]), -max(groups[each])))[: limits.prompts]
+    often = sorted(groups, key=lambda each: (-len(groups[each]), -max(groups[each])))
+    often = [each for each in often if len(groups[each]) > 1][: limits.prompts]
+    once = [each for each in groups if len(groups[each]) == 1]
+    often += spread_over(once, limits.prompts - len(often))
     return [
         {
             "text": cut(str(next(iter(groups[each].values()))[0]["prompt"]), limits.characters),

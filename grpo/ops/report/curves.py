@@ -10,12 +10,14 @@ from grpo.ops.report.reading import Metrics, Run
 from grpo.ops.report.thinning import Bins, bins_of
 
 BLUE, ORANGE = COLOURS[:2]
+SMOOTHED = 20  # points of a smoothed curve's window are the run's, divided by this
 
 
 @dataclass(slots=True)
 class Multiples:
     """Figures of one tab, filled one by one."""
 
+    name: str = "time"
     charts: list[Chart] = field(default_factory=list)
     tables: dict[str, Columns] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
@@ -23,7 +25,7 @@ class Multiples:
 
     def add(self, title: str, unit: str, table: str, lines: Sequence[Line], *, note: str = "") -> None:
         """A figure of curves whose columns are in that table already."""
-        id = f"{len(self.charts)}-{title.lower().replace(' ', '-')}"
+        id = f"{self.name}-{len(self.charts)}-{title.lower().replace(' ', '-')}"
         self.charts.append(line_chart(id, title, unit, table, lines, self.tables[table], note=note))
 
 
@@ -35,20 +37,19 @@ class Curve:
     unit: str
     metrics: tuple[tuple[str, str], ...]
     """Name and label of each."""
-    spread: str = ""
-    """The metric of a standard deviation around the first."""
     limit: str = ""
+    is_smoothed: bool = False
+    """With the mean of as many logs around each as a twentieth of the run has."""
 
 
-LEARNING = (
-    Curve(title="Reward", unit="reward", metrics=(("reward", "mean"),), spread="reward_std"),
+PROGRESS = (
+    Curve(title="Reward", unit="reward", metrics=(("reward", "mean"),), is_smoothed=True),
+    Curve(title="Spread of rewards", unit="reward", metrics=(("reward_std", "standard deviation"),)),
     Curve(
-        title="Groups without spread",
+        title="Groups with zero std",
         unit="share",
-        metrics=(("frac_reward_zero_std", "all completions with the same reward"),),
+        metrics=(("frac_reward_zero_std", "all completions with the same reward: no advantage"),),
     ),
-    Curve(title="Entropy", unit="nats", metrics=(("entropy", "of the next token"),)),
-    Curve(title="KL to the reference", unit="nats", metrics=(("kl", "per token"),)),
     Curve(
         title="Completion length",
         unit="tokens",
@@ -58,17 +59,21 @@ LEARNING = (
             ("completions/length_p90", "p90"),
         ),
     ),
+)
+STABILITY = (
+    Curve(title="Entropy", unit="nats", metrics=(("entropy", "of the next token"),)),
+    Curve(title="KL to the reference", unit="nats", metrics=(("kl", "per token"),)),
     Curve(
-        title="Clipped and masked",
+        title="Truncated and clipped",
         unit="share",
         metrics=(
-            ("completions/clipped_ratio", "completions at their longest"),
-            ("clip_ratio/region_mean", "tokens, by the loss"),
-            ("sampling/importance_sampling_ratio/clipped_share", "importance sampling"),
+            ("completions/clipped_ratio", "completions, truncated"),
+            ("clip_ratio/region_mean", "tokens, clipped by the loss"),
+            ("sampling/importance_sampling_ratio/clipped_share", "importance sampling, clipped"),
         ),
     ),
     Curve(
-        title="Log-probability gap",
+        title="Engine against trainer",
         unit="nats",
         metrics=(
             ("push/logprob_gap_mean", "verified tokens, mean"),
@@ -80,7 +85,7 @@ LEARNING = (
     Curve(
         title="Policy lag",
         unit="pushes or steps",
-        metrics=(("rollout/policy_lag", "pushes"), ("rollout/policy_lag_steps", "steps")),
+        metrics=(("rollout/policy_lag", "weight syncs"), ("rollout/policy_lag_steps", "steps")),
     ),
     Curve(title="Gradient norm", unit="norm", metrics=(("grad_norm", "before clipping"),)),
     Curve(title="Loss", unit="loss", metrics=(("loss", "mean"),)),
@@ -92,30 +97,45 @@ WAITS = (
         metrics=(("rollout/wait_share", "ranks wait for engines"), ("engine/idle_share", "engines idle")),
     ),
     Curve(
-        title="Push",
+        title="Weight sync",
         unit="s",
         metrics=(("push/total_s", "all of it"), ("push/gather_s", "gather"), ("push/send_s", "send and load")),
     ),
 )
 
 
-def learning(run: Run) -> Multiples:
-    """How the policy does, and what its devices do."""
-    found = Multiples()
+def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
+    """By group, in order: what is healthy, and figures."""
     bins = bins_of(len(run.metrics.steps))
-    found.tables["metrics"] = steps_of(run.metrics, bins)
     functions = [
         Curve(
             title=f"Reward function {name}",
             unit="reward",
             metrics=((f"rewards/{name}/mean", "mean"),),
-            spread=f"rewards/{name}/std",
+            is_smoothed=True,
         )
         for name in run.metrics.reward_functions
+        if len(run.metrics.reward_functions) > 1  # one function is the reward
     ]
-    add_curves(found, run.metrics, bins, "metrics", [LEARNING[0], *functions, *LEARNING[1:]])
-    add_usages(found, run)
-    return found
+    lag = run.metrics.get("rollout/policy_lag")
+    always = [each for each in STABILITY if each.title != "Policy lag" or (lag is not None and np.nanmax(lag) > 0)]
+    progress, stability, speed = Multiples("progress"), Multiples("stability"), Multiples("speed")
+    for part, curves in ((progress, [PROGRESS[0], *functions, *PROGRESS[1:]]), (stability, always)):
+        part.tables["metrics"] = steps_of(run.metrics, bins)
+        add_curves(part, run.metrics, bins, "metrics", curves)
+    add_usages(speed, run)
+    return {
+        "Progress": (
+            "Healthy: the reward rises, its spread lasts, few groups have zero std, and lengths stay off the limit.",
+            progress,
+        ),
+        "Stability": (
+            "Healthy: entropy falls slowly, KL and gradient norm have no jumps, few tokens are clipped, and engine and "
+            "trainer agree.",
+            stability,
+        ),
+        "Speed": ("Healthy: neither ranks nor engines are idle for long. The tab Time says where a step goes.", speed),
+    }
 
 
 def steps_of(metrics: Metrics, bins: Bins) -> Columns:
@@ -131,10 +151,14 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
             if metrics.get(name) is None:
                 found.absent.append(name)
                 continue
-            low, high, band = _band(curve, metrics, bins, columns, name) if number == 0 else ("", "", "")
-            note = note or band
+            is_single = bins.is_thinned and len(curve.metrics) == 1
+            low, high = _band(metrics.columns[name], bins, columns, name) if is_single else ("", "")
+            note = "band: least to most" if is_single else ""
             columns.setdefault(name, numbers(bins.means(metrics.columns[name])))
             lines.append(Line(label=label, colour=COLOURS[number], column=name, low=low, high=high))
+            if curve.is_smoothed and len(columns["step"]) > SMOOTHED:
+                columns[f"{name}:smooth"] = numbers(smoothed(bins.means(metrics.columns[name])))
+                lines.append(Line(label="smoothed", colour=ORANGE, column=f"{name}:smooth"))
         if curve.limit and metrics.get(curve.limit) is not None and lines:
             columns[curve.limit] = numbers(bins.means(metrics.columns[curve.limit]))
             lines.append(Line(label="limit", colour=LIMIT_COLOUR, column=curve.limit, is_dashed=True))
@@ -142,22 +166,19 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
             found.add(curve.title, curve.unit, table, lines, note=note)
 
 
-def _band(curve: Curve, metrics: Metrics, bins: Bins, columns: Columns, name: str) -> tuple[str, str, str]:
-    """Columns of the band around a curve: its spread, or the least and most of what one point stands for.
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The mean of a window of a twentieth of the points around each, of those that are there."""
+    window = np.ones(max(3, len(values) // SMOOTHED))
+    known = np.isfinite(values)
+    sums = np.convolve(np.where(known, values, 0.0), window, mode="same")
+    return sums / np.maximum(np.convolve(known, window, mode="same"), 1)
 
-    Returns: their names, and what the band is; empty where there is none.
-    """
-    low, high, told = f"{name}:low", f"{name}:high", "band: least to most"
-    middle = metrics.columns[name]
-    spread = metrics.get(curve.spread) if curve.spread else None
-    if spread is not None:
-        lower, upper, told = bins.means(middle - spread), bins.means(middle + spread), "band: one standard deviation"
-    elif bins.is_thinned and len(curve.metrics) == 1:
-        lower, upper = bins.least(middle), bins.most(middle)
-    else:
-        return "", "", ""
-    columns[low], columns[high] = numbers(lower), numbers(upper)
-    return low, high, told
+
+def _band(values: np.ndarray, bins: Bins, columns: Columns, name: str) -> tuple[str, str]:
+    """Columns of the least and most of what one point stands for. Returns their names."""
+    low, high = f"{name}:low", f"{name}:high"
+    columns[low], columns[high] = numbers(bins.least(values)), numbers(bins.most(values))
+    return low, high
 
 
 def add_usages(found: Multiples, run: Run) -> None:

@@ -150,14 +150,14 @@ async function drawLanes() {
   });
   range = range ?? RANGES.last();
   const labelled = (id) => ({ description: document.getElementById(id).getAttribute("aria-label") });
-  const coarse = { ...labelled("overview"), ...withRange(lanes.overview_spec, ...wholeRun), datasets: { rows: laneRows(lanes.overview) } };
+  const coarse = { ...labelled("whole-run"), ...withRange(lanes.overview_spec, ...wholeRun), datasets: { rows: laneRows(lanes.overview) } };
   const before = laneRows(lanes.overview, lanes.detail_from_s);
   const fine = { ...labelled("detail"), ...withRange(lanes.detail_spec, ...range), datasets: { rows: [...before, ...laneRows(lanes.detail)] } };
-  views.set("overview", (await vegaEmbed("#overview", coarse, options)).view);
+  views.set("whole-run", (await vegaEmbed("#whole-run", coarse, options)).view);
   views.set("detail", (await vegaEmbed("#detail", fine, options)).view);
-  views.get("overview").addSignalListener("brush_x", (_, [begin, end]) => {
+  views.get("whole-run").addSignalListener("brush_x", (_, [begin, end]) => {
     if (!dragging) return; // a resize moves the brush as well, and so do we
-    const x = views.get("overview").scale("x");
+    const x = views.get("whole-run").scale("x");
     showRange(begin === end ? wholeRun : [x.invert(Math.min(begin, end)), x.invert(Math.max(begin, end))].map(Number), false);
   });
   showRange(range, true);
@@ -169,7 +169,7 @@ function showRange([from, to], moveBrush) {
   range = [from, from + length];
   views.get("detail").signal("from", range[0]).signal("to", range[1]).runAsync();
   if (moveBrush) {
-    const overview = views.get("overview");
+    const overview = views.get("whole-run");
     overview.signal("brush_x", range.map(overview.scale("x"))).runAsync();
   }
   const clock = (at) => new Date(at).toISOString().slice(5, 19).replace("T", " ");
@@ -185,7 +185,7 @@ const RANGES = {
   out: ([from, to]) => [from - (to - from) / 2, to + (to - from) / 2],
 };
 if (lanes) {
-  const overview = document.getElementById("overview"), redraw = () => { if (views.has("overview")) showRange(range, true); };
+  const overview = document.getElementById("whole-run"), redraw = () => { if (views.has("whole-run")) showRange(range, true); };
   overview.addEventListener("pointerdown", () => { dragging = true; }, { capture: true });
   addEventListener("pointerup", () => setTimeout(() => { dragging = false; }, 50));
   addEventListener("pointercancel", () => { dragging = false; });
@@ -245,7 +245,7 @@ function card(sample, step, body, rewards) {
   browser.functions.forEach((name, number) => tell(name, parts[number]));
   tell("advantage", advantage);
   tell("tokens", tokens);
-  tell("ended by", stop);
+  tell("finish reason", stop);
   tell("policy", version);
   if (node !== null) tell("sampled on", `node ${node}, engine ${engine ?? "?"}`);
   made.append(head, body);

@@ -15,7 +15,7 @@ from grpo.ops.report import lanes as timeline
 from grpo.ops.report.advice import figures_of, percent
 from grpo.ops.report.compare import MAX_RUNS, compare, text_of
 from grpo.ops.report.completions import read_completions
-from grpo.ops.report.curves import Multiples, learning
+from grpo.ops.report.curves import Multiples, overview
 from grpo.ops.report.failures import deaths_of, failures_of
 from grpo.ops.report.reading import Run, read_run
 from grpo.ops.report.shares import parts_of
@@ -63,13 +63,13 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 def page_of_run(run: Run) -> str:
     missing = list(run.missing)
     figures = figures_of(run, parts_of(run.timeline.spans, run.step))
-    verdict, steps, learnt = verdict_of(figures), step_figures(figures), learning(run)
+    verdict, steps, groups = verdict_of(figures), step_figures(figures), overview(run)
     lanes, browser = timeline.lanes_of(run), read_completions(run.folder, missing)
     failures, deaths = failures_of(run), deaths_of(run)
-    data = page_data([steps, learnt])
+    data = page_data([steps, *(part for _, part in groups.values())])
     data |= {"lanes": lanes.for_page() if lanes else None, "completions": browser.for_page() if browser else None}
     count = len(failures) + len(deaths)
-    tabs = {"time": "Time", "learning": "Learning", "completions": "Completions"}
+    tabs = {"overview": "Overview", "time": "Time", "completions": "Completions"}
     tabs |= {"failures": f"Failures ({count})" if count else "Failures", "setup": "Setup"}
     phases = [(each, timeline.colour_of(each, lanes.phases)) for each in lanes.phases] if lanes else []
     return render(
@@ -82,7 +82,7 @@ def page_of_run(run: Run) -> str:
         phases=phases,
         last_steps=min(timeline.LAST_STEPS, lanes.detail_steps) if lanes else 0,
         steps=steps,
-        learning=learnt,
+        groups=groups,
         browser=browser,
         failures=failures,
         deaths=deaths,
@@ -121,7 +121,10 @@ def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def page_data(parts: Sequence[Multiples]) -> dict[str, Any]:
     """What the script of the page reads."""
-    tables = {name: table for part in parts for name, table in part.tables.items()}
+    tables: dict[str, Any] = {}
+    for part in parts:
+        for name, table in part.tables.items():
+            tables[name] = tables.get(name, {}) | table
     charts = {chart.id: chart.for_page() for part in parts for chart in part.charts}
     return {"tables": tables, "charts": charts}
 

@@ -109,9 +109,10 @@ def tiles_of(figures: Figures) -> list[Tile]:
         tiles.append(
             Tile(label="Tokens/s", value=f"{tokens * nodes:,.0f}", note=f"sampled, {nodes} node{'s' * (nodes > 1)}")
         )
-    reward = shares.mean(run, "reward", 20)
+    reward = shares.first_and_last(run, "reward")
     if reward is not None:
-        tiles.append(Tile(label="Reward", value=f"{reward:.3f}", note="mean of the last 20"))
+        note = "mean of the first 10 and the last 20 steps"
+        tiles.append(Tile(label="Reward", value=f"{reward[0]:.3f} → {reward[1]:.3f}", note=note))
     tiles.append(Tile(label="Attempts", value=str(len(run.attempts)) if run.attempts else "?"))
     failures = sum(each.failure is not None or each.state == "failed" for each in run.attempts)
     failures = failures or int(run.state == "failed")

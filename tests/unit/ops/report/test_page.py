@@ -1,9 +1,11 @@
 """The page of one run: one small file that asks nobody for anything, and shows texts as texts."""
 
+import itertools
 import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -75,8 +77,10 @@ def test_curves_hold_the_values_of_the_file(run_with: Callable[[str], Path], tmp
     assert table["step"] == [line["step"] for line in lines]
     for name in ("reward", "entropy", "kl", "push/logprob_gap_mean"):
         assert table[name] == pytest.approx([line[name] for line in lines], rel=1e-4)
-    spread = [line["reward"] + line["reward_std"] for line in lines]
-    assert table["reward:high"] == pytest.approx(spread, rel=1e-4)
+    assert table["reward_std"] == pytest.approx([line["reward_std"] for line in lines], rel=1e-4)
+    middle = len(lines) // 2
+    around = lines[middle - 2 : middle + 3]  # 5 of 100 logs
+    assert table["reward:smooth"][middle] == pytest.approx(statistics.mean(line["reward"] for line in around), rel=0.1)
 
 
 def test_texts_are_shown_as_texts(run_with: Callable[[str], Path], tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_long_completions_are_cut_until_they_fit(run_with: Callable[[str], Path]
     rewards = [sample[1] for sample in browser.prompts[0]["groups"][0]["samples"]]
     assert rewards == sorted(rewards, reverse=True)
     assert (rewards[0], rewards[-1]) == (19.0, 0.0)
-    assert f"at most {LIMITS[3].samples} samples" in browser.note
+    assert f"at most {LIMITS[4].samples} samples" in browser.note
     assert "48,000 characters more" in browser.prompts[0]["groups"][0]["samples"][0][0]
 
 
@@ -135,6 +139,23 @@ def test_prompts_that_come_again_stand_first_and_in_order(run_with: Callable[[st
     steps = [[group["step"] for group in prompt["groups"]] for prompt in browser.prompts]
     assert steps[0] == [10, 20, 30, 40, 50, 60, 70, 80]
     assert [len(each) for each in steps] == sorted(map(len, steps), reverse=True)
+
+
+def test_prompts_that_come_once_are_of_early_and_of_late_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(run_with(""), tmp_path / "run")
+    shutil.rmtree(folder / "completions")
+    (folder / "completions").mkdir()
+    for step in range(1, 41):
+        row = {"step": step, "prompt": "p", "completion": "x", "reward": 1.0}
+        rows = [row | {"prompt_id": f"{step}-{number}"} for number in range(8)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "completions" / f"step-{step:08}.parquet")
+    browser = read_completions(folder, [])
+    assert browser is not None
+    steps = [prompt["groups"][0]["step"] for prompt in browser.prompts]
+    assert len(steps) == LIMITS[0].prompts
+    assert (steps[0], steps[-1]) == (1, 40)
+    assert max(after - before for before, after in itertools.pairwise(steps)) == 1
+    assert f"{LIMITS[0].prompts} prompts at 40 of 40 logged steps" in browser.note
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from grpo.ops.report.page import write_report
 from tests import chromium
 from tests.support.report_pages import NASTY, with_texts
 
-TABS = ("time", "learning", "completions", "failures", "setup")
+TABS = ("overview", "time", "completions", "failures", "setup")
 DEADLINE_MS = 60_000
 
 
@@ -91,16 +91,18 @@ def test_every_tab_draws_without_a_complaint_and_fits(
         for figure in opened.page.query_selector_all(f"#{tab} [data-chart]"):
             marks = figure.query_selector_all("svg .mark-line path, svg .mark-area path, svg .mark-rect path")
             assert [mark for mark in marks if mark.get_attribute("d")], figure.inner_text()
-    ink = opened.page.evaluate("getComputedStyle(document.querySelector('#learning svg .role-axis-label text')).fill")
+    ink = opened.page.evaluate("getComputedStyle(document.querySelector('#overview svg .role-axis-label text')).fill")
     assert ink == {"light": "rgb(90, 101, 112)", "dark": "rgb(154, 166, 178)"}[scheme]
     assert opened.complaints == []
     assert [url for url in opened.requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_a_reward_curve_is_that_of_the_file(file: Path, opening: Callable[..., Opened]) -> None:
-    opened = opening(file, tab="learning")
+    opened = opening(file, tab="overview")
     assert opened.page.evaluate("scrollY") == 0  # a link to a tab shows the verdict, too
-    drawn = opened.page.evaluate("grpoReport.views.get('0-reward').data('rows').map((row) => [row.x0, row.y0])")
+    drawn = opened.page.evaluate(
+        "grpoReport.views.get('progress-0-reward').data('rows').map((row) => [row.x0, row.y0])"
+    )
     lines = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
     assert [step for step, _ in drawn] == [line["step"] for line in lines]
     assert [reward for _, reward in drawn] == pytest.approx([line["reward"] for line in lines], rel=1e-4)
@@ -125,17 +127,17 @@ def until_shown(opened: Opened, begin: float, end: float, within: float) -> None
 
 
 def test_the_brush_and_the_buttons_choose_what_is_shown(file: Path, opening: Callable[..., Opened]) -> None:
-    opened = opening(file)
+    opened = opening(file, tab="time")
     lanes = opened.page.evaluate("grpoReport.page.lanes")
     whole, last = lanes["ended_s"], lanes["first_shown_s"]
     until_shown(opened, last, whole, 1.0)
     drawn = "grpoReport.views.get('%s').data('rows').length"
-    assert opened.page.evaluate(drawn % "overview") > 500
+    assert opened.page.evaluate(drawn % "whole-run") > 500
     assert opened.page.evaluate(drawn % "detail") > 500
 
-    canvas = opened.page.query_selector("#overview canvas").bounding_box()
+    canvas = opened.page.query_selector("#whole-run canvas").bounding_box()
     left, width = opened.page.evaluate(
-        "(() => { const view = grpoReport.views.get('overview'); return [view.origin()[0], view.width()]; })()"
+        "(() => { const view = grpoReport.views.get('whole-run'); return [view.origin()[0], view.width()]; })()"
     )
     at = [canvas["x"] + left + share * width for share in (0.25, 0.5)]
     middle = canvas["y"] + 20
@@ -151,7 +153,7 @@ def test_the_brush_and_the_buttons_choose_what_is_shown(file: Path, opening: Cal
     until_shown(opened, 0.3125 * whole, 0.4375 * whole, 0.01 * whole)
     opened.page.click("[data-range=later]")
     until_shown(opened, 0.375 * whole, 0.5 * whole, 0.01 * whole)
-    brush = opened.page.evaluate("grpoReport.views.get('overview').signal('brush_x')")
+    brush = opened.page.evaluate("grpoReport.views.get('whole-run').signal('brush_x')")
     assert brush == pytest.approx([0.375 * width, 0.5 * width], abs=0.01 * width)
     opened.page.click("[data-range=all]")
     until_shown(opened, 0, whole, 1.0)
@@ -160,24 +162,24 @@ def test_the_brush_and_the_buttons_choose_what_is_shown(file: Path, opening: Cal
 
 
 def test_tabs_and_values_are_reached_by_keyboard(file: Path, opening: Callable[..., Opened]) -> None:
-    opened = opening(file)
+    opened = opening(file, tab="time")
     opened.page.focus("#tab-time")
-    opened.page.keyboard.press("ArrowRight")
-    opened.page.wait_for_selector("#learning[data-drawn]")
-    assert opened.page.evaluate("document.activeElement.id") == "tab-learning"
+    opened.page.keyboard.press("ArrowLeft")
+    opened.page.wait_for_selector("#overview[data-drawn]")
+    assert opened.page.evaluate("document.activeElement.id") == "tab-overview"
     assert not opened.page.is_visible("#time")
-    assert opened.page.get_attribute("#tab-learning", "aria-selected") == "true"
+    assert opened.page.get_attribute("#tab-overview", "aria-selected") == "true"
 
     opened.page.keyboard.press("Tab")
-    assert opened.page.evaluate("document.activeElement.closest('[data-chart]').dataset.chart") == "0-reward"
+    assert opened.page.evaluate("document.activeElement.closest('[data-chart]').dataset.chart") == "progress-0-reward"
     opened.page.keyboard.press("ArrowLeft")
     last = json.loads((file.parent / "metrics.jsonl").read_text().splitlines()[-1])
-    assert opened.page.text_content("#said") == f"step 80: mean {last['reward']:.4g}"
+    assert opened.page.text_content("#said").startswith(f"step 80: mean {last['reward']:.4g}, smoothed ")
     entropy = opened.page.query_selector("[data-chart$=entropy] output").text_content()
     assert entropy == f"{last['entropy']:.4g}"  # every chart of the tab shows that step
     opened.page.keyboard.press("Tab")
     opened.page.keyboard.press("Enter")
-    opened.page.wait_for_selector("[data-chart='0-reward'] .numbers tbody tr:nth-child(12)")
+    opened.page.wait_for_selector("[data-chart='progress-0-reward'] .numbers tbody tr:nth-child(12)")
 
 
 def test_what_has_a_role_has_a_name(file: Path, opening: Callable[..., Opened]) -> None:
@@ -186,7 +188,7 @@ def test_what_has_a_role_has_a_name(file: Path, opening: Callable[..., Opened]) 
         opened.open_tab(tab)
     for plot in opened.page.query_selector_all("[role=img]"):
         assert len(plot.get_attribute("aria-label")) > 30
-    label = opened.page.get_attribute("[data-chart='0-reward'] .plot", "aria-label")
+    label = opened.page.get_attribute("[data-chart='progress-0-reward'] .plot", "aria-label")
     assert "Reward, reward. mean: 0.2" in label
     for name in ("select", "input", "button", "summary"):
         for each in opened.page.query_selector_all(name):
@@ -230,10 +232,10 @@ def test_runs_lie_over_each_other(
     out = tmp_path / "page.html"
     write_report([run_with(""), run_with("slow-node"), run_with("gap")], out)
     opened = opening(out, tab="curves")
-    lines = opened.page.query_selector_all("[data-chart='0-reward'] svg .mark-line path")
+    lines = opened.page.query_selector_all("[data-chart='runs-0-reward'] svg .mark-line path")
     assert len(lines) == 3
     assert len({line.get_attribute("stroke") for line in lines}) == 3
-    assert "slow-node" in opened.page.inner_text("[data-chart='0-reward'] .legend")
+    assert "slow-node" in opened.page.inner_text("[data-chart='runs-0-reward'] .legend")
     opened.page.click("#tab-settings")
     assert opened.page.is_visible("#settings")
     assert opened.complaints == []
@@ -244,8 +246,10 @@ def test_the_page_of_next_to_nothing_has_no_error(tmp_path: Path, opening: Calla
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
     write_report([folder], tmp_path / "page.html")
-    opened = opening(tmp_path / "page.html", tab="learning")
-    assert opened.page.locator("[data-chart='0-reward'] svg .mark-symbol path").count() == 1  # one point is seen, too
+    opened = opening(tmp_path / "page.html", tab="overview")
+    assert (
+        opened.page.locator("[data-chart='progress-0-reward'] svg .mark-symbol path").count() == 1
+    )  # one point is seen, too
     for tab in TABS:
         opened.open_tab(tab)
     assert "missing or damaged" in opened.page.inner_text("header")
@@ -253,9 +257,9 @@ def test_the_page_of_next_to_nothing_has_no_error(tmp_path: Path, opening: Calla
 
 
 def test_another_colour_scheme_draws_anew(file: Path, opening: Callable[..., Opened]) -> None:
-    opened = opening(file, tab="learning")
+    opened = opening(file, tab="overview")
     opened.page.emulate_media(color_scheme="dark")
     opened.page.wait_for_function(
-        "getComputedStyle(document.querySelector('#learning svg .role-axis-label text')).fill === 'rgb(154, 166, 178)'"
+        "getComputedStyle(document.querySelector('#overview svg .role-axis-label text')).fill === 'rgb(154, 166, 178)'"
     )
     assert opened.complaints == []
