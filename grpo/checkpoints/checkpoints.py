@@ -255,6 +255,16 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(NAME_PREFIX))
 
 
+def check_is_checkpoint(folder: Path) -> None:
+    """Raises ValueError for the folder of a run, and for none at all; names the newest checkpoints beside it."""
+    if inside := checkpoints(folder):
+        newest = ", ".join(str(path) for path in inside[:3])
+        raise ValueError(f"{folder} is the output folder of a run, not a checkpoint; its newest are: {newest}")
+    if not folder.is_dir():
+        beside = ", ".join(path.name for path in checkpoints(folder.parent)[:3])
+        raise ValueError(f"{folder} does not exist" + (f"; the newest there are: {beside}" if beside else ""))
+
+
 def newest_complete(output_dir: Path) -> Path | None:
     """The newest complete checkpoint that can be resumed."""
     for folder in checkpoints(output_dir):

@@ -17,7 +17,7 @@ from grpo import cli
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec
-from grpo.ops.export.command import export
+from grpo.ops.export.exporting import export
 from grpo.ops.export.writing import Options
 from grpo.ops.reshape.zero import reshape_zero
 from grpo.weights.engine_args import transfer_args

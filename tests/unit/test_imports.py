@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo
+from grpo import cli
 
 PACKAGE = Path(grpo.__file__).parent
 
@@ -33,6 +34,14 @@ def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> 
 
 def test_importing_the_package_loads_nothing() -> None:
     assert not {"torch", "trl", "vllm", "deepspeed", "transformers"} & loaded("import grpo")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_loads_no_library(command: str) -> None:
+    """It is there at once: what takes seconds to import comes behind the command line."""
+    quietly = "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):"
+    modules = loaded(f"import contextlib, io\nfrom grpo import cli\n{quietly}\n    cli.main(['{command}', '--help'])")
+    assert not {"torch", "transformers", "trl", "datasets", "accelerate", "deepspeed", "altair"} & modules
 
 
 def test_the_sentinel_loads_the_standard_library_alone() -> None:

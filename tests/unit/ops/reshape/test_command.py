@@ -11,7 +11,8 @@ import torch
 
 from grpo import cli
 from grpo.checkpoints.checkpoints import CompleteRecord, read_complete, verify
-from grpo.ops.reshape.command import batch_settings, default_out, reshape
+from grpo.ops.reshape.command import default_out
+from grpo.ops.reshape.reshaping import batch_settings, reshape
 from tests.support.made_up_checkpoints import SAMPLING, make_reshapable
 
 
@@ -129,7 +130,7 @@ def test_what_is_half_written_goes_with_the_command(
     def end(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("grpo.ops.reshape.command.write_complete", end)
+    monkeypatch.setattr("grpo.ops.reshape.reshaping.write_complete", end)
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
         cli.main(["reshape", str(checkpoint), "--ranks", "3", "--out", str(tmp_path / "out")])
