@@ -39,9 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == [name]:
             importlib.import_module(module).add_arguments(command)
             chosen = command
+    _take_both_spellings(chosen)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [option for action in chosen._actions for option in action.option_strings]
         words = [word + did_you_mean(word.split("=")[0], known) for word in unknown]
-        chosen.error(f"unrecognized arguments: {' '.join(words)}")
+        behind = "; flags of train.py follow behind ` -- `" if "train_flags" in args else ""
+        chosen.error(f"unrecognized arguments: {' '.join(words)}{behind}")
     return importlib.import_module(COMMANDS[args.command][0]).run(args)
+
+
+def _take_both_spellings(parser: argparse.ArgumentParser) -> None:
+    """`--output_dir` and `--output-dir`, as accelerate's commands do; help shows one."""
+    for option, action in list(parser._option_string_actions.items()):
+        other = option[:2] + option[2:].translate(str.maketrans("-_", "_-"))
+        parser._option_string_actions.setdefault(other, action)

@@ -16,7 +16,7 @@ from grpo.config.recording import RecordingConfig, check_recording, own_log_leve
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
-from grpo.place.launch import asks_for_cpu, either, multiples_around, parent_argv, read_launch
+from grpo.place.launch import asks_for_cpu, check_is_for_cpus, either, multiples_around, parent_argv, read_launch
 from grpo.place.log import check_log_variable
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.place.quiet import quiet
@@ -281,7 +281,11 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             if self.completions_per_step is not None:
                 self.gradient_accumulation_steps = accumulation_of(self, self.num_ranks)
             if not vars(self)["use_cpu"]:
-                check_placement(self, os.environ, count_gpus(os.environ, use_cpu=asks_for_cpu(parent_argv())))
+                on_cpus = is_on(os.environ.get("ACCELERATE_USE_CPU")) or asks_for_cpu(parent_argv())
+                num_gpus = count_gpus(os.environ, use_cpu=on_cpus)
+                if not num_gpus and not on_cpus:
+                    check_is_for_cpus(parent_argv())
+                check_placement(self, os.environ, num_gpus)
             if not torch.accelerator.is_available():
                 # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
                 # transformers then takes each rank for the only one.

@@ -87,7 +87,7 @@ SHARED_MODEL = (
 )
 
 # What these may be. TRL looks at its own ones where it uses them, after the first generation (1.16).
-_WORDS = {
+CHOICES = {
     "vllm_sync_backend": ("auto", "nccl", "shm"),
     "vllm_lora": ("auto", "adapter", "merge"),
     "old_logprobs": ("trainer", "engine"),
@@ -209,7 +209,7 @@ def check_local(args: Any) -> None:
         raise ValueError("ds3_gather_for_generation is False, which has no meaning when vLLM generates: remove it")
     check_lookahead(args)
     _check_in_flight(args.generation_lookahead, args.engine_kwargs)
-    for name, words in _WORDS.items():
+    for name, words in CHOICES.items():
         if getattr(args, name) not in words:
             known = ", ".join(map(repr, words))
             raise ValueError(f"{name} is {getattr(args, name)!r}; it is one of {known}")

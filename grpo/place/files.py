@@ -15,6 +15,8 @@ import yaml  # type: ignore[import-untyped]
 
 from grpo.place.spelling import did_you_mean
 
+_OF_ACCELERATE = {"distributed_type", "compute_environment"}
+_OF_TRAINING = {"model_name_or_path", "output_dir", "learning_rate", "reward_funcs", "num_generations", "max_steps"}
 FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -63,13 +65,14 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, rea
     for name in valued:
         # Without a value it is another script's own flag.
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    parser.add_argument("--model", nargs="?", dest="model_name_or_path", default=argparse.SUPPRESS)
     for name in ("use_cpu", "use_vllm", "bf16", "fp16"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     flags = {name: value for name, value in vars(parser.parse_known_args(arguments)[0]).items() if value is not None}
     if not reads_files:
         flags = {name: value for name, value in flags.items() if name not in ("config", "config_file", "deepspeed")}
-    training = {**_read(flags.get("config")), **flags}
-    launcher = _read(flags.get("config_file", config_file))
+    training = {**_read(flags.get("config"), "--config"), **flags}
+    launcher = _read(flags.get("config_file", config_file), "--config_file")
     plugin = launcher.get("deepspeed_config") or {}
     files = (training.get("deepspeed"), plugin.get("deepspeed_config_file"))
     deepspeed = [launcher, *map(_read, files)]
@@ -120,35 +123,47 @@ def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[
     return ("float32", *sorted({FORMATS[name] for name in found & FORMATS.keys()} - {"float32"}))
 
 
-def _read(file: Any) -> dict[str, Any]:
-    """A YAML or JSON file's mapping; what is a mapping already stays as it is."""
+def _read(file: Any, option: str = "") -> dict[str, Any]:
+    """A YAML or JSON file's mapping; what is a mapping already stays as it is. `option`: as for `read_settings`."""
     if not isinstance(file, str):
         return file or {}
     if file.lstrip().startswith("{"):
         return _parse(file, "the settings in braces")
-    return read_settings(file)
+    return read_settings(file, option)
 
 
 def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> dict[str, Any]:
     """The mapping in a YAML or JSON file.
 
     Args:
-        option: by which it was named, for the message.
+        option: by which it was named: for the message, and because `--config` and `--config_file` are mixed up.
         takes_json: whether its reader takes JSON that is no YAML, for it is indented with tabs.
 
     Raises:
-        ValueError: it cannot be read, in one line with the place of what is wrong.
+        ValueError: it cannot be read, in one line with the place of what is wrong; or it is the other option's.
     """
-    path, what = Path(file), f"{option} {file}".strip()
+    what = f"{option} {file}".strip()
+    found = _parse(read_text(Path(file), what), what, takes_json=takes_json)
+    if option == "--config" and (keys := _OF_ACCELERATE & found.keys()):
+        raise ValueError(f"{what} is accelerate's file ({min(keys)}): write --config_file {file}")
+    if option == "--config_file" and not _OF_ACCELERATE & found.keys() and (keys := _OF_TRAINING & found.keys()):
+        raise ValueError(
+            f"{what} is a training file ({min(keys)}): write --config {file}; --config_file takes accelerate's, such "
+            "as configs/1node.yaml"
+        )
+    return found
+
+
+def read_text(path: Path, what: str) -> str:
+    """A file's text. Raises ValueError, which says why `what` cannot be read and which file is there."""
     try:
-        text = path.read_text()
+        return path.read_text()
     except FileNotFoundError:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         where = f"{path.absolute().parent}{did_you_mean(path.name, names)}"
         raise ValueError(f"{what} cannot be read: there is no such file in {where}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return _parse(text, what, takes_json=takes_json)
 
 
 def settings_of(argv: Sequence[str]) -> dict[str, Any]:

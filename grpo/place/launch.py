@@ -156,6 +156,21 @@ def asks_for_cpu(argv: Sequence[str]) -> bool:
     return bool(getattr(args, "cpu", False) or getattr(args, "use_cpu", False) or getattr(config, "use_cpu", False))
 
 
+def check_is_for_cpus(argv: Sequence[str]) -> None:
+    """Of an `accelerate launch` command line on a machine without a GPU, where nobody has asked for CPUs.
+
+    Raises:
+        ValueError: it is for GPUs. DeepSpeed would say that later, and in other words.
+    """
+    args, config = _read_request(argv)
+    precision = getattr(args, "mixed_precision", None) or getattr(config, "mixed_precision", None)
+    if str(precision) in ("bf16", "fp16"):
+        raise ValueError(
+            f"{getattr(args, 'config_file', None) or 'the line of accelerate launch'} is for GPUs (mixed_precision: "
+            f"{precision}), and there is none here: on CPUs take configs/cpu.yaml, or write use_cpu: true into it"
+        )
+
+
 def _read_request(argv: Sequence[str]) -> tuple[Any, Any]:
     """The parsed options of an `accelerate launch` command line, and the file that it reads; None for what there is
     not: another command, no file, one that cannot be read, one that is not for machines of one's own."""

@@ -92,9 +92,11 @@ def by_pet(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     ],
 )
 def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) -> None:
-    file = ["--config_file", str(ROOT / "configs" / "4node.yaml")] if told_by is by_names else []
     temporary = nodes.folder.parent / "tmp"
     temporary.mkdir()
+    settings = (ROOT / "configs" / "4node.yaml").read_text().replace("bf16", "'no'")  # which is for GPUs
+    (temporary / "4node.yaml").write_text(settings)
+    file = ["--config_file", str(temporary / "4node.yaml")] if told_by is by_names else []
     for node in range(count):
         words, env = told_by(node, nodes)
         env["TMPDIR"] = str(temporary)
@@ -256,6 +258,26 @@ def test_a_mistake_in_the_script_is_told_once(
     assert lines[-1] == "[grpo] not started again: this would fail again"
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["kind"]) == ("failed", "user")
+
+
+def test_want_of_memory_is_told_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:
+    """Of another rank too: no traceback, no summary, no other start, and how to plan it."""
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "def compute_loss():\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')\n"
+        "compute_loss()\n"
+    )
+    words = ["--launcher", "torchrun", "--ranks-per-node", "2", "--output-dir", str(tmp_path / "run")]
+    nodes.start(0, *words, str(tmp_path / "script.py"), "--beta", "0")
+    assert nodes.wait() == [FAILED], nodes.said(0)
+    said = nodes.said(0)
+    assert "Traceback" not in said
+    assert said.count("in the forward pass [GRPO-631]: ") == 1, said
+    last = "[grpo] what each phase needs: grpo plan --num_processes 2 --num_machines 1 -- --beta 0"
+    assert said.splitlines()[-2:] == ["[grpo] not started again: this would fail again", last]
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["kind"]) == ("failed", "memory")
 
 
 @pytest.mark.timeout(1200)

@@ -1,8 +1,10 @@
 """The command `grpo`, also as `python -m grpo`."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,37 @@ def test_the_recipe_is_a_module_too() -> None:
     assert result.returncode == 1
     assert "no_such_flag" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "{}", "out"], ["reshape", "{}", "--ranks", "3"]], ids=lambda words: words[0]
+)
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("run", r"output folder of a run.*: \S+/checkpoint-10, \S+/checkpoint-3$"),
+        ("run/checkpoint-4", r"checkpoint-4 does not exist; the newest there are: checkpoint-10, checkpoint-3$"),
+        ("nope", r"nope does not exist$"),
+    ],
+)
+def test_what_is_no_checkpoint_is_answered_with_what_there_is(
+    words: list[str], named: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 10):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+    assert cli.main([word.format(tmp_path / named) for word in words]) == 1
+    assert re.search(said, capsys.readouterr().err.strip())
+
+
+@pytest.mark.parametrize("option", ["--main_process_port", "--main-process-port"])
+def test_options_are_taken_in_both_spellings(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    monkeypatch.setattr("grpo.ops.launch.command.run", lambda args: ports.append(args.main_process_port) or 0)
+    assert cli.main(["launch", option, "5", "--output_dir", "out", "train.py", "--its_own", "--and-this"]) == 0
+    assert ports == [5]
+
+
+def test_flags_of_another_program_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--num_processes", "7", "--learning_rate", "1"])
+    assert "unrecognized arguments: --learning_rate; flags of train.py follow behind ` -- `" in capsys.readouterr().err

@@ -71,7 +71,12 @@ def reward(completions, answer, **_) -> list[float]:
 
 
 def main() -> None:
-    parser = TrlParser((ScriptArguments, GRPOConfig))
+    parser = TrlParser(
+        (ScriptArguments, GRPOConfig),
+        allow_abbrev=False,  # a flag that is cut off is a mistake, and no other one
+        usage="train.py [--config FILE.yaml] [--OPTION VALUE ...]",
+        epilog="One screen of it: --help | grep -A3 -e --model -e --data -e learning_rate; all of it: --help | less",
+    )
     parser.set_defaults_with_config(**DEFAULTS)
     script, training = parser.parse_args_and_config()
     trainer = GRPOTrainer(

@@ -29,7 +29,7 @@ from grpo.ops.launch.ranks import Asked
 from grpo.ops.meeting import expected
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
-from grpo.place.launch import LAUNCH_FOLDER
+from grpo.place.launch import LAUNCH_FOLDER, check_is_for_cpus
 from grpo.place.patches.stdlib import temporary_files_in
 from grpo.place.startup import process_age_s
 from grpo.record.provenance import command_without_secrets
@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", metavar="FILE", help="accelerate's; with --launcher torchrun DeepSpeed's")
     parser.add_argument("--launcher", choices=("accelerate", "torchrun"), default="accelerate")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as many as leave the engines a GPU")
+    parser.add_argument(
+        "--num_machines",
+        type=int,
+        metavar="N",
+        help="how many nodes there have to be; 1 takes a file for several on this machine alone",
+    )
     parser.add_argument(
         "--main_process_port", type=int, metavar="PORT", help="of the ranks, on the head (default: a free one)"
     )
@@ -90,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         place = replace(place, report_timeout_s=args.start_timeout)
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
+        _check_nodes(args, place, file)
         asked, is_readable = _asked(args, script, file)
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)
@@ -148,7 +155,7 @@ def _meet_and_launch(
         ranks_per_node=verdict.agreed.ranks_per_node,
     )
     try:
-        words = _line(args, script, file, at, on_gpus=verdict.agreed.on_gpus)
+        words = _line(args, script, file, at, asked, on_gpus=verdict.agreed.on_gpus)
     except ValueError as error:
         print(f"grpo launch: {error}", file=sys.stderr)
         return _not_started(args, place, FailureKind.USER, str(error))
@@ -193,6 +200,21 @@ def _check_script(script: Script) -> None:
         raise ValueError(
             f"there is no script {script.name} in {Path.cwd()}: options of grpo launch go before its name, its own "
             "behind it"
+        )
+
+
+def _check_nodes(args: argparse.Namespace, place: Place, file: Mapping[str, Any]) -> None:
+    """Raises ValueError where others are meant than there are: a file for four nodes would be four jobs of one."""
+    found, meant = len(place.nodes), args.num_machines
+    if meant not in (None, found):
+        raise ValueError(
+            f"--num_machines is {meant}, and the nodes are {', '.join(place.nodes)}: name all with --nodes"
+        )
+    said = _count(file, "num_machines", args.config_file) or 1
+    if meant is None and said > 1 and not place.is_told:
+        raise ValueError(
+            f"{args.config_file} is for {said} nodes, and none is named: give --nodes A,B,… (or --hostfile FILE) on "
+            "each of them, or --num_machines 1 to train on this one alone"
         )
 
 
@@ -257,14 +279,17 @@ def _compared(arguments: Sequence[str]) -> str:
 
 
 def _line(
-    args: argparse.Namespace, script: Script, file: Mapping[str, Any], at: Rendezvous, *, on_gpus: bool
+    args: argparse.Namespace, script: Script, file: Mapping[str, Any], at: Rendezvous, asked: Asked, *, on_gpus: bool
 ) -> list[str]:
     if file:
         processes = at.num_nodes * at.ranks_per_node
         line.check_file(file, args.config_file, launcher=args.launcher, processes=processes)
     if args.launcher == "torchrun":
         return line.torchrun_line(script, at)
-    return line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
+    words = line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
+    if not on_gpus and not asked.wishes.use_cpu:
+        check_is_for_cpus(words)
+    return words
 
 
 def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
@@ -307,8 +332,19 @@ def _launch(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
+        if place.is_head and attempt.is_told() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
+            why += f"\n[grpo] what each phase needs: {_plan_line(args, at)}"
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code
+
+
+def _plan_line(args: argparse.Namespace, at: Rendezvous) -> str:
+    """`grpo plan` of this job; flags of a script that are no flags of train.py it names."""
+    file = args.config_file if args.launcher == "accelerate" else None
+    words = ["grpo", "plan", *(["--config_file", file] if file else [])]
+    words += ["--num_processes", str(at.num_nodes * at.ranks_per_node), "--num_machines", str(at.num_nodes)]
+    flags = args.arguments if args.arguments and args.arguments[0].startswith("-") else []
+    return shlex.join(command_without_secrets([*words, "--", *flags] if flags else words))
 
 
 def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:

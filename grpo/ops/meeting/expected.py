@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo.ops.meeting.addresses import is_local_address
 from grpo.ops.meeting.schedulers import Told, expand_hostlist, read_scheduler
+from grpo.place.files import read_text
 
 JOIN_TIMEOUT_S = 60.0
 REPORT_TIMEOUT_S = 120.0
@@ -32,6 +33,8 @@ class Place:
     """The port that the scheduler has named for the job's own process group."""
     command: str
     """What is started on each of them, for messages: `grpo doctor`."""
+    is_told: bool = True
+    """False: nobody has named a node, and this machine is alone."""
     join_timeout_s: float = JOIN_TIMEOUT_S
     """How long nodes are waited for, from the first one that is up."""
     report_timeout_s: float = REPORT_TIMEOUT_S
@@ -50,7 +53,7 @@ class Place:
 
 def read_hostfile(path: Path) -> list[str]:
     """The first word of each line, without comments: also MPI's `host slots=8`."""
-    lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
+    lines = (line.partition("#")[0].split() for line in read_text(path, f"--hostfile {path}").splitlines())
     return [host for words in lines if words for host in expand_hostlist(words[0])]
 
 
@@ -93,8 +96,8 @@ def find_place(
         args: what the options of `add_arguments` were parsed into.
 
     Raises:
-        ValueError: the options contradict each other, or none of the expected names is this machine's.
-        OSError: the file of the nodes cannot be read.
+        ValueError: the options contradict each other, none of the expected names is this machine's, or the file of
+            the nodes cannot be read.
     """
     hostname = socket.gethostname() if hostname is None else hostname
     expected, told = _expected(args, env, hostname)
@@ -114,6 +117,7 @@ def find_place(
         port=args.port,
         told_port=told.port if told else None,
         command=command,
+        is_told=bool(args.nodes or args.nodes_file or told),
         join_timeout_s=args.join_timeout,
     )
 

@@ -43,6 +43,8 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": "none",
 }
+_HELP = {"-h", "--help", "--help-all"}
+_SHORT = {"--resume": "--resume_from_checkpoint", "--model": "--model_name_or_path"}
 DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 
@@ -133,7 +135,7 @@ def parse_arguments(
 ) -> Arguments:
     """Parses flags over `--config FILE` over defaults, the demo's where no model is named.
 
-    `--resume auto` is short for `--resume_from_checkpoint auto`.
+    `--resume` is short for `--resume_from_checkpoint`, `--model` for `--model_name_or_path`.
 
     Args:
         check: called before `training` is made, which joins the process group: with a `training` that has the values
@@ -165,7 +167,7 @@ def parse_arguments(
     )
     # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
     peek = StrictParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)[0]
-    if peek.model_name_or_path is None:
+    if peek.model_name_or_path is None and not _HELP & set(argv):  # help shows what holds for a model
         world_size = read_launch(os.environ).world_size if world_size is None else world_size
         parser.set_defaults_with_config(**demo_defaults(world_size=world_size))
     script, training, model, mixture = parser.parse_args_and_config(argv)
@@ -179,8 +181,7 @@ def demo_defaults(*, world_size: int) -> dict[str, Any]:
 
 
 def _spell_out(argv: Sequence[str]) -> list[str]:
-    """`--config=FILE` as two words, which TRL's parser wants, and `--resume` as `--resume_from_checkpoint`."""
-    words = [
-        word for arg in argv for word in (arg.split("=", 1) if arg.startswith(("--config=", "--resume=")) else [arg])
-    ]
-    return ["--resume_from_checkpoint" if word == "--resume" else word for word in words]
+    """`--config=FILE` as two words, which TRL's parser wants, and the flags that have a short name."""
+    two = tuple(f"{name}=" for name in ("--config", *_SHORT))
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith(two) else [arg])]
+    return [_SHORT.get(word, word) for word in words]

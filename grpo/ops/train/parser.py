@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from trl import TrlParser
 
+from grpo.config.checks import CHOICES
 from grpo.place.spelling import did_you_mean
 
 MOST_USED = (
@@ -96,7 +97,7 @@ class TaskParser(StrictParser):
         formatter.add_text(f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE ...]")
         formatter.add_text(
             "Every option can be a key of the file that --config names; flags go before it. Without a model the demo "
-            "runs, whose defaults are shown then."
+            "runs, with the settings of configs/train/demo.yaml."
         )
         for title, names in (("most used", MOST_USED), ("this project's own", self._own)):
             formatter.start_section(title)
@@ -132,6 +133,8 @@ def _with_one_name(action: argparse.Action) -> argparse.Action:
     if shown.choices is None:
         name = getattr(shown.type, "__name__", "text")
         shown.metavar = {"string_to_bool": "BOOL", "str": "TEXT"}.get(name, name.upper())
+        if shown.dest in CHOICES:
+            shown.metavar = f"{{{','.join(CHOICES[shown.dest])}}}"
     return shown
 
 

@@ -69,8 +69,9 @@ def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer
     )
     train(trainer, arguments)
     _log.info(
-        "next: a model, data and rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ "
-        "(README, 'One node')"
+        "next: `grpo report %s` makes a page of this run (behind `source .venv/bin/activate`); then a model, data and "
+        "rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ (README, 'One node')",
+        training.output_dir,
     )
     trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
     return trainer

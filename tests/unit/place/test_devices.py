@@ -273,6 +273,18 @@ def test_the_configuration_stops_before_anything_is_loaded(monkeypatch: pytest.M
         config()
 
 
+def test_a_launchers_file_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before DeepSpeed finds that the script's formats are others."""
+    words = ["accelerate", "launch", "--config_file", str(ROOT / "configs" / "1node.yaml"), "train.py"]
+    monkeypatch.setattr("grpo.config.parent_argv", lambda: words)
+    looks_built_for(monkeypatch, None, 0)
+    with pytest.raises(ValueError, match=r"1node\.yaml is for GPUs \(mixed_precision: bf16\).*configs/cpu\.yaml"):
+        GRPOConfig(output_dir="unused", report_to="none")
+    assert GRPOConfig(output_dir="unused", report_to="none", use_cpu=True).use_cpu
+    looks_built_for(monkeypatch, "12.9", 8)
+    assert not asks_for_cpu(words)
+
+
 def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     looks_built_for(monkeypatch, "12.9", 0)
     launcher = read_launcher(str(ROOT / "configs" / "4node.yaml"), None, None)

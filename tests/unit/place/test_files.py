@@ -42,3 +42,17 @@ def test_files_of_another_script_may_be_anything(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine\.toml"):
         read_wishes(arguments)
     assert read_wishes(arguments, reads_files=False).use_cpu
+
+
+def test_files_that_are_mixed_up_are_known_by_their_keys(tmp_path: Path) -> None:
+    accelerates, training = tmp_path / "1node.yaml", tmp_path / "mine.yaml"
+    accelerates.write_text("distributed_type: DEEPSPEED\nnum_processes: 7\n")
+    training.write_text("learning_rate: 1.0e-6\nmax_steps: 3\n")
+    with pytest.raises(
+        ValueError, match=rf"is accelerate's file \(distributed_type\): write --config_file {accelerates}"
+    ):
+        settings_of(["--config", str(accelerates)])
+    for read in (lambda file: read_settings(file, "--config_file"), lambda file: read_wishes([], config_file=file)):
+        with pytest.raises(ValueError, match=rf"is a training file \(learning_rate\): write --config {training}"):
+            read(str(training))
+    assert read_wishes(["--config", str(training)], config_file=str(accelerates)).has_engines

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,17 @@ def test_a_folder_that_holds_something_is_refused_by_what_it_holds(
     assert files(tmp_path) == before
     assert cli.main(["init", str(tmp_path / "note-3")]) == 1
     assert "note-3 is a file" in capsys.readouterr().err
+
+
+def test_the_script_takes_no_flag_that_is_cut_off_and_says_how_to_read_its_help(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code in ((["--learning_rat", "3"], 1), (["--help"], 0)):
+        monkeypatch.setattr("sys.argv", ["train.py", *words])
+        with pytest.raises((SystemExit, ValueError)) as ended:
+            runpy.run_path(str(made / "train.py"), run_name="__main__")
+        assert getattr(ended.value, "code", 1) == code
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert shown[0] == "usage: train.py [--config FILE.yaml] [--OPTION VALUE ...]"
+    assert "--help | less" in " ".join(shown[-3:])
+    assert "allow_abbrev=False" in (ROOT / "README.md").read_text()

@@ -1,7 +1,9 @@
 """`grpo launch`, before it becomes a launcher and after it."""
 
 import argparse
+import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -11,12 +13,15 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
+from grpo.faults.failure import FailureKind
 from grpo.ops.launch import agent, command
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous, Script
-from grpo.ops.launch.next_attempt import DONE
+from grpo.ops.launch.next_attempt import DONE, FAILED
 from grpo.ops.meeting.expected import Place
-from grpo.record.folder import RunFolder
+from grpo.place.files import read_settings
+from grpo.record.folder import RunFolder, note_failure
+from tests.support.launching import ROOT
 
 
 def read(*words: str) -> tuple[argparse.Namespace, Script]:
@@ -31,6 +36,63 @@ def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path)
     flags = ["--config", str(tmp_path / "mine.toml"), "--vllm_reserved_gpus", "2", "--use_cpu"]
     asked, is_readable = command._asked(*read("mine.py", *flags), file={})
     assert (asked.wishes.reserved_gpus, asked.wishes.use_cpu, is_readable) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), r"4node.yaml is for 4 nodes, and none is named: give --nodes .* --num_machines 1 to train on this one"),
+        (("--num_machines", "2"), r"--num_machines is 2, and the nodes are \S+: name all with --nodes"),
+        (("--num_machines", "1"), ""),
+        (("--nodes", "n1", "--node-rank", "0"), ""),
+    ],
+)
+def test_a_file_for_several_nodes_is_no_job_of_one_that_nobody_has_asked_for(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "_meet_and_launch", lambda *_: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "mine.py").touch()
+    args, _ = read("--config_file", str(ROOT / "configs" / "4node.yaml"), *words, str(tmp_path / "mine.py"))
+    assert command.run(args) == (2 if said else 0)
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("flags", "is_refused"), [((), True), (("--use_cpu",), False)])
+def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], is_refused: bool) -> None:
+    file = str(ROOT / "configs" / "1node.yaml")
+    args, script = read("--config_file", file, "train.py", *flags)
+    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=1)
+    settings = read_settings(file)
+    asked, _ = command._asked(args, script, settings)
+    assert command._line(args, script, settings, at, asked, on_gpus=True)[:2] == ["accelerate", "launch"]
+    refused = pytest.raises(ValueError, match=r"1node\.yaml is for GPUs .*configs/cpu\.yaml")
+    with refused if is_refused else contextlib.nullcontext():
+        command._line(args, script, settings, at, asked, on_gpus=False)
+
+
+def test_a_job_without_the_memory_is_told_how_to_plan_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_launcher(*_: object, **__: object) -> Ending:
+        note_failure(os.environ, "CUDA out of memory", FailureKind.MEMORY)
+        return Ending(has_succeeded=False, rank=0)
+
+    monkeypatch.setattr(agent, "run_launcher", run_launcher)
+    args, _ = read("--config_file", "1node.yaml", "train.py", "--hub_token", "xyz", "--beta", "0")
+    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=7)
+    place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
+    with mock.patch.dict(os.environ):
+        assert command._launch(args, place, at, [], 100.0, []) == FAILED
+    plan = "grpo plan --config_file 1node.yaml --num_processes 7 --num_machines 1 -- --hub_token '<masked>' --beta 0"
+    assert capsys.readouterr().err.splitlines() == [
+        "[grpo] not started again: this would fail again",
+        f"[grpo] what each phase needs: {plan}",
+    ]
 
 
 @pytest.mark.parametrize(("words", "seconds"), [((), 1800.0), (("--start-timeout", "77"), 77.0)])

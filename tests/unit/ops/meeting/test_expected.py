@@ -28,6 +28,8 @@ def test_host_files_are_those_of_mpi_too(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nn1 slots=8\n\nn[2-3] # two more\n")
     assert read_hostfile(file) == ["n1", "n2", "n3"]
+    with pytest.raises(ValueError, match=r"--hostfile \S+/host cannot be read: there is no such file in .* mean host"):
+        read_hostfile(file.with_name("host"))
 
 
 def place(*options: str, env: dict[str, str] | None = None, is_local: Callable[[str], bool] = lambda _: False) -> Place:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from grpo.record.folder import read_run_state
 from tests.support.launching import ROOT
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+DEMO_FOREIGN = ("per_device_train_batch_size", "learning_rate")  # the demo has others
 MODEL = ["--model_name_or_path", "some/model", "--use_cpu", "--bf16", "False"]
 
 
@@ -247,6 +249,7 @@ def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys:
     assert "save_model" not in dict(trainer.calls), "the demo saves nothing"
     what, following, came_of_it = capsys.readouterr().out.splitlines()
     assert "no model is named: the demo" in what
+    assert f"`grpo report {tmp_path}`" in following
     assert "configs/train" in following
     assert (
         came_of_it
@@ -294,6 +297,15 @@ def test_help_shows_our_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     shown = capsys.readouterr().out
     for option in ("--vllm_reserved_gpus", "--vllm_sync_backend", "--vllm_max_logprob_gap", "--reward_funcs"):
         assert option in shown
+    assert "--vllm_sync_backend {auto,nccl,shm}" in shown
+    assert "--vllm_lora {auto,adapter,merge}" in shown
+    found = [re.findall(rf"--{name} .*?\(default: (\S+)\)", shown, re.DOTALL)[0] for name in DEMO_FOREIGN]
+    assert found == ["8", "1e-06"], "what holds for a model, not for the demo"
+
+
+def test_a_models_name_can_be_written_short() -> None:
+    for words in (["--model", "some/model"], ["--model=some/model"]):
+        assert parse_arguments([*words, *MODEL[2:]]).model.model_name_or_path == "some/model"
 
 
 def test_resume_can_be_written_short() -> None:
