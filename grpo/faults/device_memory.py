@@ -14,7 +14,12 @@ POLL_S = 0.1
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # torch's and vLLM's own words for what they asked for, and torch's for the device.
-_ASKED = re.compile(r"(?:Tried to allocate|memory utilization \([\d.]+,) ([\d.]+) ([KMG]iB)")
+_ASKED = re.compile(r"(?:Tried to allocate|memory utilization \([\d.]+,) ([\d.]+ [KMG]iB)")
+_HELD = re.compile(
+    r"total capacity of ([\d.]+ [KMG]iB) of which ([\d.]+ [KMG]iB) is free.*this process has ([\d.]+ [KMG]iB)",
+    re.DOTALL,
+)
+_IDLE = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
 _DEVICE = re.compile(r"\bGPU (\d+) has|device cuda:(\d+)")
 
 
@@ -37,7 +42,25 @@ class DeviceMemory:
 def asked_bytes(text: str) -> int | None:
     """What an error of torch's or vLLM's says was asked for."""
     found = _ASKED.search(text)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+    return _bytes_of(found[1]) if found else None
+
+
+def idle_bytes(text: str) -> int:
+    """What torch keeps without using it, by its error; 0 where that does not say."""
+    found = _IDLE.search(text)
+    return _bytes_of(found[1]) if found else 0
+
+
+def memory_in(text: str) -> DeviceMemory | None:
+    """The figures in torch's error; None without, and where the driver names no processes, as in containers."""
+    found = _HELD.search(text)
+    total, free, own = map(_bytes_of, found.groups()) if found else (0, 0, 0)
+    return DeviceMemory(total=total, free=free, own=own, others=total - free - own) if 0 < own <= total - free else None
+
+
+def _bytes_of(text: str) -> int:
+    number, unit = text.split()
+    return int(float(number) * _UNITS[unit])
 
 
 def device_in(text: str) -> int:
@@ -92,17 +115,3 @@ def wait_until_free(devices: Sequence[str], before: Sequence[int], timeout_s: fl
             return False
         time.sleep(POLL_S)
     return True
-
-
-def explain(text: str) -> tuple[bool, str]:
-    """Whether others are why memory ran out, by an error's text; and the figures, '' where nothing is known."""
-    device, asked = device_in(text), asked_bytes(text)
-    if (memory := read_memory(device)) is None:
-        return False, ""
-    figures = f"device {device}, in GiB: asked for {_gib(asked)}, free {_gib(memory.free)} of {_gib(memory.total)}, "
-    figures += f"held by this process {_gib(memory.own)}, by others {_gib(memory.others)}"
-    return memory.is_short_of_others(asked), figures
-
-
-def _gib(count: int | None) -> str:
-    return "?" if count is None else f"{count / 2**30:.2f}"

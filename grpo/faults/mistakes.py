@@ -7,13 +7,13 @@ import traceback
 from pathlib import Path
 
 from grpo.faults.decisions import Answer, answer_to
-from grpo.faults.device_memory import explain
 from grpo.faults.failure import FailureKind, FailureRecord, GrpoError, JobFailed
 from grpo.faults.foreign import kind_of_foreign
+from grpo.faults.memory_advice import explain
 
 _past_first_step = threading.Event()
 
-_KIND = "_grpo_kind"  # on an error that is not ours
+_KIND, _TEXT = "_grpo_kind", "_grpo_text"  # on an error that is not ours
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -30,7 +30,7 @@ def is_past_first_step() -> bool:
 def kind_of(error: BaseException) -> FailureKind:
     """An error's own kind, or that of a library's; any other exception is what the user's code or settings led to.
 
-    A device whose memory others hold is the machine's; the figures become a note of the error.
+    A device whose memory others hold is the machine's; figures and advice become notes of the error.
     """
     if isinstance(error, GrpoError):
         return error.kind
@@ -49,10 +49,11 @@ def _find_kind(error: BaseException) -> FailureKind:
         return FailureKind.MACHINE if error.code in (None, 0) else FailureKind.USER
     kind = kind_of_foreign(error) or FailureKind.USER
     if kind is FailureKind.MEMORY:
-        is_others, figures = explain(str(error))
-        kind = FailureKind.MACHINE if is_others else kind
-        if figures:
-            error.add_note(figures)
+        found = explain(error)
+        kind = FailureKind.MACHINE if found.is_others else kind
+        setattr(error, _TEXT, found.text)
+        for line in found.lines:
+            error.add_note(line)
     return kind
 
 
@@ -66,10 +67,16 @@ def is_users(error: BaseException) -> bool:
     return kind_of(error) is FailureKind.USER
 
 
+def is_for_user(kind: str | None) -> bool:
+    """Whether a few lines say what to change, and no traceback says more: settings, data, memory."""
+    return kind in (FailureKind.USER, FailureKind.MEMORY)
+
+
 def text_of(error: BaseException) -> str:
     """For records: its class, its text, and notes such as a device's figures."""
     kind_of(error)
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    text = f"{type(error).__name__}: {getattr(error, _TEXT, error)}"
+    return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
 def record_of(

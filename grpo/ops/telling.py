@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo.faults.failure import JobFailed
-from grpo.faults.mistakes import ends_job, is_users, kind_of, text_of, users_frame
+from grpo.faults.mistakes import ends_job, is_for_user, kind_of, text_of, users_frame
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
 from grpo.record.durable import write_atomically
@@ -40,11 +40,11 @@ class Teller:
 def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
     """Around a rank's whole program: tells what fails in it, once, and raises it on.
 
-    A mistake, which is the user's and ends the job: rank 0 writes at most `MAX_LINES` lines to stderr, and the
-    interpreter then ends with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every rank
-    torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors keep their
-    traceback, and are recorded for torchrun as its `@record` does. What ends the job stands in `run_state.json`. Nests:
-    the innermost one tells.
+    A mistake, which is the user's or a device's memory, and ends the job: rank 0 writes at most `MAX_LINES` lines to
+    stderr, and the interpreter then ends with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every
+    rank torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors keep
+    their traceback, and are recorded for torchrun as its `@record` does. What ends the job stands in `run_state.json`.
+    Nests: the innermost one tells.
     """
     teller = Teller(None if output_dir is None else Path(output_dir))
     _silence_what_is_told()
@@ -53,7 +53,7 @@ def telling_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]
         yield teller
     except BaseException as error:
         if not hasattr(error, _IS_MISTAKE):
-            setattr(error, _IS_MISTAKE, is_users(error) and ends_job(error))
+            setattr(error, _IS_MISTAKE, is_for_user(kind_of(error)) and ends_job(error))
             _tell(error, teller.output_dir)
         raise
 
@@ -64,11 +64,12 @@ def message_of(error: BaseException) -> str:
         own, record = error.__cause__, error.record
         if own is None or text_of(own) != record.cause:
             place = f" (rank {record.rank} on {record.host})" if record.rank else ""
-            return _cut(record.cause.removeprefix(f"{ValueError.__name__}: ") + place, MAX_LINES)
+            first, *others = record.cause.removeprefix(f"{ValueError.__name__}: ").splitlines() or [""]
+            return _cut("\n".join([first + place, *others]), MAX_LINES)
         return message_of(own)  # which says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
-    text = str(error) if type(error) is ValueError and str(error) else f"{type(error).__name__}: {error}"
+    text = str(error) if type(error) is ValueError and str(error) else text_of(error)
     where = users_frame(error)
     return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind, FailureRecord
+from grpo.faults.mistakes import is_for_user
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_early_failure
@@ -96,7 +97,7 @@ class Attempt:
 
     def is_told(self) -> bool:
         """Whether that was told in a few lines."""
-        return self.is_hopeless and (self.failed or {}).get("kind") == FailureKind.USER
+        return self.is_hopeless and is_for_user((self.failed or {}).get("kind"))
 
     def _about(self) -> str:
         """Rank 0 has told its failure itself; of another rank's its own launcher tells, unless rank 0 has one, too."""

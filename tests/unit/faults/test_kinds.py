@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import AutoConfig
 
 from grpo.engine.client import EngineError
-from grpo.faults import device_memory
+from grpo.faults import memory_advice
 from grpo.faults.device_memory import DeviceMemory
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed
 from grpo.faults.foreign import FOREIGN, may_be_an_echo
@@ -315,7 +315,7 @@ def held(own: float, others: float, free: float) -> DeviceMemory:
         (held(39, 40, 1), FailureKind.MACHINE),  # without the others it would fit
         (held(79, 0, 1), FailureKind.MEMORY),
         (held(78.9, 0.1, 1), FailureKind.MEMORY),  # a tool that only looks
-        (None, FailureKind.MEMORY),
+        (None, FailureKind.MACHINE),  # as torch says
     ],
 )
 def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,18 +325,19 @@ def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monk
         asked.append(device)
         return memory
 
-    monkeypatch.setattr(device_memory, "read_memory", read)
+    monkeypatch.setattr(memory_advice, "read_memory", read)
     error = torch.OutOfMemoryError(FULL)
     watch = FailureWatch(None, node=0, rank=0, host="a")
     found = watch.make_record(error, phase="train")
     assert (found.kind, found.phase, kind_of(error), asked) == (kind, "train", kind, [1]), "the driver is asked once"
     figures = "device 1, in GiB: asked for 2.00, free 1.00 of 80.00, held by this process "
-    assert (figures in found.cause) == (memory is not None)
+    assert figures in found.cause
+    assert ("[GRPO-631]" in found.cause) == (kind is FailureKind.MEMORY)
 
 
 def test_vllms_share_of_a_device_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for 72 of 80 GiB, and 10 are free."""
-    monkeypatch.setattr(device_memory, "read_memory", lambda device: held(0, 70, 10))
+    monkeypatch.setattr(memory_advice, "read_memory", lambda device: held(0, 70, 10))
     assert kind_of(vllm_finds_too_little_free()) is FailureKind.MACHINE
-    monkeypatch.setattr(device_memory, "read_memory", lambda device: held(65, 5, 10))
+    monkeypatch.setattr(memory_advice, "read_memory", lambda device: held(65, 5, 10))
     assert kind_of(vllm_finds_too_little_free()) is FailureKind.MEMORY

@@ -67,6 +67,30 @@ def test_the_traceback_can_be_asked_for(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in record["message"]["extraInfo"]["py_callstack"]
 
 
+def test_want_of_memory_is_told_as_a_mistake(tmp_path: Path) -> None:
+    """With the phase, what was asked for, who holds the rest, and two settings."""
+    body = (
+        "import torch\n"
+        "def compute_loss():\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity "
+        "of 80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 79.00 GiB memory')\n"
+        "with telling_mistakes(sys.path[0] + '/out'):\n"
+        "    compute_loss()\n"
+    )
+    code, errors, record = run(tmp_path, body, GRPO_JOB="17")
+    assert code == 1
+    error, figures, advice, page, where = errors.splitlines()
+    assert error == "[grpo] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert figures.endswith("asked for 2.00, free 1.00 of 80.00, held by this process 79.00, by others 0.00")
+    assert advice.startswith("in the forward pass [GRPO-631]: halve per_device_train_batch_size ")
+    assert "docs/out_of_memory.md" in page
+    assert "in compute_loss: " in where
+    assert "Traceback" not in record["message"]["extraInfo"]["py_callstack"]
+    state = read_run_state(tmp_path / "out")
+    assert state is not None
+    assert (state.state, state.kind) == ("failed", "memory")
+
+
 def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
     code, errors, record = run(tmp_path, "with telling_mistakes():\n    raise RuntimeError('CUDA error: ECC')\n")
     assert code == 1
@@ -124,6 +148,8 @@ def test_a_long_message_is_cut() -> None:
 def test_another_ranks_mistake_names_the_rank() -> None:
     record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     assert message_of(JobFailed(record)) == "no data (rank 5 on b)"
+    record = FailureRecord(node=1, rank=5, host="b", phase="train", cause="full\nadvice", kind=FailureKind.MEMORY)
+    assert message_of(JobFailed(record)) == "full (rank 5 on b)\nadvice"
 
 
 def test_what_all_ranks_raise_is_told_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
