@@ -145,7 +145,7 @@ def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> di
     what = f"{option} {file}".strip()
     found = _parse(read_text(Path(file), what), what, takes_json=takes_json)
     if option == "--config" and (keys := _OF_ACCELERATE & found.keys()):
-        raise ValueError(f"{what} is accelerate's file ({min(keys)}): write --config_file {file}")
+        raise ValueError(f"{what} is accelerate's file ({min(keys)}): the launcher takes it, as --config_file {file}")
     if option == "--config_file" and not _OF_ACCELERATE & found.keys() and (keys := _OF_TRAINING & found.keys()):
         raise ValueError(
             f"{what} is a training file ({min(keys)}): write --config {file}; --config_file takes accelerate's, such "

@@ -49,7 +49,8 @@ def test_files_that_are_mixed_up_are_known_by_their_keys(tmp_path: Path) -> None
     accelerates.write_text("distributed_type: DEEPSPEED\nnum_processes: 7\n")
     training.write_text("learning_rate: 1.0e-6\nmax_steps: 3\n")
     with pytest.raises(
-        ValueError, match=rf"is accelerate's file \(distributed_type\): write --config_file {accelerates}"
+        ValueError,
+        match=rf"is accelerate's file \(distributed_type\): the launcher takes it, as --config_file {accelerates}",
     ):
         settings_of(["--config", str(accelerates)])
     for read in (lambda file: read_settings(file, "--config_file"), lambda file: read_wishes([], config_file=file)):
