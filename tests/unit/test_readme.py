@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo import cli
+from tests.support.made_up_data import write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,6 +110,7 @@ RUN_HERE = {
     "grpo plan --config_file configs/4node.yaml --config configs/train/math_qwen2.5_7b.yaml": 0,
     "grpo plan --config_file configs/2gpus.yaml --gpus-per-node 2 --config configs/train/gsm8k_qwen2.5_7b_lora.yaml": 0,
     "grpo plan --num_processes 28 --num_machines 4 --gpus-per-node 8,8,7,8": 1,
+    "grpo plan --model Qwen/Qwen2.5-32B-Instruct --num_machines 2 --gpu h100 -- --max_completion_length 2048": 0,
 }
 
 BLOCK = re.compile(r"(?:<!-- needs (?P<needs>GPUs|a cluster|the hub) -->\n)?```bash\n(?P<body>.*?)```", re.S)
@@ -202,12 +204,14 @@ def test_what_distinguishes_a_command() -> None:
 
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_a_cheap_command_runs_and_says_what_the_page_shows(
-    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *words = line.split()
     assert name == "grpo"
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = write_shape(tmp_path / "model", "32B" if "32B" in line else "7B")  # as if the hub had answered
+    monkeypatch.setattr("grpo.ops.plan.planner.within_reach", lambda name, revision: str(model))
     monkeypatch.setenv("COLUMNS", "120")
     try:
         code = cli.main(words)

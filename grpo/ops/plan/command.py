@@ -6,48 +6,69 @@ Needs no GPU: it plans for the cluster's, on any machine.
 import argparse
 import re
 
-from grpo.ops.plan.memory_budget import A100_TBPS, A100_TFLOPS, ASSUMED_GPU_GIB
+from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
+from grpo.place.files import read_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", metavar="FILE", help="accelerate's file, as in `accelerate launch`")
-    parser.add_argument("--num_processes", type=_positive, metavar="N", help="goes before the file's; of all nodes")
-    parser.add_argument("--num_machines", type=_positive, metavar="N", help="goes before the file's")
+    parser.add_argument("--num_processes", type=_positive, metavar="N", help="of all nodes; overrides the file's")
+    parser.add_argument("--num_machines", type=_positive, metavar="N", help="nodes; overrides the file's")
     parser.add_argument("--config", metavar="FILE", help="the training file of train.py; without it, its demo")
+    parser.add_argument(
+        "--model",
+        "--model_name_or_path",
+        metavar="NAME | FOLDER",
+        help="the model, before the training file's; alone, it is sized without data, rewards and launcher file",
+    )
     parser.add_argument(
         "--gpus-per-node", type=_gpu_counts, metavar="8 | 8,8,7,8", help="of all nodes alike, or of each (default: 8)"
     )
     parser.add_argument(
-        "--gpu-memory", type=_memory, metavar="SIZE", help=f"of one GPU, e.g. 40GiB (default: {ASSUMED_GPU_GIB}GiB)"
+        "--gpu",
+        choices=GPUS,
+        help=f"memory and speed by its data sheet (default: {ASSUMED_GPU.gib}GiB and an {ASSUMED_GPU.name}'s speed)",
     )
+    parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="of one GPU, e.g. 40GiB; overrides --gpu")
     parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="the longest prompt")
     parser.add_argument(
-        "--gpu-tflops",
-        type=_rate,
-        default=A100_TFLOPS,
-        metavar="N",
-        help="of one GPU in bfloat16, for the advice on how many to reserve (default: %(default)g, an A100's; an "
-        "H100's is 989)",
+        "--gpu-tflops", type=_rate, metavar="N", help="of one GPU in bfloat16, for seconds and advice; overrides --gpu"
     )
     parser.add_argument(
-        "--gpu-tbps",
-        type=_rate,
-        default=A100_TBPS,
-        metavar="N",
-        help="terabytes a second from one GPU's memory, likewise (default: %(default)g, an A100's; an H100's is 3.35)",
+        "--gpu-tbps", type=_rate, metavar="N", help="terabytes a second from one GPU's memory, likewise"
     )
+    parser.add_argument("--verbose", action="store_true", help="also placement, batch and memory as tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; 1 when something in it cannot work."""
-    from grpo.ops.plan.planner import make_plan
+    """Prints the plan; 1 when something in it cannot work, or its memory is unknown."""
+    from grpo.ops.plan.plan import Plan
     from grpo.ops.plan.view import print_json, print_plan
 
-    plan = make_plan(args)
-    (print_json if args.json else print_plan)(plan)
-    return 1 if plan.errors else 0
+    plan = Plan(errors=_unreadable_files(args))
+    if not plan.errors:
+        from grpo.ops.plan.planner import make_plan  # loads TRL, which takes seconds
+
+        plan = make_plan(args)
+    if args.json:
+        print_json(plan)
+    else:
+        print_plan(plan, verbose=args.verbose)
+    return 0 if plan.works else 1
+
+
+def _unreadable_files(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the files themselves."""
+    errors = []
+    for option, file in (("--config_file", args.config_file), ("--config", args.config)):
+        try:
+            if file is not None:
+                read_settings(file, option, takes_json=option == "--config_file")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
 
 
 def _positive(text: str) -> int:

@@ -50,6 +50,7 @@ def engine_memory(
     capacity_bytes: int | None,
     engine_kwargs: dict[str, Any],
     adapters_bytes: int = 0,
+    is_a100: bool = False,
 ) -> EngineMemory:
     """What vLLM would give to its KV cache: its share of the GPU, less weights, adapters and overhead.
 
@@ -57,6 +58,7 @@ def engine_memory(
         capacity_bytes: of one GPU; None without GPUs.
         engine_kwargs: `vllm_engine_kwargs`.
         adapters_bytes: on each GPU, whatever their number.
+        is_a100: whether the GPU is known to be one.
     """
     fp8 = str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8")
     per_layer = _kv_elements(shape, tensor_parallel_size) * (1 if fp8 else dtype_bytes)
@@ -81,18 +83,16 @@ def engine_memory(
         kv_bytes_per_sequence=per_sequence,
         sequence_tokens=sequence_tokens,
         sequences_at_once=max(0, kv_cache) // per_sequence if per_sequence else 0,
-        max_num_seqs=engine_kwargs.get("max_num_seqs") or default_max_num_seqs(capacity_bytes, tensor_parallel_size),
+        max_num_seqs=engine_kwargs.get("max_num_seqs")
+        or default_max_num_seqs(capacity_bytes, tensor_parallel_size, is_a100=is_a100),
     )
 
 
-def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int) -> int:
-    """vLLM's own limit of sequences at once, for the offline use that our engines say they are for (0.31).
-
-    Of GPUs with 70 GiB and more it makes an exception for the A100, whose name a plan does not know: 256.
-    """
+def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int, *, is_a100: bool = False) -> int:
+    """vLLM's own limit of sequences at once, for the offline use that our engines say they are for (0.31)."""
     if capacity_bytes is None:
         return 256 * tensor_parallel_size
-    return 1024 if capacity_bytes >= 70 * GIB else 256
+    return 1024 if capacity_bytes >= 70 * GIB and not is_a100 else 256
 
 
 def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int, num_gpus: int) -> list[int]:

@@ -44,7 +44,7 @@ def estimate(job: PlacedJob) -> Estimates:
     sharding = job.sharding()
     return Estimates(
         sharding=sharding,
-        training=_training(job, sharding),
+        training=training_memory(job, setup_of(job, sharding)),
         engine=_engine(job),
         push=_push(job, sharding, job.push.later_bytes),
         first_push=None if job.lora is None else _push(job, sharding, job.push.first_bytes),
@@ -61,29 +61,46 @@ def _push(job: PlacedJob, sharding: Sharding, num_bytes: int) -> PushBytes:
     )
 
 
-def _training(job: PlacedJob, sharding: Sharding) -> Budget:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Of what a training GPU holds, the part that a user may change."""
+
+    sharding: Sharding
+    micro_batch: MicroBatch
+    has_reference: bool
+    """A copy of the model for the KL term; with LoRA it is the base, which is there."""
+
+
+def setup_of(job: PlacedJob, sharding: Sharding) -> Setup:
+    """As the job has it."""
     args, batch = job.args, job.batch
+    micro_batch = MicroBatch(
+        sequences=batch.micro_batch_completions,
+        sequence_tokens=batch.sequence_tokens,
+        completion_tokens=min(args.max_completion_length, batch.sequence_tokens),
+        dtype_bytes=job.dtype.itemsize,
+        checkpointing=args.gradient_checkpointing,
+        flash_attention=job.flash_attention,
+    )
+    return Setup(sharding=sharding, micro_batch=micro_batch, has_reference=bool(args.beta) and job.lora is None)
+
+
+def training_memory(job: PlacedJob, setup: Setup) -> Budget:
+    """One training GPU of the job, if it were set up so."""
     frozen = []
-    if args.beta and job.lora is None:  # with LoRA the reference is the base, which is there
+    if setup.has_reference:
         what = "reference model (beta is not 0)"
-        frozen.append(frozen_line("reference", what, job.shape.num_parameters, sharding))
+        frozen.append(frozen_line("reference", what, job.shape.num_parameters, setup.sharding))
     if job.reward_parameters:
-        frozen.append(frozen_line("reward", "reward model", job.reward_parameters, sharding))
+        frozen.append(frozen_line("reward", "reward model", job.reward_parameters, setup.sharding))
     return training_budget(
         job.shape,
-        sharding,
-        MicroBatch(
-            sequences=batch.micro_batch_completions,
-            sequence_tokens=batch.sequence_tokens,
-            completion_tokens=min(args.max_completion_length, batch.sequence_tokens),
-            dtype_bytes=job.dtype.itemsize,
-            checkpointing=args.gradient_checkpointing,
-            flash_attention=job.flash_attention,
-        ),
+        setup.sharding,
+        setup.micro_batch,
         frozen=frozen,
         push=push_lines(
             job.push,
-            sharding,
+            setup.sharding,
             backend=job.backend,
             has_gpus=job.has_gpus,
             gathers_on_device=job.gathers_on_device,
@@ -103,4 +120,5 @@ def _engine(job: PlacedJob) -> EngineMemory:
         capacity_bytes=job.hardware.gpu_bytes,
         engine_kwargs=job.args.engine_kwargs,
         adapters_bytes=job.adapter_elements * job.dtype.itemsize,
+        is_a100=job.hardware.is_a100,
     )

@@ -40,7 +40,9 @@ def read_launcher(config_file: str | None, num_processes: int | None, num_machin
     """
     if config_file is None:
         if num_processes is None:
-            raise ValueError("there is nothing to plan: give --config_file FILE (accelerate's), or --num_processes N")
+            raise ValueError(
+                "there is nothing to plan: give --config_file FILE (accelerate's), --num_processes N, or --model"
+            )
         return Launcher(num_processes=num_processes, num_machines=num_machines or 1)
     from accelerate import ParallelismConfig
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file

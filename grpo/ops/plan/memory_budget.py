@@ -6,8 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 GIB = 2**30
-ASSUMED_GPU_GIB = 80
-A100_TFLOPS, A100_TBPS = 312.0, 2.0  # NVIDIA A100 80GB SXM: bfloat16 without sparsity; its memory. An H100: 989, 3.35
 
 Phase = Literal["always", "forward and backward", "optimizer step", "push"]
 Holder = Literal["every rank", "local main", "other ranks"]
@@ -52,6 +50,10 @@ class Budget:
     peak_bytes: int
     """Of the rank that holds most."""
     peak_phase: Phase
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes
 
     def bytes_of(self, *keys: str) -> int:
         """Of the lines with these keys, counted or not; a key without a line is 0."""

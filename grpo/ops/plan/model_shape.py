@@ -84,6 +84,10 @@ class ModelShape:
     """(tokens that a layer remembers, layers); None: the whole sequence."""
     layers_without_kv: int
     """Layers with a state of fixed size (linear attention), which is not counted."""
+    expert_parameters: int = 0
+    """In experts to which tokens are routed; those that every token passes are not among them."""
+    routed_share: float = 1.0
+    """Of these experts that a token is routed to: 8 of 128 are 1/16."""
 
     @property
     def num_layers(self) -> int:
@@ -93,6 +97,10 @@ class ModelShape:
     def elements(self) -> int:
         """Of all parameters, adapters too."""
         return self.trained.elements + self.frozen.elements
+
+    def parameters_read(self, tokens: float) -> float:
+        """Parameters that so many tokens together pass through, on average, with each expert equally likely."""
+        return self.num_parameters - self.expert_parameters * (1 - self.routed_share) ** tokens
 
 
 def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: bool = False) -> ModelShape:
@@ -127,6 +135,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
     )
     windows, without_kv = _kv_windows(text, len(decoder))
     latent = getattr(text, "kv_lora_rank", None)
+    experts = _expert_parameters(decoder)
     return ModelShape(
         name=name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -143,6 +152,8 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
         latent_kv_elements=None if latent is None else latent + getattr(text, "qk_rope_head_dim", 0),
         kv_windows=windows,
         layers_without_kv=without_kv,
+        expert_parameters=experts,
+        routed_share=_routed(text) / _num_experts(text) if experts else 1.0,
     )
 
 
@@ -213,8 +224,29 @@ def _mlp_elements(text: Any, *, is_sparse: bool) -> int:
     shared = getattr(text, "shared_expert_intermediate_size", None) or width * (
         getattr(text, "n_shared_experts", None) or 0
     )
-    routed = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
-    return routed * (4 * width + 2 * text.hidden_size) + 4 * shared
+    return _routed(text) * (4 * width + 2 * text.hidden_size) + 4 * shared
+
+
+def _routed(text: Any) -> int:
+    """Experts that a token is routed to."""
+    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+
+
+def _num_experts(text: Any) -> int:
+    """Experts of a layer, by any of the names that transformers' configurations have for it (5.17)."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((count for name in names if (count := getattr(text, name, None))), _routed(text))
+
+
+def _expert_parameters(decoder: nn.ModuleList) -> int:
+    """Of all experts that tokens are routed to, each parameter once."""
+    held = {
+        id(parameter): parameter.numel()
+        for name, module in decoder.named_modules()
+        if name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+        for parameter in module.parameters()
+    }
+    return sum(held.values())
 
 
 def _mlp_width(text: Any) -> int:

@@ -25,6 +25,8 @@ class Hardware:
     """Of one GPU: trillions of operations a second in the dtype of training."""
     tbps: float
     """Terabytes a second from one GPU's memory."""
+    is_a100: bool = False
+    """Whether that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,8 @@
 """Makes a plan, as far as it goes: placement, batch, estimates."""
 
 import argparse
-import contextlib
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +12,25 @@ from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.config.refusals import check_init_kwargs
-from grpo.faults.mistakes import is_users
 from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
-from grpo.ops.plan.estimates import Estimates, estimate
+from grpo.ops.plan.estimates import estimate
+from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
+from grpo.ops.plan.hub import within_reach
 from grpo.ops.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
 from grpo.ops.plan.lora import PlannedLora, planned_lora
-from grpo.ops.plan.memory_budget import ASSUMED_GPU_GIB, GIB
-from grpo.ops.plan.model_shape import ModelShape, count_parameters, meta_model, shape_of
+from grpo.ops.plan.memory_budget import GIB
+from grpo.ops.plan.model_shape import count_parameters, meta_model, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
-from grpo.ops.plan.placement import gpus_of_nodes, place
+from grpo.ops.plan.placement import assumed_launcher, gpus_of_nodes, place
+from grpo.ops.plan.plan import Plan
 from grpo.ops.plan.push_memory import push_shape
-from grpo.ops.plan.shortfalls import errors_of, warnings_of
-from grpo.ops.plan.speed import SizeAdvice, advise
-from grpo.ops.telling import message_of
+from grpo.ops.plan.shortfalls import errors_of, fits_with, warnings_of
+from grpo.ops.plan.speed import advise
 from grpo.ops.train.arguments import Arguments
-from grpo.ops.train.checks import CHECKS
+from grpo.ops.train.checks import CHECKS, check_rewards, check_task
 from grpo.ops.train.demo import RECIPE
 from grpo.place.topology import NodeTopology
-from grpo.preflight.lora import LoraChoice, check_lora
+from grpo.preflight.lora import check_lora
 from grpo.preflight.model import local_model, reason_of
 from grpo.record.folder import check_writable
 
@@ -41,57 +40,20 @@ if TYPE_CHECKING:
 ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # engine settings with which experts are not loaded at once
 
 
-@dataclass(slots=True, kw_only=True)
-class Plan:
-    """What was found out, filled in as it is; what could not be is None, and `errors` or `assumptions` say why."""
-
-    errors: list[str] = field(default_factory=list)
-    """What cannot work: exit code 1."""
-    warnings: list[str] = field(default_factory=list)
-    """What works, but probably not as meant, and what does not fit by an estimate."""
-    assumptions: list[str] = field(default_factory=list)
-    launcher: Launcher | None = None
-    gpus_per_node: tuple[int, ...] | None = None
-    nodes: tuple[NodeTopology, ...] | None = None
-    """The placement as the local main of each node will see it."""
-    batch: Batch | None = None
-    lora: LoraChoice | None = None
-    """How adapters reach the engines; None without any."""
-    model: ModelShape | None = None
-    estimates: Estimates | None = None
-    advice: SizeAdvice | None = None
-    """How many GPUs to reserve, by estimate; None where that cannot be said."""
-
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """A mistake that is raised inside becomes an error, in one line, and ends what is inside."""
-        try:
-            yield
-        except Exception as error:
-            if not is_users(error):
-                raise
-            message = " ".join(line.strip() for line in message_of(error).splitlines())
-            self.errors += [message] if message not in self.errors else []
-
-    @contextlib.contextmanager
-    def noting_warnings(self) -> Iterator[None]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-        self.warnings += dict.fromkeys(str(warning.message) for warning in caught)
-
-    def assume(self, what: str | None) -> None:
-        if what is not None:
-            self.assumptions.append(what)
-
-
 def make_plan(args: argparse.Namespace) -> Plan:
     """As much of the plan as the arguments of the command allow; what is wrong is in its `errors`."""
     plan = Plan()
+    flags = [*(["--model_name_or_path", args.model] if args.model else []), *args.train_flags]
     with plan.refusing():
-        plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
+        if args.config_file or args.num_processes or not (args.model or args.config):
+            plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
+        else:
+            words = [*(["--config", args.config] if args.config else []), *flags]
+            plan.launcher = assumed_launcher(args.num_machines or 1, args.gpus_per_node, words)
+            ranks = plan.launcher.ranks_per_node
+            plan.assume(f"ZeRO-3 in bfloat16 with {ranks} ranks on each node (--config_file, --num_machines)")
         with plan.noting_warnings():
-            arguments = read_training(args.config, args.train_flags, plan.launcher)
+            arguments = read_training(args.config, flags, plan.launcher)
         _Planner(plan, args, plan.launcher, arguments).fill_in()
     return plan
 
@@ -112,7 +74,7 @@ class _Planner:
 
     def fill_in(self) -> None:
         plan, training = self.plan, self.training
-        for check in CHECKS:
+        for check in self._checks():
             with plan.refusing():
                 check(self.arguments)
         try:
@@ -137,6 +99,18 @@ class _Planner:
             if self.config is not None and (self.lora is not None or not self.model.use_peft):
                 self._estimate(plan.nodes, batch)
 
+    def _checks(self) -> list[Callable[[Arguments], None]]:
+        """The trainer's; of a model that is sized alone, data and rewards may be missing."""
+        script, left_out = self.script, {}
+        if self.model.model_name_or_path is not None and (self.args.model or self.args.config is None):
+            if not (script.dataset_name or self.arguments.mixture.datasets):
+                left_out[check_task] = "data set"
+            if not (script.reward_funcs or script.reward_model_name_or_path):
+                left_out[check_rewards] = "reward"
+        if left_out:
+            self.plan.assume(f"no {', no '.join(left_out.values())}: the model is sized alone")
+        return [check for check in CHECKS if check not in left_out]
+
     def _model_config(self) -> Any:
         """None, with an error, when it cannot be read."""
         if self.model.model_name_or_path is None:
@@ -147,24 +121,28 @@ class _Planner:
     def _read_config(self, setting: str, name: str) -> Any:
         """The configuration of the model that `setting` names; None when it cannot be read.
 
-        That is an error, unless it is a hub id and this machine may be the reason.
+        That is an error, or unknown where it is a hub id and this machine may be the reason.
         """
         try:
             is_local = local_model(name, setting) is not None
         except ValueError:  # reported by `CHECKS` already
             return None
+        training, init_kwargs = self.training, self.training.model_init_kwargs or {}
         try:
-            return model_config(name, self.training)
+            found = name if is_local else within_reach(name, init_kwargs.get("revision"))
+            config = model_config(name if training.trust_remote_code else found, training)
         except (OSError, ValueError, StrictDataclassError) as error:
-            is_gated = isinstance(error.__cause__, GatedRepoError)  # a RepositoryNotFoundError, too
-            absent = isinstance(error.__cause__, (RepositoryNotFoundError, RevisionNotFoundError))
+            causes = (error, error.__cause__)
+            is_gated = any(isinstance(cause, GatedRepoError) for cause in causes)  # a RepositoryNotFoundError, too
+            absent = any(isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError) for cause in causes)
             is_known = is_local or (absent and not is_gated)
-            (self.plan.errors if is_known else self.plan.warnings).append(
+            (self.plan.errors if is_known else self.plan.unknown).append(
                 f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and push "
                 f"are left out: give a local folder with its config.json (hf download {name} config.json), or look at "
                 "the network and HF_TOKEN"
             )
             return None
+        return config
 
     def _place(self) -> None:
         """GPUs to ranks and engines, by the code that the ranks will run."""
@@ -172,7 +150,7 @@ class _Planner:
         split = self.config is not None and training.vllm_tensor_parallel_size != 1
         heads, key_value_heads = head_counts(self.config) if split else (None, None)
         reserved = training.vllm_reserved_gpus
-        plan.gpus_per_node, assumed = gpus_of_nodes(self.args.gpus_per_node, self.launcher, reserved)
+        plan.gpus_per_node, assumed = gpus_of_nodes(self.args.gpus_per_node, self.launcher)
         plan.assume(assumed)
         with plan.noting_warnings():
             plan.nodes = place(
@@ -210,7 +188,7 @@ class _Planner:
 
     def _named_model(self) -> "str | PreTrainedModel":
         """Whose dtype is asked for: by its name, or the demo's, which has none yet."""
-        return self.model.model_name_or_path or meta_model(self.config)
+        return self.config._name_or_path if self.model.model_name_or_path else meta_model(self.config)
 
     def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> Batch:
         training = self.training
@@ -232,15 +210,17 @@ class _Planner:
             job = self._placed_job(nodes, batch)
             plan.model, plan.estimates = job.shape, estimate(job)
         except (AttributeError, TypeError) as error:  # what a configuration calls otherwise
-            plan.warnings.append(
+            plan.unknown.append(
                 f"the memory of a {config.model_type} is left out: its configuration is not understood "
                 f"({type(error).__name__}: {error})"
             )
             return
-        if not getattr(config.get_text_config(), "num_experts_per_tok", None):  # of experts only some compute
-            plan.advice = advise(job, plan.estimates.engine)
-        plan.errors += errors_of(job, plan.estimates)
-        plan.warnings += warnings_of(job, plan.estimates)
+        errors, shortfalls = errors_of(job, plan.estimates), warnings_of(job, plan.estimates)
+        plan.memory = "does not fit" if errors else "may not fit" if shortfalls else "fits"
+        plan.errors += errors
+        plan.warnings += shortfalls
+        if not errors:
+            plan.advice = advise(job, plan.estimates.engine, fits=lambda ranks: fits_with(job, ranks_per_node=ranks))
         if job.shape.layers_without_kv:
             plan.assume(f"the states of {job.shape.layers_without_kv} linear-attention layers are not counted")
         if not optim.startswith("adamw_torch"):
@@ -281,8 +261,16 @@ class _Planner:
         )
 
     def _hardware(self) -> Hardware:
-        args, gpu_bytes = self.args, None
-        if not self.launcher.use_cpu:
-            gpu_bytes = args.gpu_memory or ASSUMED_GPU_GIB * GIB
-            self.plan.assume(None if args.gpu_memory else f"GPUs of {ASSUMED_GPU_GIB}GiB (--gpu-memory)")
-        return Hardware(gpu_bytes=gpu_bytes, tflops=args.gpu_tflops, tbps=args.gpu_tbps)
+        args = self.args
+        gpu = GPUS[args.gpu] if args.gpu else ASSUMED_GPU
+        has_gpus = not self.launcher.use_cpu
+        if has_gpus and not args.gpu:
+            size = "" if args.gpu_memory else f" of {gpu.gib}GiB"
+            speed = "" if args.gpu_tflops and args.gpu_tbps else f" as fast as an {gpu.name}"
+            self.plan.assume(f"GPUs{size}{speed} (--gpu {', '.join(GPUS)})" if size or speed else None)
+        return Hardware(
+            gpu_bytes=(args.gpu_memory or gpu.gib * GIB) if has_gpus else None,
+            tflops=args.gpu_tflops or gpu.tflops,
+            tbps=args.gpu_tbps or gpu.tbps,
+            is_a100=args.gpu == "a100",
+        )

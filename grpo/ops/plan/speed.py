@@ -14,6 +14,8 @@ out. `grpo report` says better, of a run.
   d = heads x head size and half of the square is masked; a backward takes two passes, checkpointing one more (Narayanan
   et al., https://arxiv.org/abs/2104.04473, appendix), old log-probabilities (without `old_logprobs: engine`) and
   those of the reference one each. Frozen weights are passed once in a backward; what adapters compute is not counted.
+- Of experts a token computes those that it is routed to. A step of sampling reads those that any of its sequences is
+  routed to, as if all were equally likely.
 """
 
 import math
@@ -58,16 +60,29 @@ class SizeAdvice:
     deeper: DepthAdvice | None
     """What would be better still; None where that is nothing."""
 
+    @property
+    def step_s(self) -> float:
+        """Of one generation batch, as it is."""
+        return self._together(self.generate_s, self.train_s)
+
+    @property
+    def reserve_step_s(self) -> float:
+        """With `reserve` GPUs."""
+        return self._together(self.reserve_generate_s, self.reserve_train_s)
+
+    def _together(self, generate: float, train: float) -> float:
+        return max(generate, train) if self.overlapped else generate + train
+
     def line(self) -> str:
         """In one line for people."""
-        now = f"{_length(self.generate_s)} of sampling {self._joint} {_length(self.train_s)} of training a batch"
+        now = f"{length(self.generate_s)} of sampling {self._joint} {length(self.train_s)} of training a batch"
         also, deeper = "", self.deeper
         if deeper is not None:
-            step = _length(deeper.step_s)
+            step = length(deeper.step_s)
             also = f"; with generation_lookahead {deeper.lookahead} reserve {deeper.reserve}: {step} a batch"
         if self.reserve == self.reserved:
             return f"reserve {self.reserved} of {self.gpus_per_node} GPUs, as it is: {now}{also}"
-        then = f"{_length(self.reserve_generate_s)} {self._joint} {_length(self.reserve_train_s)}{also}"
+        then = f"{length(self.reserve_generate_s)} {self._joint} {length(self.reserve_train_s)}{also}"
         return (
             f"reserve {self.reserve} of {self.gpus_per_node} GPUs instead of {self.reserved}: {now} would become {then}"
         )
@@ -77,17 +92,25 @@ class SizeAdvice:
         return "beside" if self.overlapped else "and then"
 
 
-def advise(job: PlacedJob, engine: EngineMemory) -> SizeAdvice | None:
-    """None where there is nothing to weigh: no GPUs, nodes that differ, no room for a sequence."""
+def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) -> SizeAdvice | None:
+    """None where there is nothing to weigh: no GPUs, nodes that differ, no room for a sequence.
+
+    Args:
+        fits: whether so many ranks on each node hold the model.
+    """
     node, tensor_parallel = job.nodes[0], job.args.vllm_tensor_parallel_size
     gpus, reserved = len(node.devices), len(node.reserved_devices)
     if not reserved or len({len(each.devices) for each in job.nodes}) > 1 or not engine.sequences_at_once:
         return None
-    ahead, choices = job.args.generation_lookahead, range(tensor_parallel, gpus, tensor_parallel)
+    ahead = job.args.generation_lookahead
+    choices = [
+        count for count in range(tensor_parallel, gpus, tensor_parallel) if count == reserved or fits(gpus - count)
+    ]
 
     def parts(count: int, lookahead: int = ahead) -> tuple[float, float]:
         engines = count // tensor_parallel
-        return generate_s(job, engine, engines=engines, lookahead=lookahead), train_s(job, ranks=gpus - count)
+        ranks = node.local_world_size if count == reserved else gpus - count  # of which some may stay idle
+        return generate_s(job, engine, engines=engines, lookahead=lookahead), train_s(job, ranks=ranks)
 
     def step_s(count: int, lookahead: int = ahead) -> float:
         return max(parts(count, lookahead)) if lookahead else sum(parts(count))
@@ -140,8 +163,9 @@ def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead:
     at_once = completions / waves
     sampled = min(job.args.max_completion_length, job.batch.sequence_tokens)
     mean_length = job.batch.sequence_tokens - sampled / 2
-    read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_length
-    operations = 2 * job.shape.num_parameters * at_once / job.args.vllm_tensor_parallel_size
+    weights = engine.weights_bytes * job.shape.parameters_read(at_once) / job.shape.num_parameters
+    read = weights + at_once * engine.kv_bytes_per_token * mean_length
+    operations = 2 * job.shape.parameters_read(1) * at_once / job.args.vllm_tensor_parallel_size
     read_s = read / (job.hardware.tbps * 1e12 * READING_SHARE)
     compute_s = operations / (job.hardware.tflops * 1e12 * SAMPLING_SHARE)
     return waves * sampled * max(read_s, compute_s) / max(1, lookahead)
@@ -156,9 +180,12 @@ def train_s(job: PlacedJob, *, ranks: int) -> float:
     passes += args.old_logprobs == "trainer"
     of_weights = passes if job.lora is None else passes - args.num_iterations
     operations = job.batch.node_completions * tokens
-    operations *= of_weights * 2 * shape.num_parameters + passes * attention
+    operations *= of_weights * 2 * shape.parameters_read(1) + passes * attention
     return operations / (ranks * job.hardware.tflops * 1e12 * TRAINING_SHARE)
 
 
-def _length(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+def length(seconds: float) -> str:
+    """'172 s', '35 min', '0.3 s'."""
+    if seconds < 0.1:
+        return "less than 0.1 s"
+    return f"{seconds:.{seconds < 9.5:d}f} s" if seconds < 600 else f"{seconds / 60:.0f} min"

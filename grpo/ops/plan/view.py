@@ -4,31 +4,52 @@ import json
 import sys
 from dataclasses import asdict
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from grpo.ops.plan.batch import Batch
-from grpo.ops.plan.engine_memory import EngineMemory
-from grpo.ops.plan.estimates import Estimates, PushBytes
 from grpo.ops.plan.memory_budget import Budget, Held, readable
-from grpo.ops.plan.planner import Plan
-from grpo.place.topology import NodeTopology
+from grpo.ops.plan.plan import Plan
+
+if TYPE_CHECKING:  # a plan that ended early has none of them, and they load TRL
+    from grpo.ops.plan.batch import Batch
+    from grpo.ops.plan.engine_memory import EngineMemory
+    from grpo.ops.plan.estimates import Estimates, PushBytes
+    from grpo.place.topology import NodeTopology
 
 WIDTH = 120  # where there is no terminal
+NOTICEABLE_S = 0.1  # of a batch: no advice on less
 PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer step": "step", "push": "push"}
 
 
 def print_json(plan: Plan) -> None:
     """The whole plan: records become objects, under their fields' names."""
-    json.dump(asdict(plan) | {"works": not plan.errors}, sys.stdout, indent=1)
+    json.dump(asdict(plan) | {"works": plan.works, "verdict": plan.verdict()}, sys.stdout, indent=1)
     print()
 
 
-def print_plan(plan: Plan) -> None:
-    """The plan on standard output; what is wrong comes last, where it is seen."""
+def print_plan(plan: Plan, *, verbose: bool) -> None:
+    """The plan on standard output: a verdict, what is wrong, advice; the tables where they are asked for."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, emoji=False, markup=False)
+    console.print(plan.verdict(), style="bold", soft_wrap=True)
+    if verbose:
+        _print_tables(console, plan)
+    for title, lines, style in (
+        ("CANNOT WORK", plan.errors, "bold red"),
+        ("UNKNOWN", plan.unknown, "bold red"),
+        ("WARNING", plan.warnings, "bold yellow"),
+        ("advice, by estimate", [plan.advice.line()] if plan.advice and plan.advice.step_s > NOTICEABLE_S else [], ""),
+        ("assumed", ["; ".join(plan.assumptions)] if plan.assumptions else [], ""),
+    ):
+        for line in lines:
+            console.print(f"{title}: {line}", style=style, soft_wrap=True)
+    if plan.nodes is not None and not verbose:
+        console.print("--verbose shows placement, batch and memory as tables")
+
+
+def _print_tables(console: Console, plan: Plan) -> None:
     if plan.nodes is not None:
         _print_nodes(console, plan.nodes)
     if plan.batch is not None and plan.nodes is not None:
@@ -42,23 +63,14 @@ def print_plan(plan: Plan) -> None:
         if plan.lora is not None:
             console.print(f"{plan.lora}. {plan.model.trained.elements:,} parameters are trained.", soft_wrap=True)
         _print_estimates(console, plan.estimates, plan.batch)
-    if plan.advice is not None:
-        console.print(f"advice, by estimate: {plan.advice.line()}", soft_wrap=True)
-    for title, lines, style in (
-        ("assumed", plan.assumptions, ""),
-        ("WARNING", plan.warnings, "bold yellow"),
-        ("CANNOT WORK", plan.errors, "bold red"),
-    ):
-        for line in lines:
-            console.print(f"{title}: {line}", style=style, soft_wrap=True)
 
 
-def _print_nodes(console: Console, nodes: tuple[NodeTopology, ...]) -> None:
+def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
     """One picture for each kind of node, and the formula over all of them."""
     num_ranks, num_reserved = nodes[0].world_size, sum(len(node.reserved_devices) for node in nodes)
     num_gpus = sum(len(node.devices) for node in nodes)
 
-    def kind(node: NodeTopology) -> tuple[int, int]:
+    def kind(node: "NodeTopology") -> tuple[int, int]:
         return len(node.devices), len(node.reserved_devices)
 
     for _, same in groupby(sorted(nodes, key=lambda node: (kind(node), node.node)), key=kind):
@@ -83,7 +95,7 @@ def _print_nodes(console: Console, nodes: tuple[NodeTopology, ...]) -> None:
         console.print(f"{_some(len(nodes), 'node')} without GPUs: {num_ranks} ranks, {engines} on each")
 
 
-def _device_roles(node: NodeTopology) -> list[tuple[str, str]]:
+def _device_roles(node: "NodeTopology") -> list[tuple[str, str]]:
     """(device, what it does) for each device of a node, or for each process where there are no GPUs."""
     ranks = [
         f"rank {node.rank + index}" if node.num_nodes == 1 else f"train {index}"
@@ -96,7 +108,7 @@ def _device_roles(node: NodeTopology) -> list[tuple[str, str]]:
     return [(f"GPU {index}", role) for index, role in enumerate(roles)]
 
 
-def _print_batch(console: Console, batch: Batch, nodes: tuple[NodeTopology, ...]) -> None:
+def _print_batch(console: Console, batch: "Batch", nodes: "tuple[NodeTopology, ...]") -> None:
     steps = batch.optimizer_steps_per_generation
     console.print(
         f"batch: {nodes[0].world_size} ranks x {batch.micro_batch_completions} completions x "
@@ -115,7 +127,7 @@ def _print_batch(console: Console, batch: Batch, nodes: tuple[NodeTopology, ...]
     )
 
 
-def _print_estimates(console: Console, estimates: Estimates, batch: Batch) -> None:
+def _print_estimates(console: Console, estimates: "Estimates", batch: "Batch") -> None:
     has_gpus = estimates.engine.capacity_bytes is not None
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
@@ -147,7 +159,7 @@ def _together(held: Held) -> tuple[str, str, str]:
     return what, local_main, "" if local_main == others else f"on a node's local main; {others} on its other ranks"
 
 
-def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
+def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> None:
     on_gpu = engine.capacity_bytes is not None
     table = _table("one GPU of an engine" if on_gpu else "one worker of an engine (host memory)", "", "estimate", "how")
     table.add_row("weights", readable(engine.weights_bytes), "the engine's share of all parameters")
@@ -173,7 +185,7 @@ def _print_engine(console: Console, engine: EngineMemory, batch: Batch) -> None:
     console.print(table)
 
 
-def _push(push: PushBytes) -> str:
+def _push(push: "PushBytes") -> str:
     text = f"{readable(push.engine_bytes)} to each engine, inside the node"
     if push.network_bytes_per_node:
         text = f"{readable(push.network_bytes_per_node)} into each node over the network, {text}"

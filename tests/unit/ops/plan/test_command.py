@@ -52,7 +52,8 @@ def test_nodes_that_differ(cluster: Cluster) -> None:
     assert [len(node["reserved_devices"]) for node in plan["nodes"]] == [2, 2, 1, 2]
     assert plan["batch"]["engine_completions"] == [96, 96, 192, 96]
     assert any("node 2 has the fewest engines" in warning for warning in plan["warnings"])
-    _, out = cluster.plan("--config_file", file, "--gpus-per-node", "8,8,7,8", "--config", cluster.training())
+    files = ["--config_file", file, "--config", cluster.training()]
+    _, out = cluster.plan(*files, "--gpus-per-node", "8,8,7,8", "--verbose")
     assert "node 2 (1 of 4)" in out
     assert "node 0, 1, 3 (3 of 4)" in out
 
@@ -78,7 +79,7 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     push = plan["estimates"]["push"]
     assert push["gathered_bytes_per_node"] == push["engine_bytes"] == 2 * 8_030_261_248
     assert push["network_bytes_per_node"] == 2 * 8_030_261_248 * 63 // 64
-    _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training())
+    _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training(), "--verbose")
     assert "64 nodes: 512 GPUs = 448 ranks + 64 reserved; 64 engines of 1 GPU" in out
     assert "a push: 15.0 GiB gathered in each node, 14.7 GiB into each node over the network, 15.0 GiB to " in out
     assert len(out.splitlines()) < 100  # one picture, not 64
@@ -121,7 +122,7 @@ def test_without_gpus(cluster: Cluster) -> None:
     assert (node["devices"], node["engines"], node["local_world_size"]) == ([], [[]], 2)
     assert plan["estimates"]["training"]["capacity_bytes"] is None
     assert plan["estimates"]["engine"]["kv_cache_bytes"] == GIB
-    code, out = cluster.plan("--config_file", ROOT / "configs" / "cpu.yaml")
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "cpu.yaml", "--verbose")
     assert code == 0
     assert "1 node without GPUs: 2 ranks, 1 engine on each" in out
 
@@ -129,16 +130,18 @@ def test_without_gpus(cluster: Cluster) -> None:
 def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     training = cluster.training(model_name_or_path="nobody/no-such-model")
-    code, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml", "--config", training)
-    assert code == 0, "a login node may have no network"
-    assert "model_name_or_path is 'nobody/no-such-model', whose configuration cannot be read" in out
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml", "--config", training, "--verbose")
+    assert code == 1, "what is not known is no yes"
+    assert out.startswith("unknown: memory is not estimated\n")
+    assert "UNKNOWN: model_name_or_path is 'nobody/no-such-model', whose configuration cannot be read" in out
     assert "give a local folder" in out
     assert "4 nodes: 32 GPUs = 28 ranks + 4 reserved" in out
     assert "on each node: 224 completions" in out
 
 
 @pytest.mark.parametrize(
-    "words", [["--gpu-memory", "80"], ["--gpus-per-node", "8,x"], ["--gpu-tbps", "-1"], ["--gpu-tbps", "x"]]
+    "words",
+    [["--gpu-memory", "80"], ["--gpu", "h999"], ["--gpus-per-node", "8,x"], ["--gpu-tbps", "-1"], ["--gpu-tbps", "x"]],
 )
 def test_a_command_line_that_cannot_be_read_is_exit_code_2(cluster: Cluster, words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -46,6 +46,10 @@ def test_fused_experts_count_whole() -> None:
     (layer,) = shape.layers
     assert layer.parameters > 4 * 3 * 64 * 128
     assert layer.mlp_elements == 2 * (4 * 64 + 2 * 128)  # two experts per token
+    experts = shape.num_layers * 4 * 3 * 64 * 128
+    assert (shape.expert_parameters, shape.routed_share) == (experts, 0.5)
+    assert shape.parameters_read(1) == shape.num_parameters - experts / 2
+    assert shape.parameters_read(3) == shape.num_parameters - experts / 8  # an eighth is met by none of three tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -186,6 +190,7 @@ def test_sequences_at_once_are_vllms_own_default() -> None:
         _, limits = EngineArgs.get_batch_defaults(workers)
         assert default_max_num_seqs(None, workers) == limits[UsageContext.LLM_CLASS]
     assert (default_max_num_seqs(80 * GIB, 1), default_max_num_seqs(40 * GIB, 2)) == (1024, 256)
+    assert default_max_num_seqs(79 * GIB, 1, is_a100=True) == 256
 
 
 def test_kv_cache_of_blocks_heads_and_windows() -> None:

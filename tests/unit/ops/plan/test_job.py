@@ -12,7 +12,7 @@ from tests.support.planned_cluster import TRAINING, Cluster, lines_of
 def test_groups_that_do_not_divide(cluster: Cluster) -> None:
     # 7 ranks x 5 x 1 = 35 completions; a group of 8 needs a multiple of 8 on each rank, or 35 in groups of 5 or 7
     training = cluster.training(per_device_train_batch_size=5, gradient_accumulation_steps=1)
-    code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
+    code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", training, "--verbose")
     assert code == 1
     assert "generation_batch_size (35) must be divisible by num_generations (8)" in out
     assert "set per_device_train_batch_size to 8, or num_generations to 5 or 7" in out
@@ -34,7 +34,7 @@ def test_without_a_training_file_it_is_the_demo(cluster: Cluster) -> None:
 def test_torchrun_without_deepspeed_is_ddp(cluster: Cluster) -> None:
     plan = cluster.read("--num_processes", "7", "--config", cluster.training())
     assert lines_of(plan["estimates"]["training"])["states"] == 20 * 8_030_261_248
-    assert any("under plain DDP" in warning for warning in plan["warnings"])
+    assert any("under plain DDP" in error for error in plan["errors"])
     flags = ["--", "--deepspeed", str(ROOT / "configs" / "zero3.json")]
     sharded = cluster.read("--num_processes", "7", "--config", cluster.training(), *flags)
     assert lines_of(sharded["estimates"]["training"])["states"] == pytest.approx(16 * 8_030_261_248 / 7, rel=1e-6)
@@ -96,15 +96,31 @@ def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: d
 
 
 def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
-    """GPUs from the reserved ones, the prompt's length, another optimizer; and what is told is not."""
+    """GPUs of a node and their kind, the prompt's length, another optimizer; and what is told is not."""
     training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
     words = ["--num_processes", "6", "--config", training]
     assumed = cluster.read(*words)["assumptions"]
-    for part in ("8 GPUs per node: the ranks and vllm_reserved_gpus", "(--prompt-tokens)", "optim is sgd"):
+    of_gpus = ("8 GPUs per node (--gpus-per-node)", "GPUs of 80GiB as fast as an A100 (--gpu a100, h100, h200")
+    for part in (*of_gpus, "(--prompt-tokens)", "optim is sgd"):
         assert any(part in line for line in assumed), assumed
-    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8")
+    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--gpu", "a100")
     assert told["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
-    assert not any("--prompt-tokens" in line or "--gpus-per-node" in line for line in told["assumptions"])
+    assert not any("(--" in line for line in told["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("file", "reserved", "fix"),
+    [("1node.yaml", 2, "write num_processes: 6"), ("4node.yaml", 3, "write num_processes: 20")],
+)
+def test_gpus_are_not_invented(cluster: Cluster, file: str, reserved: int, fix: str) -> None:
+    """A node has 8 until somebody says otherwise, whatever ranks and reserved GPUs add up to."""
+    words = ["--config_file", ROOT / "configs" / file, "--config", cluster.training(vllm_reserved_gpus=reserved)]
+    plan = cluster.read(*words)
+    (error,) = plan["errors"]
+    assert "[GRPO-103]" in error
+    assert f"{fix} in the accelerate config" in error
+    assert plan["gpus_per_node"] == [8] * (1 if file == "1node.yaml" else 4)
+    assert cluster.read(*words, "--gpus-per-node", str(7 + reserved))["errors"] == []
 
 
 def test_the_training_file_may_ask_for_cpus(cluster: Cluster) -> None:

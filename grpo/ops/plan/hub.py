@@ -1,0 +1,35 @@
+"""Whether the hub has a model, asked once and with a deadline: huggingface_hub's own retries take half a minute."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from grpo.faults.worker import Worker
+
+HUB_S = 5.0
+
+
+def within_reach(name: str, revision: str | None) -> str:
+    """The cache's folder of that model where there is one, else `name`, which the hub has or nobody is asked for.
+
+    Raises:
+        OSError: the hub does not answer, or, by huggingface_hub's own classes, has no such model.
+        ValueError: `name` cannot be one of its models.
+    """
+    cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return str(Path(cached).parent)
+    if constants.is_offline_mode():
+        return name
+    url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
+    # In a thread: looking up a host's name heeds no timeout of a request.
+    asked = Worker("hub").run(lambda: huggingface_hub.get_hf_file_metadata(url, timeout=HUB_S))
+    try:
+        asked.result(HUB_S)
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception as error:
+        raise OSError(f"{constants.ENDPOINT} does not answer within {HUB_S:g} s: {type(error).__name__}") from error
+    return name
