@@ -12,6 +12,7 @@ from tests.support.made_up_data import RECIPES, save_small_model, write_rows
 
 JOB_S = 420
 SMALLER = {
+    "vllm_reserved_gpus": 0,
     "completions_per_step": 32,
     "per_device_train_batch_size": 8,
     "max_completion_length": 8,
