@@ -29,7 +29,7 @@ class Plan:
     unknown: list[str] = field(default_factory=list)
     """Why memory is not estimated: exit code 1, for it is no yes."""
     warnings: list[str] = field(default_factory=list)
-    """What works, but probably not as meant, and what a smaller micro-batch would make fit."""
+    """What works, but probably not as meant, and what a smaller micro-batch makes fit."""
     assumptions: list[str] = field(default_factory=list)
     memory: Memory = "unknown"
     """Whether the model fits, by estimate; "may not fit": with a smaller micro-batch."""

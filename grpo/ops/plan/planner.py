@@ -24,7 +24,7 @@ from grpo.ops.plan.placed_job import Hardware, PlacedJob
 from grpo.ops.plan.placement import assumed_launcher, gpus_of_nodes, place
 from grpo.ops.plan.plan import Plan
 from grpo.ops.plan.push_memory import push_shape
-from grpo.ops.plan.shortfalls import errors_of, fits_with, warnings_of
+from grpo.ops.plan.shortfalls import fits_with, shortfalls_of
 from grpo.ops.plan.speed import advise
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import CHECKS, check_rewards, check_task
@@ -215,7 +215,7 @@ class _Planner:
                 f"({type(error).__name__}: {error})"
             )
             return
-        errors, shortfalls = errors_of(job, plan.estimates), warnings_of(job, plan.estimates)
+        errors, shortfalls = shortfalls_of(job, plan.estimates)
         plan.memory = "does not fit" if errors else "may not fit" if shortfalls else "fits"
         plan.errors += errors
         plan.warnings += shortfalls

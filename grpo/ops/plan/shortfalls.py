@@ -1,11 +1,11 @@
 """What of a placed job does not fit, by estimate: whatever the batch, or with this micro-batch alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo.config.refusals import ddp_memory_message
 from grpo.ops.plan.engine_memory import fitting_tensor_parallel
-from grpo.ops.plan.estimates import Estimates, setup_of, training_memory
-from grpo.ops.plan.memory_budget import Line, readable
+from grpo.ops.plan.estimates import Estimates, Setup, setup_of, training_memory
+from grpo.ops.plan.memory_budget import Budget, readable
 from grpo.ops.plan.placed_job import PlacedJob
 from grpo.ops.plan.remedies import advice_on, with_sequences
 from grpo.ops.plan.zero_memory import ddp_bytes_of
@@ -14,16 +14,14 @@ from grpo.place.launch import either
 ENGINE_BUCKETS = 2  # on an engine's GPU: the one that arrives, and the one before it while a layer waits for its rest
 
 
-def errors_of(job: PlacedJob, estimates: Estimates) -> list[str]:
-    """What does not fit whatever the batch."""
-    shortfall = _training_shortfall(job, estimates)
-    return [*([shortfall.message] if shortfall and not shortfall.is_of_batch else []), *_engine_errors(job, estimates)]
-
-
-def warnings_of(job: PlacedJob, estimates: Estimates) -> list[str]:
-    """What a smaller micro-batch, or a smaller share for vLLM, would make fit."""
-    shortfall = _training_shortfall(job, estimates)
-    return [*([shortfall.message] if shortfall and shortfall.is_of_batch else []), *_engine_warnings(job, estimates)]
+def shortfalls_of(job: PlacedJob, estimates: Estimates) -> tuple[list[str], list[str]]:
+    """What does not fit whatever the batch; and what a smaller micro-batch, or a smaller share for vLLM, makes fit."""
+    budget, errors, warnings = estimates.training, _engine_errors(job, estimates), _engine_warnings(job, estimates)
+    if not budget.fits:
+        setup = setup_of(job, estimates.sharding)
+        mends = training_memory(job, with_sequences(setup, 1)).fits
+        (warnings if mends else errors).insert(0, _training_shortfall(job, setup, budget, is_of_batch=mends))
+    return errors, warnings
 
 
 def fits_with(job: PlacedJob, *, ranks_per_node: int) -> bool:
@@ -33,43 +31,25 @@ def fits_with(job: PlacedJob, *, ranks_per_node: int) -> bool:
     return training_memory(job, with_sequences(replace(setup, sharding=sharding), 1)).fits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shortfall:
-    """What a training GPU has too little of."""
-
-    message: str
-    is_of_batch: bool
-    """Whether a smaller micro-batch makes it fit."""
-
-
-def _training_shortfall(job: PlacedJob, estimates: Estimates) -> _Shortfall | None:
-    budget, setup = estimates.training, setup_of(job, estimates.sharding)
-    if budget.capacity_bytes is None or budget.fits:
-        return None
+def _training_shortfall(job: PlacedJob, setup: Setup, budget: Budget, *, is_of_batch: bool) -> str:
+    assert budget.capacity_bytes is not None
     sharding, trained, base_bytes = setup.sharding, job.shape.trained.elements, budget.bytes_of("base")
     if sharding.stage == 0:
         each = ddp_bytes_of(job.shape, sharding)
         message = ddp_memory_message(trained, budget.capacity_bytes, each=each, base_bytes=base_bytes)
         if message is not None:
-            return _Shortfall(message=message, is_of_batch=False)
-
-    is_of_batch = training_memory(job, with_sequences(setup, 1)).fits
-    always = budget.held[0]
+            return message
+    always, capacity = budget.held[0], readable(budget.capacity_bytes)
     held = max(always.local_main_bytes, always.other_ranks_bytes)
-    capacity = readable(budget.capacity_bytes)
     if held > budget.capacity_bytes:
-        items = sorted((line for line in budget.lines if line.phase == "always" and line.counted), key=_size)
-        parts = ", ".join(f"{line.what} {readable(line.num_bytes)}" for line in reversed(items))
+        items = [line for line in budget.lines if line.phase == "always" and line.counted]
+        items.sort(key=lambda line: -line.num_bytes)
+        parts = ", ".join(f"{line.what} {readable(line.num_bytes)}" for line in items)
         what = f"by estimate a training GPU always holds {readable(held)}, and has {capacity} ({parts})"
     else:
         when = budget.peak_phase + ("" if is_of_batch else ", whatever the batch size")
         what = f"a training GPU has {capacity}, and the estimate is {readable(budget.peak_bytes)} ({when})"
-    message = f"{what}: {advice_on(job, setup, budget)}"
-    return _Shortfall(message=message, is_of_batch=is_of_batch)
-
-
-def _size(line: Line) -> int:
-    return line.num_bytes
+    return f"{what}: {advice_on(job, setup, budget)}"
 
 
 def _engine_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
