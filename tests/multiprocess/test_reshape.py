@@ -21,7 +21,8 @@ CONFIG = {
     "ref_model_sync_steps": 1,
     "ref_model_mixup_alpha": 0.5,
 }
-ENGINES = {"use_vllm": True, "vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
+ENGINES: dict = {"use_vllm": True, "check_rewards": False, "vllm_max_model_length": 64}
+ENGINES |= {"vllm_engine_kwargs": {"enforce_eager": True}}
 NUM_PROMPTS = 30
 
 
