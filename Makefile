@@ -5,6 +5,8 @@
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
 # make faults   every fault in every phase on real jobs, over an hour; writes docs/faults.md   (CELLS='host-*/push/*')
 # make constraints  the lists of what is installed, renewed from pyproject.toml
+# make test-versions  unit tests and a job with the lowest and the highest versions that pyproject.toml allows
+# make dist     sdist and wheel in build/dist, looked at as PyPI does
 # make clean    remove the environment and the runs
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +17,11 @@ BACKEND ?= $(or $(HELD),cpu)
 # uv or pip: that one, and no other.
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-long test-gpu coverage faults lint docs bench clean
+.PHONY: install constraints demo test test-long test-versions test-gpu coverage faults lint docs dist bench clean
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml $(wildcard constraints/*.txt)
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard constraints/*.txt)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "Python 3.11.4 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m tools.install $(VENV) --backend $(BACKEND) --installer $(INSTALLER)
 	echo $(BACKEND) > $@
@@ -27,7 +29,7 @@ ifneq ($(HELD),$(BACKEND))
 .PHONY: $(VENV)/.installed
 endif
 
-# UPGRADE=1: with the newest of all that pyproject.toml does not pin.
+# UPGRADE=1: with the newest of all that pyproject.toml allows.
 constraints: install
 	$(BIN)/python -m tools.constraints $(if $(UPGRADE),--upgrade)
 
@@ -48,6 +50,12 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
 
+# The wheel is built from the sdist: what is missing there is missing here too.
+dist: install
+	rm -rf build/dist
+	$(BIN)/pyproject-build --no-isolation --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
+
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, GRPO_TEST_CHROMIUM=install its Chromium, both as root; otherwise no
 # system package is touched.
 test: lint
@@ -62,6 +70,9 @@ test: lint
 test-long: install
 	@$(BIN)/python -m tests.slurm install
 	$(BIN)/python -m pytest -m long
+
+test-versions: install
+	$(BIN)/python -m tools.versions
 
 # On the environment that is there, and it may be one with torch and pytest alone: a GPU machine has its own.
 #   make test-gpu PYTHON=python3.12     where there is no .venv, or another is meant

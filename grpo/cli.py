@@ -24,6 +24,7 @@ COMMANDS = {
     "report": ("grpo.ops.report.command", "a run, or several over each other, as one page that opens from disk"),
     "trace": ("grpo.ops.trace.command", "what happened when on every node, as a file for Perfetto"),
     "reshape": ("grpo.ops.reshape.command", "a checkpoint for another number of training processes"),
+    "constraints": ("grpo.ops.constraints.command", "the exact versions that were tested, for `pip install -c`"),
 }
 
 

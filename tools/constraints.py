@@ -1,7 +1,7 @@
 """Renew constraints/cpu.txt and cuda.txt, the lists that `make install` installs: `make constraints`.
 
 uv resolves pyproject.toml for all supported Pythons at once. A version that is listed stays while it still fits; with
-`--upgrade` all that pyproject.toml does not pin becomes the newest.
+`--upgrade` all becomes the newest that pyproject.toml allows.
 """
 
 import argparse
@@ -17,18 +17,32 @@ OLDEST_PYTHON = "3.11.4"
 
 def compile_arguments(backend: str, *, upgrade: bool) -> list[str]:
     """What `uv pip compile` is to do for one list."""
-    arguments = ["pyproject.toml", "--universal", "--python-version", OLDEST_PYTHON, "--annotation-style", "line"]
-    arguments += [word for extra in EXTRAS[backend] for word in ("--extra", extra)]
+    arguments = ["--universal", "--python-version", OLDEST_PYTHON, "--annotation-style", "line"]
     arguments += ["--custom-compile-command", "make constraints", "--output-file", str(LISTS[backend])]
-    if backend in ABSENT:
-        arguments += ["--excludes", str(ABSENT[backend])]
-    return [*arguments, "--upgrade"] if upgrade else arguments
+    return [*what_to_resolve(backend), *arguments, *(["--upgrade"] if upgrade else [])]
+
+
+def what_to_resolve(backend: str) -> list[str]:
+    """Arguments for `uv pip compile`: pyproject.toml with all extras of the backend."""
+    extras = [word for extra in EXTRAS[backend] for word in ("--extra", extra)]
+    absent = ["--excludes", str(ABSENT[backend])] if backend in ABSENT else []
+    return ["pyproject.toml", *extras, *absent]
 
 
 def renew(compiler: Command, backend: str, *, upgrade: bool) -> None:
     """Write one list. Raises ValueError with what uv said."""
-    arguments = compile_arguments(backend, upgrade=upgrade)
+    compile_list(compiler, backend, compile_arguments(backend, upgrade=upgrade))
+
+
+def compile_list(compiler: Command, backend: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError with what uv said."""
     compiler.run_first(arguments, *([[*arguments, *FROM_PYTORCH]] if backend == "cpu" else []))
+
+
+def compiler_for(backend: str, program: str) -> Command:
+    """`uv pip compile`, with the uv that is `program`."""
+    # In pip's folder may lie a CPU build of torch, which uv prefers to the index.
+    return uv(sys.executable, program, "compile", ignored=() if backend == "cpu" else ("find-links",))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("make constraints: uv cannot be had: pip does not find it, and none is on the PATH")
     try:
         for backend in LISTS:
-            # In pip's folder may lie a CPU build of torch, which uv prefers to the index.
-            ignored = () if backend == "cpu" else ("find-links",)
-            renew(uv(sys.executable, program, "compile", ignored=ignored), backend, upgrade=upgrade)
+            renew(compiler_for(backend, program), backend, upgrade=upgrade)
     except ValueError as error:
         sys.exit(f"make constraints: {error}")
 

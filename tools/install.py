@@ -95,9 +95,9 @@ def choose_installer(python: str, wanted: str) -> Command:
     return pip(python) if program is None else uv(python, program, "install", "--compile-bytecode")
 
 
-def fill(installer: Command, backend: str) -> None:
-    """Install the list, then this project, editable. Raises ValueError."""
-    listed = ["--no-deps", "--requirement", str(LISTS[backend])]
+def fill(installer: Command, backend: str, requirements: Path | None = None) -> None:
+    """Install the backend's list, or another one, then this project, editable. Raises ValueError."""
+    listed = ["--no-deps", "--requirement", str(requirements or LISTS[backend])]
     elsewhere = [[*listed, *FROM_PYTORCH]] if backend == "cpu" and installer.name == "uv" else []
     try:
         installer.run_first(listed, *elsewhere)

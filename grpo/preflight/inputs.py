@@ -14,6 +14,7 @@ from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_l
 from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
 from grpo.preflight.rewards import check_reward_list, try_rewards
 from grpo.preflight.tools import check_conversational, check_environments_data, check_tools
+from grpo.preflight.versions import warn_of_untested
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
@@ -66,6 +67,7 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     Raises:
         ValueError: names what does not work, and in the user's own code the line.
     """
+    warn_of_untested()
     args: GRPOConfig = inputs["args"]
     revision = (args.model_init_kwargs or {}).get("revision")
     if isinstance(inputs["model"], str):

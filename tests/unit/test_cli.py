@@ -28,6 +28,13 @@ def test_it_runs_as_a_module() -> None:
     assert all(name in result.stdout for name in cli.COMMANDS)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_the_lists_of_versions_travel_with_it(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["constraints", backend]) == 0
+    root = Path(__file__).resolve().parents[2]
+    assert capsys.readouterr().out == (root / "constraints" / f"{backend}.txt").read_text()
+
+
 def test_the_recipe_is_a_module_too() -> None:
     command = [sys.executable, "-m", "grpo.train", "--reward_funcs", "accuracy_reward", "--no_such_flag"]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -106,6 +106,7 @@ RUN_HERE = {
     "grpo reshape --help": 0,
     "grpo report --help": 0,
     "grpo trace --help": 0,
+    "grpo constraints --help": 0,
     f"grpo plan --config_file configs/4node.yaml {GSM8K}": 0,
     "grpo plan --config_file configs/4node.yaml --num_processes 16 --config configs/train/math_qwen2.5_7b.yaml": 0,
     "grpo plan --config_file configs/2gpus.yaml --gpus-per-node 2 --config configs/train/gsm8k_qwen2.5_7b_lora.yaml": 0,

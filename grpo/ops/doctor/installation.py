@@ -1,29 +1,12 @@
 """What is installed on a node against what was tested."""
 
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from grpo.ops.doctor.records import Finding
-from grpo.place.same_everywhere import DISTRIBUTION
-
-
-def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
-    """What the installed package asks for: always, and as its engine (the extras `gpu` and `cpu`: one of the two).
-
-    Raises importlib.metadata.PackageNotFoundError when the package itself is not installed.
-    """
-    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    always = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    engines = [
-        r
-        for r in requirements
-        if r not in always and r.marker is not None and any(r.marker.evaluate({"extra": e}) for e in ("gpu", "cpu"))
-        if r.name != DISTRIBUTION  # the extra `report` is part of both
-    ]
-    return always, engines
+from grpo.preflight.versions import is_tested
 
 
 def check_versions(
@@ -58,9 +41,9 @@ def check_versions(
         wanted = f"{requirement.name}{requirement.specifier}"
         if version is None:
             fail(f"{requirement.name} is not installed", f"pip install '{wanted}'")
-        elif not requirement.specifier.contains(version, prereleases=True):
+        elif not is_tested(requirement, version):
             message = f"{requirement.name} is {version}, tested is {requirement.specifier}"
-            fail(message, f"pip install '{wanted}'")
+            findings.append(Finding.warn("versions", message, f"pip install '{wanted}'"))
         else:
             shown.append(f"{requirement.name} {version}")
     return findings or [Finding.passed("versions", ", ".join(shown))]

@@ -19,6 +19,7 @@ from grpo.ops.meeting.deadline import within
 from grpo.place import devices
 from grpo.place.files import Wishes
 from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_variables
+from grpo.preflight.versions import tested_requirements
 
 CHECK_S = 20.0  # for one check
 GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
@@ -76,7 +77,7 @@ def _with_deadline(name: str, check: Callable[[], Found]) -> Found:
 
 
 def _installation(env: Mapping[str, str]) -> tuple[list[Finding], Fields]:
-    always, engines = installation.tested_requirements()
+    always, engines = tested_requirements()
     findings = installation.check_versions(
         always,
         engines,

@@ -101,7 +101,7 @@ class Patch:
         installed = f"Python {platform.python_version()}" if version is None else f"{library} {version}"
         return PatchError(
             f"{self.symbol} {what}: the patch of it was tested with {self.tested}, and {installed} is here. Install "
-            f"the versions that pyproject.toml pins, or renew the patch in grpo/place/patches ({self.symptom})"
+            f"the versions of `grpo constraints`, or renew the patch in grpo/place/patches ({self.symptom})"
         )
 
 
