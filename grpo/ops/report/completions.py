@@ -101,7 +101,9 @@ def spread_over(each: Sequence[Any], most: int) -> list[Any]:
     """The first, the last, and between them as evenly as can be."""
     if len(each) <= most:
         return list(each)
-    return [each[round(index * (len(each) - 1) / max(1, most - 1))] for index in range(most)]
+    last = len(each) - 1
+    gaps = max(1, most - 1)
+    return [each[round(index * last / gaps)] for index in range(most)]
 
 
 def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: Limits) -> list[dict[str, Any]]:

@@ -119,10 +119,13 @@ def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
     ]
     lag = run.metrics.get("rollout/policy_lag")
     always = [each for each in STABILITY if each.title != "Policy lag" or (lag is not None and np.nanmax(lag) > 0)]
-    progress, stability, speed = Multiples("progress"), Multiples("stability"), Multiples("speed")
-    for part, curves in ((progress, [PROGRESS[0], *functions, *PROGRESS[1:]]), (stability, always)):
-        part.tables["metrics"] = steps_of(run.metrics, bins)
-        add_curves(part, run.metrics, bins, "metrics", curves)
+    progress = Multiples("progress")
+    progress.tables["metrics"] = steps_of(run.metrics, bins)
+    add_curves(progress, run.metrics, bins, "metrics", [PROGRESS[0], *functions, *PROGRESS[1:]])
+    stability = Multiples("stability")
+    stability.tables["metrics"] = steps_of(run.metrics, bins)
+    add_curves(stability, run.metrics, bins, "metrics", always)
+    speed = Multiples("speed")
     add_usages(speed, run)
     return {
         "Progress": (
@@ -171,13 +174,16 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     window = np.ones(max(3, len(values) // SMOOTHED))
     known = np.isfinite(values)
     sums = np.convolve(np.where(known, values, 0.0), window, mode="same")
-    return sums / np.maximum(np.convolve(known, window, mode="same"), 1)
+    counts = np.convolve(known, window, mode="same")
+    return sums / np.maximum(counts, 1)
 
 
 def _band(values: np.ndarray, bins: Bins, columns: Columns, name: str) -> tuple[str, str]:
     """Columns of the least and most of what one point stands for. Returns their names."""
-    low, high = f"{name}:low", f"{name}:high"
-    columns[low], columns[high] = numbers(bins.least(values)), numbers(bins.most(values))
+    low = f"{name}:low"
+    high = f"{name}:high"
+    columns[low] = numbers(bins.least(values))
+    columns[high] = numbers(bins.most(values))
     return low, high
 
 

@@ -135,13 +135,15 @@ def mean(run: Run, name: str, recent: int | None = None) -> float | None:
 
 def first_and_last(run: Run, name: str) -> tuple[float, float] | None:
     """A metric's mean over the first 10 steps and over the last 20; None where no log has it."""
-    column, steps = run.metrics.get(name), run.metrics.steps
+    column = run.metrics.get(name)
     if column is None:
         return None
     known = np.isfinite(column)
-    values, steps = column[known], steps[known]
-    first, last = steps <= max(10, steps[0]), steps > min(steps[-1] - 20, steps[-1] - 1)
-    return float(values[first].mean()), float(values[last].mean())
+    values = column[known]
+    steps = run.metrics.steps[known]
+    first = values[steps <= max(10, steps[0])]
+    last = values[steps > steps[-1] - 20]
+    return float(first.mean()), float(last.mean())
 
 
 def maximum(run: Run, name: str) -> float:
