@@ -113,7 +113,8 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
         for row in rows[step]:
             groups.setdefault(str(row["prompt_id"]), {}).setdefault(step, []).append(row)
     often = sorted(groups, key=lambda each: (-len(groups[each]), -max(groups[each])))
-    often = [each for each in often if len(groups[each]) > 1][: limits.prompts]
+    often = [each for each in often if len(groups[each]) > 1]
+    often = often[: limits.prompts]
     once = [each for each in groups if len(groups[each]) == 1]
     often += spread_over(once, limits.prompts - len(often))
     return [
