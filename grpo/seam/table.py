@@ -182,7 +182,7 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(_C10D, "reads", "_world"),
     *_values("torch.nn.modules.module.Module", "reads", "_non_persistent_buffers_set _parameters"),
     *_functions("argparse.ArgumentParser", "calls", "_get_formatter(self)"),
-    *_values("argparse._ActionsContainer", "reads", "_actions"),
+    *_values("argparse._ActionsContainer", "assigns", "_actions _option_string_actions"),
     # Of classes in C++, which no test can look into: an untyped storage's address, a tensor's count of writes, a
     # group's of collectives.
     *_values("torch.C++", "reads", "_cdata _get_sequence_number_for_group _version"),
