@@ -135,11 +135,13 @@ def passes_of(trainer: GRPOTrainer) -> Iterator[list[int]]:
         thread.join()
 
 
-def segment(args: argparse.Namespace, shape: dict[str, Any], lookahead: int) -> dict[str, float]:
+def segment(
+    args: argparse.Namespace, shape: dict[str, Any], lookahead: int, *, measures: bool = False
+) -> dict[str, float]:
     """Train some steps; means over all but the first ones and the last: seconds of a step, and its parts."""
     warm_up = overlap.WARM_UP_STEPS + lookahead
     with overlap.ready(args, shape, lookahead) as (trainer, ends):
-        measured = {} if lookahead else measure(trainer, shape["completions"])._asdict()
+        measured = measure(trainer, shape["completions"])._asdict() if measures else {}
         trainer.args.max_steps = warm_up + args.steps + 1
         trainer.train()
         lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][warm_up:-1]
@@ -166,7 +168,8 @@ def compare(args: argparse.Namespace) -> None:
     for _ in range(args.repetitions):
         equal.append(segment(args, shape_of(args.device, ragged=False), 0))
         for lookahead, segments in found.items():
-            segments.append(segment(args, shape_of(args.device, ragged=True), lookahead))
+            ragged = shape_of(args.device, ragged=True)
+            segments.append(segment(args, ragged, lookahead, measures=not lookahead))
 
     # Lengths differ by chance from segment to segment: every work is that of as many tokens as the segments' mean.
     tokens = statistics.mean(parts["tokens"] for segments in found.values() for parts in segments)
