@@ -115,12 +115,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as folder, ThreadPoolExecutor(args.at_once) as runs:
         model = ensure_demo_model(Path(folder) / "model", max_steps=2 if args.short else None)
         untrained = runs.submit(
-            lambda: train(
-                *(model, Path(folder) / "untrained", args, BASE, FIRST_SEED),
-                steps=min(args.steps, WARM_START_STEPS),
-                last_steps=WARM_START_STEPS,
-                more=("--learning_rate", "0"),
-            )
+            train,
+            model,
+            Path(folder) / "untrained",
+            args,
+            BASE,
+            FIRST_SEED,
+            steps=min(args.steps, WARM_START_STEPS),
+            last_steps=WARM_START_STEPS,
+            more=("--learning_rate", "0"),
         )
         found = {
             way: [

@@ -4,5 +4,19 @@ The command line alone imports it, and nothing of the trainer does.
 Commands must not know each other; what two of them share stands below them.
 """
 
+from collections.abc import Sequence
+
 MOST_AHEAD = 8
 """The largest `generation_lookahead` that is advised: each batch more makes completions one push older."""
+
+
+def first_and_last(steps: Sequence[int], values: Sequence[float], *, end: int) -> tuple[float, float]:
+    """How a metric of a run began and ended: its means over the first 10 steps and over the last 20 until `end`.
+
+    Args:
+        steps: of the logs that have it, in order; at least one. Of few logs the first and the last one count.
+    """
+    points = list(zip(steps, values, strict=True))
+    first = [value for step, value in points if step <= max(10, steps[0])]
+    last = [value for step, value in points if step > min(end - 20, steps[-1] - 1)]
+    return sum(first) / len(first), sum(last) / len(last)

@@ -112,11 +112,11 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
     for step in spread_over(sorted(rows), limits.steps):
         for row in rows[step]:
             groups.setdefault(str(row["prompt_id"]), {}).setdefault(step, []).append(row)
-    often = sorted(groups, key=lambda each: (-len(groups[each]), -max(groups[each])))
-    often = [each for each in often if len(groups[each]) > 1]
-    often = often[: limits.prompts]
+    again = [each for each in groups if len(groups[each]) > 1]
+    again.sort(key=lambda each: (-len(groups[each]), -max(groups[each])))
+    chosen = again[: limits.prompts]
     once = [each for each in groups if len(groups[each]) == 1]
-    often += spread_over(once, limits.prompts - len(often))
+    chosen += spread_over(once, limits.prompts - len(chosen))
     return [
         {
             "text": cut(str(next(iter(groups[each].values()))[0]["prompt"]), limits.characters),
@@ -125,7 +125,7 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
                 for step, members in sorted(groups[each].items())
             ],
         }
-        for each in often
+        for each in chosen
     ]
 
 

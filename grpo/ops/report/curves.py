@@ -60,6 +60,11 @@ PROGRESS = (
         ),
     ),
 )
+POLICY_LAG = Curve(
+    title="Policy lag",
+    unit="pushes or steps",
+    metrics=(("rollout/policy_lag", "weight syncs"), ("rollout/policy_lag_steps", "steps")),
+)
 STABILITY = (
     Curve(title="Entropy", unit="nats", metrics=(("entropy", "of the next token"),)),
     Curve(title="KL to the reference", unit="nats", metrics=(("kl", "per token"),)),
@@ -82,11 +87,7 @@ STABILITY = (
         ),
         limit="push/logprob_gap_limit",
     ),
-    Curve(
-        title="Policy lag",
-        unit="pushes or steps",
-        metrics=(("rollout/policy_lag", "weight syncs"), ("rollout/policy_lag_steps", "steps")),
-    ),
+    POLICY_LAG,
     Curve(title="Gradient norm", unit="norm", metrics=(("grad_norm", "before clipping"),)),
     Curve(title="Loss", unit="loss", metrics=(("loss", "mean"),)),
 )
@@ -118,13 +119,13 @@ def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
         if len(run.metrics.reward_functions) > 1  # one function is the reward
     ]
     lag = run.metrics.get("rollout/policy_lag")
-    always = [each for each in STABILITY if each.title != "Policy lag" or (lag is not None and np.nanmax(lag) > 0)]
+    has_lag = lag is not None and bool((lag > 0).any())
+    shown = [each for each in STABILITY if has_lag or each is not POLICY_LAG]
     progress = Multiples("progress")
     progress.tables["metrics"] = steps_of(run.metrics, bins)
     add_curves(progress, run.metrics, bins, "metrics", [PROGRESS[0], *functions, *PROGRESS[1:]])
-    stability = Multiples("stability")
-    stability.tables["metrics"] = steps_of(run.metrics, bins)
-    add_curves(stability, run.metrics, bins, "metrics", always)
+    stability = Multiples("stability", tables=progress.tables)
+    add_curves(stability, run.metrics, bins, "metrics", shown)
     speed = Multiples("speed")
     add_usages(speed, run)
     return {
@@ -149,24 +150,25 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
     """Into that table of `found`, which has its steps already."""
     columns = found.tables[table]
     for curve in curves:
-        lines, note = [], ""
+        has_band = bins.is_thinned and len(curve.metrics) == 1
+        lines = []
         for number, (name, label) in enumerate(curve.metrics):
             if metrics.get(name) is None:
                 found.absent.append(name)
                 continue
-            is_single = bins.is_thinned and len(curve.metrics) == 1
-            low, high = _band(metrics.columns[name], bins, columns, name) if is_single else ("", "")
-            note = "band: least to most" if is_single else ""
-            columns.setdefault(name, numbers(bins.means(metrics.columns[name])))
+            values = metrics.columns[name]
+            means = bins.means(values)
+            low, high = _band(values, bins, columns, name) if has_band else ("", "")
+            columns.setdefault(name, numbers(means))
             lines.append(Line(label=label, colour=COLOURS[number], column=name, low=low, high=high))
-            if curve.is_smoothed and len(columns["step"]) > SMOOTHED:
-                columns[f"{name}:smooth"] = numbers(smoothed(bins.means(metrics.columns[name])))
+            if curve.is_smoothed and len(means) > SMOOTHED:
+                columns[f"{name}:smooth"] = numbers(smoothed(means))
                 lines.append(Line(label="smoothed", colour=ORANGE, column=f"{name}:smooth"))
         if curve.limit and metrics.get(curve.limit) is not None and lines:
             columns[curve.limit] = numbers(bins.means(metrics.columns[curve.limit]))
             lines.append(Line(label="limit", colour=LIMIT_COLOUR, column=curve.limit, is_dashed=True))
         if lines:
-            found.add(curve.title, curve.unit, table, lines, note=note)
+            found.add(curve.title, curve.unit, table, lines, note="band: least to most" if has_band else "")
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

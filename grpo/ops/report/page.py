@@ -121,10 +121,7 @@ def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def page_data(parts: Sequence[Multiples]) -> dict[str, Any]:
     """What the script of the page reads."""
-    tables: dict[str, Any] = {}
-    for part in parts:
-        for name, table in part.tables.items():
-            tables[name] = tables.get(name, {}) | table
+    tables = {name: table for part in parts for name, table in part.tables.items()}
     charts = {chart.id: chart.for_page() for part in parts for chart in part.charts}
     return {"tables": tables, "charts": charts}
 

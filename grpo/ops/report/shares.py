@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from grpo.ops import first_and_last
 from grpo.ops.report.reading import Run
 from grpo.ops.report.timelines import Spans
 from grpo.record.timeline import records
@@ -133,17 +134,14 @@ def mean(run: Run, name: str, recent: int | None = None) -> float | None:
     return float(values[-recent:].mean() if recent else values.mean())
 
 
-def first_and_last(run: Run, name: str) -> tuple[float, float] | None:
+def ends(run: Run, name: str) -> tuple[float, float] | None:
     """A metric's mean over the first 10 steps and over the last 20; None where no log has it."""
     column = run.metrics.get(name)
     if column is None:
         return None
     known = np.isfinite(column)
-    values = column[known]
-    steps = run.metrics.steps[known]
-    first = values[steps <= max(10, steps[0])]
-    last = values[steps > steps[-1] - 20]
-    return float(first.mean()), float(last.mean())
+    steps = run.metrics.steps[known].tolist()
+    return first_and_last(steps, column[known].tolist(), end=steps[-1])
 
 
 def maximum(run: Run, name: str) -> float:

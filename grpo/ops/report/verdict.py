@@ -109,7 +109,7 @@ def tiles_of(figures: Figures) -> list[Tile]:
         tiles.append(
             Tile(label="Tokens/s", value=f"{tokens * nodes:,.0f}", note=f"sampled, {nodes} node{'s' * (nodes > 1)}")
         )
-    reward = shares.first_and_last(run, "reward")
+    reward = shares.ends(run, "reward")
     if reward is not None:
         note = "mean of the first 10 and the last 20 steps"
         tiles.append(Tile(label="Reward", value=f"{reward[0]:.3f} → {reward[1]:.3f}", note=note))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import get_peft_config, get_quantization_config
 
+from grpo.ops import first_and_last
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, split_of
@@ -124,12 +125,13 @@ def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) 
     steps, seconds = totals["step"], totals["train_runtime"]
     if not logs:
         return f"demo: {steps} steps in {seconds:.0f} s, none of them logged (logging_steps)"
-    first = [log["reward"] for log in logs if log["step"] <= max(10, logs[0]["step"])]
-    last = [log["reward"] for log in logs if log["step"] > min(steps - 20, logs[-1]["step"] - 1)]
+    at = [log["step"] for log in logs]
+    rewards = [log["reward"] for log in logs]
+    first, last = first_and_last(at, rewards, end=steps)
     before = [log["num_tokens"] for log in logs if log["step"] <= first_step]
     tokens_per_s = (logs[-1]["num_tokens"] - (before[-1] if before else 0)) / seconds
     reached = f"{steps} steps" if not first_step else f"{steps - first_step} steps to step {steps}"
     return (
-        f"demo: reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
+        f"demo: reward {first:.3f} -> {last:.3f} "
         f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
     )

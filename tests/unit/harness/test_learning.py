@@ -12,11 +12,15 @@ from bench import learning
 from grpo.ops.train.arguments import parse_arguments
 
 
-def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_learning_starts_the_demo_with_flags_that_it_takes(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The runs themselves are the demo, which has tests of its own."""
     asked = []
 
-    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
+    def run(command: list[str], env: dict[str, str], **kwargs: object) -> subprocess.CompletedProcess:
+        assert env.get("OMP_NUM_THREADS", "none") == ("none" if at_once == 1 else "1")
         training = parse_arguments(command[command.index(str(learning.ROOT / "train.py")) + 1 :]).training
         way = (training.generation_lookahead, training.old_logprobs)
         asked.append((training.seed, training.learning_rate > 0, *way, training.max_steps))
@@ -31,12 +35,19 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(tmp_path: Path, monke
         folder.mkdir()
         return folder
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(learning, "ensure_demo_model", demo_model)
     output = tmp_path / "learning.json"
-    monkeypatch.setattr(sys, "argv", ["bench.learning", "--device", "cpu", "--short", "--output", str(output)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["bench.learning", "--device", "cpu", "--short", "--output", str(output), "--at_once", str(at_once)],
+    )
     learning.main()
-    assert asked == [(42, False, *learning.BASE, 3), *((42, True, *way, 3) for way in learning.WAYS)]
+    wanted = [(42, False, *learning.BASE, 3), *((42, True, *way, 3) for way in learning.WAYS)]
+    assert sorted(asked) == sorted(wanted)
+    assert at_once > 1 or asked == wanted
     result = json.loads(output.read_text())
     assert [ratio["values"] for ratio in result["ratios"]] == [
         [pytest.approx(gain)] for gain in (1.0, 0.95, 0.95, 0.85, 0.85)
