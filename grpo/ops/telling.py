@@ -64,8 +64,7 @@ def message_of(error: BaseException) -> str:
         own, record = error.__cause__, error.record
         if own is None or text_of(own) != record.cause:
             place = f" (rank {record.rank} on {record.host})" if record.rank else ""
-            first, *others = record.cause.removeprefix(f"{ValueError.__name__}: ").splitlines() or [""]
-            return _cut("\n".join([first + place, *others]), MAX_LINES)
+            return _cut(record.cause.removeprefix(f"{ValueError.__name__}: ") + place, MAX_LINES)
         return message_of(own)  # which says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)

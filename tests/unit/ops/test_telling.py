@@ -149,7 +149,7 @@ def test_another_ranks_mistake_names_the_rank() -> None:
     record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     assert message_of(JobFailed(record)) == "no data (rank 5 on b)"
     record = FailureRecord(node=1, rank=5, host="b", phase="train", cause="full\nadvice", kind=FailureKind.MEMORY)
-    assert message_of(JobFailed(record)) == "full (rank 5 on b)\nadvice"
+    assert message_of(JobFailed(record)) == "full\nadvice (rank 5 on b)"
 
 
 def test_what_all_ranks_raise_is_told_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
