@@ -145,6 +145,7 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
         ),
         notes=(
             "simulated; formulas and assumptions: bench/scale_model.py, bench/scale_lengths.py and bench/scale.py",
+            "bench.overlap --ragged: training and push of each lookahead as measured, the wait foretold",
             *(
                 f"{lengths.name}: {lengths.median:,} tokens in the median and at most {lengths.longest:,}; of "
                 f"{args.gpus} GPUs reserved with {_reserved(with_lengths[lengths.name])}"

@@ -1,7 +1,8 @@
 """The simulation of `bench.scale` against a run: what it says of the steps of `bench.overlap --ragged`.
 
-One engine and one rank in the same loop, with what that benchmark has measured: an engine's decoding steps, training on
-a token, how much each slows the other down, the push and the mean length for each N.
+One engine and one rank in the same loop, with what that benchmark has measured: an engine's decoding steps and how much
+training slows them down; for each N the mean length, the push, and training (a step less the wait and the push). So
+what is foretold is the wait: how far the ranks are held up by lengths that differ.
 """
 
 import math
@@ -20,21 +21,20 @@ def foretell(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]
     median = {figure["name"]: figure["median"] for figure in (ragged or {}).get("figures", [])}
     if ragged is None or "engine: a decoding step" not in median:  # none is there, or one without lookahead 0
         return {}
-    train_s = median["training on a batch"] / median["tokens of a completion in both"]
     found = {}
     for name, measured_s in median.items():
         if match := re.fullmatch(r"lookahead (\d+): step", name):
             place = name.removesuffix("step")
-            tokens = median[f"{place}tokens of a completion"]
+            push_s = median[f"{place}push"]
             model_s = step_of_one_engine(
                 int(match[1]),
-                tokens=tokens,
+                tokens=median[f"{place}tokens of a completion"],
                 longest=ragged["settings"]["cut at"],
                 completions=ragged["settings"]["completions"],
                 engine=(median["engine: a decoding step"], median["engine: more for each sequence"]),
                 beside=median["sampling beside training / alone"],
-                train_s=train_s * tokens * (median["training beside sampling / alone"] if int(match[1]) else 1.0),
-                push_s=median[f"{place}push"],
+                train_s=measured_s - median[f"{place}waiting for completions"] - push_s,
+                push_s=push_s,
             )
             found[int(match[1])] = (model_s, measured_s)
     return found

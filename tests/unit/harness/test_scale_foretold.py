@@ -9,17 +9,13 @@ from bench.scale_foretold import foretell, rate_of
 ENGINE = {"engine: a decoding step": 5e-3, "engine: more for each sequence": 1e-4}
 
 
-def of_one_length(
-    lookahead: int, *, train_s: float, sampling_beside: float = 1.0, training_beside: float = 1.0
-) -> tuple[float, float]:
-    """All of 64 tokens: cut where their mean is. Training is measured at half as many."""
+def of_one_length(lookahead: int, *, train_s: float, sampling_beside: float = 1.0) -> tuple[float, float]:
+    """All of 64 tokens: cut where their mean is."""
     measured = ENGINE | {
         "sampling beside training / alone": sampling_beside,
-        "training beside sampling / alone": training_beside,
-        "training on a batch": train_s / 2,
-        "tokens of a completion in both": 32.0,
         f"lookahead {lookahead}: step": 9.0,
         f"lookahead {lookahead}: push": 0.1,
+        f"lookahead {lookahead}: waiting for completions": 9.0 - 0.1 - train_s,
         f"lookahead {lookahead}: tokens of a completion": 64.0,
     }
     figures = [{"name": name, "median": value} for name, value in measured.items()]
@@ -43,10 +39,10 @@ def test_completions_of_one_length(lookahead: int, train_s: float, step_s: float
     assert of_one_length(lookahead, train_s=train_s) == (pytest.approx(step_s, rel=0.01), 9.0)
 
 
-def test_each_slows_the_other_down_while_both_work() -> None:
-    ahead, _ = of_one_length(1, train_s=0.2, sampling_beside=1.25, training_beside=1.5)
+def test_training_slows_sampling_down_while_both_work() -> None:
+    ahead, _ = of_one_length(1, train_s=0.3, sampling_beside=1.25)
     assert ahead == pytest.approx(0.3 + (SAMPLE_S - 0.3 / 1.25) + 0.1, rel=0.01)
-    on_policy, _ = of_one_length(0, train_s=0.2, sampling_beside=1.25, training_beside=1.5)
+    on_policy, _ = of_one_length(0, train_s=0.2, sampling_beside=1.25)
     assert on_policy == pytest.approx(0.2 + SAMPLE_S + 0.1, rel=0.01)
 
 
