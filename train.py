@@ -7,7 +7,6 @@ from grpo.engine.early import start_host
 
 if __name__ == "__main__":
     start_host()  # first: it imports vLLM while this process imports the trainer
-    from examples.demo_model import ensure_demo_model
     from grpo.ops.train.script import main
 
-    main(demo_model=ensure_demo_model)
+    main()

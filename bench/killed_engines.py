@@ -4,7 +4,6 @@ import os
 import signal
 from typing import Any
 
-from examples.demo_model import ensure_demo_model
 from grpo.engine.client import EngineClient
 from grpo.engine.messages import Sample
 from grpo.ops.train.script import main
@@ -32,4 +31,4 @@ class MortalEngine(EngineClient):
 
 if __name__ == "__main__":
     GRPOTrainer.start_engine = MortalEngine
-    main(demo_model=ensure_demo_model)
+    main()

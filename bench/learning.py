@@ -1,6 +1,6 @@
 """Does sampling ahead learn as well: the demo's gain with `generation_lookahead` 0, 1 and 4 and both `old_logprobs`.
 
-The gain is the mean reward of the last steps, less that of the warm-up's model, which a run with a learning rate of 0
+The gain is the mean reward of the last steps, less that of the demo's model, which a run with a learning rate of 0
 measures. Seeds are paired: with the same seed all ways get the same prompts in the same order. A way is void whose
 tokens were not as old as its lookahead says: it would show what another age costs.
 
@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
-from examples.demo_model import ensure_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 42
@@ -59,7 +57,6 @@ class Learned(NamedTuple):
 
 
 def train(
-    model: Path,
     output_dir: Path,
     args: argparse.Namespace,
     way: Way,
@@ -70,7 +67,6 @@ def train(
     more: Sequence[str] = (),
 ) -> Learned:
     """One run of the demo, as a user starts it."""
-    shutil.copytree(model, output_dir / "model")  # warmed up once, for all runs
     config = "cpu.yaml" if args.device == "cpu" else "1node.yaml"
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", "0"]
     if args.device == "cpu":
@@ -113,10 +109,8 @@ def main() -> None:
         args.steps, args.repetitions = 3, 1
     seeds = range(FIRST_SEED, FIRST_SEED + args.repetitions)
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as folder, ThreadPoolExecutor(args.at_once) as runs:
-        model = ensure_demo_model(Path(folder) / "model", max_steps=2 if args.short else None)
         untrained = runs.submit(
             train,
-            model,
             Path(folder) / "untrained",
             args,
             BASE,
@@ -127,7 +121,7 @@ def main() -> None:
         )
         found = {
             way: [
-                runs.submit(train, model, Path(folder) / f"{number}-{seed}", args, way, seed, steps=args.steps)
+                runs.submit(train, Path(folder) / f"{number}-{seed}", args, way, seed, steps=args.steps)
                 for seed in seeds
             ]
             for number, way in enumerate(WAYS)
@@ -157,7 +151,7 @@ def report_of(warm_start: float, learned: dict[Way, list[Learned]], steps: int) 
             if way != BASE and base > 0  # else nothing was learned, as in the short form
         ),
         figures=(
-            Figure(name="reward of the warm-up's model", unit="", values=(warm_start,)),
+            Figure(name="reward of the demo's model", unit="", values=(warm_start,)),
             *(
                 Figure(name=f"final reward, {way}", unit="", values=tuple(run.reward for run in of_way))
                 for way, of_way in learned.items()

@@ -9,7 +9,6 @@ with a kill in the middle of a generation every 25 steps, beside undisturbed run
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from bench.engines import config, save_model
 from bench.generate import local_vllm
 from bench.learning import FIRST_SEED, LAST_STEPS, RUN_TIMEOUT_S
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
-from examples.demo_model import ensure_demo_model
 from grpo.engine.like import EngineLike
 from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import read_topology
@@ -83,9 +81,8 @@ def measure(folder: Path, device: str, repetitions: int) -> dict[str, list[float
     return interleave({name: lambda name=name: run(name) for name in ("cold", "standby")}, repetitions)  # type: ignore[misc]
 
 
-def train(model: Path, output_dir: Path, *, seed: int, steps: int, kills: bool) -> float:
+def train(output_dir: Path, *, seed: int, steps: int, kills: bool) -> float:
     """One run of the demo; its final reward."""
-    shutil.copytree(model, output_dir / "model")
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", "0"]
     script = "bench/killed_engines.py" if kills else "train.py"
     command += ["--config_file", str(ROOT / "configs" / "cpu.yaml"), str(ROOT / script)]
@@ -108,10 +105,9 @@ def _final(rewards: list[float]) -> float:
 
 
 def learn(folder: Path, steps: int) -> tuple[Figure, Figure]:
-    model = ensure_demo_model(folder / "demo")
     seeds = range(FIRST_SEED, FIRST_SEED + 3)
-    killed = train(model, folder / "killed", seed=FIRST_SEED, steps=steps, kills=True)
-    whole = [train(model, folder / f"seed-{seed}", seed=seed, steps=steps, kills=False) for seed in seeds]
+    killed = train(folder / "killed", seed=FIRST_SEED, steps=steps, kills=True)
+    whole = [train(folder / f"seed-{seed}", seed=seed, steps=steps, kills=False) for seed in seeds]
     name = f"reward of the last {LAST_STEPS} of {steps} steps"
     return (
         Figure(name=f"{name}, three seeds", unit="", values=tuple(whole)),

@@ -34,8 +34,7 @@ import psutil
 import torch
 
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
-from examples.demo_model import ensure_demo_model
-from grpo.ops.train.demo import demo_dataset
+from grpo.ops.train.demo import MODEL, demo_dataset
 from grpo.record.folder import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +170,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Report:
     data = folder / "data"
     data.mkdir()
     demo_dataset("train").to_json(data / "train.jsonl")
-    model = args.model or str(ensure_demo_model(folder / "model", max_steps=1))
+    model = args.model or str(MODEL)
     jobs = commands(model, data, device=args.device, short=args.short)
     if args.short:
         del jobs[TRL], jobs[LATE_HOST], jobs[OWN_SCRIPT]  # two jobs take most of a minute
@@ -200,7 +199,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Report:
     reported.append(Figure(name=f"{ONE_AFTER_THE_OTHER}: {ENGINE_START}", unit="s", values=alone))
     return Report(
         benchmark="startup",
-        settings={"model": args.model or "the demo's, not warmed up"},
+        settings={"model": args.model or "the demo's"},
         ratios=(
             *(
                 ratio(f"{name} / {SIDE_BY_SIDE}", figure, first_step[SIDE_BY_SIDE])
@@ -219,7 +218,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Report:
 
 def main() -> None:
     parser = argument_parser("Launch to first step: side by side, one after the other, and without an engine.")
-    parser.add_argument("--model", help="a folder or hub id (default: the demo's model, not warmed up)")
+    parser.add_argument("--model", help="a folder or hub id (default: the demo's model)")
     parser.set_defaults(repetitions=3)
     args = parser.parse_args()
     if args.short:

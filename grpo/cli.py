@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         known = [option for action in chosen._actions for option in action.option_strings]
         words = [word + did_you_mean(word.split("=")[0], known) for word in unknown]
-        behind = "; flags of train.py follow behind ` -- `" if "train_flags" in args else ""
+        takes_more = {"train_flags", "arguments"} & vars(args).keys()
+        behind = "; flags of train.py follow behind ` -- `" if takes_more else ""
         chosen.error(f"unrecognized arguments: {' '.join(words)}{behind}")
     return importlib.import_module(COMMANDS[args.command][0]).run(args)
 

@@ -1,4 +1,4 @@
-"""`accelerate launch -m grpo.train --config FILE`: what the repository's `train.py` runs, without its demo."""
+"""`accelerate launch -m grpo.train --config FILE`: what `train.py` runs. With no model named, the demo."""
 
 from grpo.engine.early import start_host
 

@@ -1,6 +1,5 @@
 """Fixtures that several tiers share; and a failed test keeps its logs."""
 
-import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -62,15 +61,3 @@ def own_job() -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied Qwen3 of a few hundred thousand random parameters."""
     return save_tiny_model("qwen3-tied", tmp_path_factory.mktemp("tiny") / "qwen3")
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, warmed up once for all processes of a run; to be copied, or loaded from where it is."""
-    from examples.demo_model import ensure_demo_model
-
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if folder.name.startswith("popen-") else folder  # xdist: one for each of its processes
-    with (folder / "demo-model.lock").open("w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        return ensure_demo_model(folder / "demo-model")

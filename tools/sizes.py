@@ -42,20 +42,21 @@ CODE_LINES = {
     # Several batches under way, 650: pause and salt 110, adapters of several pushes 160, ages and accounts 120, the
     # engines' log-probabilities under PPO's clip 120, backlog 30, senders and refusals moved into files of their own.
     # Out of memory told by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges 35.
-    "core": 18_380,
+    # Which arguments are not at their defaults 10.
+    "core": 18_390,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30. A plan that refuses what cannot be, with changes
     # that it has tried, a model alone and GPUs by name 250; files for others, both spellings 50; the overview of the
-    # report 40.
+    # report 40, search and filters of its completions, settings that are not the defaults and throughput 45.
     # Nine tools, what train.py runs, how user errors are shown; templates too. On its way down to 8,600.
-    "wing": 10_050,
-    "ops/report": 2_660,  # of it the page: charts, timeline, completions and advice, templates included
+    "wing": 10_085,
+    "ops/report": 2_705,  # of it the page: charts, timeline, completions and advice, templates included
 }
 """At most so many code lines."""
 TOKENS_PER_LINE = {
     "core": 8.8,
-    "wing": 9.5,
+    "wing": 9.6,  # the demo's model left as sizes in lines of one number each, and is a file now
 }
 """At most so many tokens in a code line of Python, to one decimal: fewer lines are not to come from denser ones."""
 

@@ -16,7 +16,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -154,16 +154,23 @@ class RunFolder:
     # -- the state ------------------------------------------------------------------------------------------------
 
     def begin_attempt(
-        self, arguments: Mapping[str, Any] = {}, topology: Mapping[str, Any] = {}, *, goes_on: bool = False
+        self,
+        arguments: Mapping[str, Any] = {},
+        topology: Mapping[str, Any] = {},
+        *,
+        changed: Sequence[str] = (),
+        goes_on: bool = False,
     ) -> None:
         """Add this attempt to `run.json`, which follows the state from now on. Asks git: may take `GIT_S`.
 
         Args:
+            changed: names of arguments that are not at their defaults.
             goes_on: whether it is the one that this process has begun already, if it has.
         """
         with self._updating:
             weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
-            self._history.begin(asdict(self.state), arguments, topology, goes_on=goes_on)
+            told = {"arguments": dict(arguments), "changed": list(changed), "topology": dict(topology)}
+            self._history.begin(asdict(self.state), told, goes_on=goes_on)
 
     def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
         """Change fields of the state and write it, in `run.json` too. From any thread.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,20 @@ def arguments_of(args: Any) -> dict[str, Any]:
     transformers' `to_dict` (5.17) would: it writes dtypes and quantisation settings into the user's dicts as text.
     """
     return {each.name: without_secrets(getattr(args, each.name), each.name) for each in fields(args) if each.init}
+
+
+def changed_from_defaults(args: Any) -> list[str]:
+    """Names of the fields that hold something else than their class's default, by hand or because others ask for it."""
+
+    def default_of(each: Any) -> Any:
+        return each.default if each.default_factory is MISSING else each.default_factory()
+
+    told = arguments_of(args)
+    return [
+        each.name
+        for each in fields(args)
+        if each.init and told[each.name] != without_secrets(default_of(each), each.name)
+    ]
 
 
 def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:

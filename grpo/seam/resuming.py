@@ -35,7 +35,7 @@ from grpo.place.topology import NodeTopology
 from grpo.record.completions import plain_tool_calls, print_printable
 from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_early_failure
 from grpo.record.progress import ProgressOnScreen
-from grpo.record.provenance import arguments_of, where_it_runs
+from grpo.record.provenance import arguments_of, changed_from_defaults, where_it_runs
 from grpo.record.screen import what_came_of_it
 from grpo.record.trackers import naming_run, open_tensorboard
 from grpo.seam.ordering import OrderedTrainer
@@ -112,7 +112,8 @@ class ResumableTrainer(OrderedTrainer):
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
             where = where_it_runs(launch, topology, hosts)
-            self._run.begin_attempt({**(beside or {}), **arguments_of(args)}, where)
+            told, changed = {**(beside or {}), **arguments_of(args)}, [*(beside or {}), *changed_from_defaults(args)]
+            self._run.begin_attempt(told, where, changed=changed)
             signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.ops.train.demo import MODEL
 from tests import slurm
 from tests.support.launching import BIN
 from tests.support.slurm_jobs import STUB, everything_said, submit
@@ -117,7 +118,7 @@ if os.environ.get("SLURMD_NODENAME") == "n2" and "grpo.engine.host" in sys.orig_
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, tmp_path: Path) -> None:
     output_dir, programs = tmp_path / "out", tmp_path / "python"
     programs.mkdir()
     (programs / "sitecustomize.py").write_text(ENGINE_OF_N2_DIES)
@@ -129,7 +130,7 @@ def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, demo_mode
         "tests/jobs/lost_node_job.py",
         options=["--partition=cpu", "--nodes=3", "--time=30"],
         PYTHONPATH=str(programs),
-        MODEL=str(demo_model),
+        MODEL=str(MODEL),
         GRPO_SPARE_NODES="1",
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",
@@ -149,7 +150,7 @@ def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, demo_mode
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path, tmp_path: Path) -> None:
+def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """Killed in the fourth step, with a checkpoint after the second: no prompt is left out, and none comes twice."""
     output_dir = tmp_path / "out"
     job = submit(
@@ -159,7 +160,7 @@ def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, demo_model: Path,
         [BIN],
         "tests/jobs/lost_node_job.py",
         options=["--partition=cpu", "--nodes=3", "--time=30"],
-        MODEL=str(demo_model),
+        MODEL=str(MODEL),
         GRPO_SPARE_NODES="1",
         GRPO_CONFIG_FILE="configs/cpu.yaml",
         GRPO_RANKS_PER_NODE="1",

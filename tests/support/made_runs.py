@@ -350,6 +350,7 @@ def _write_states(
                     "vllm_reserved_gpus": 1,
                     "save_steps": run.save_every,
                 },
+                "changed": ["model_name_or_path", "max_steps", "generation_lookahead"],
                 "versions": {"grpo": "0.1.0", "torch": "2.13.0", "vllm": "0.31.0", "trl": "1.16.0"},
                 "python": "3.11.7",
                 "commit": "0123456789abcdef",

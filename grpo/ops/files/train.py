@@ -1,8 +1,9 @@
 """GRPO with a data set and a reward of my own.
 
-accelerate launch --config_file configs/1node.yaml train.py                                  8 GPUs
-accelerate launch --config_file configs/cpu.yaml train.py --bf16 false --max_steps 2         no GPU: does it run
-accelerate launch --config_file configs/1node.yaml train.py --config my.yaml --beta 0.01     a YAML file, then flags
+grpo launch train.py                                            on all GPUs of this machine
+grpo launch train.py --bf16 false --max_steps 2                 no GPU: does it run
+grpo launch --nodes a,b train.py --config my.yaml --beta 0.01   the same line on every node: a YAML file, then flags
+accelerate launch --config_file configs/1node.yaml train.py     without our launcher: 8 GPUs
 
 Every field of `GRPOConfig` is a flag: TRL's (`learning_rate`, `num_generations`, …) and those of `vllm_mode="local"`.
 """

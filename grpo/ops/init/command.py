@@ -25,11 +25,12 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.folder}: {', '.join(written)}\n"
         "train.py     your script: model, data, reward and settings on one page\n"
-        "configs/     for accelerate launch: one per layout, and DeepSpeed's ZeRO-3 for torchrun\n"
+        "configs/     for --config_file: one per layout, and DeepSpeed's ZeRO-3 for torchrun\n"
         "launch/      for clusters; each file's head says how to start it\n\n"
         f"next: cd {args.folder}, then\n"
-        "  accelerate launch --config_file configs/cpu.yaml train.py --bf16 false --max_steps 2   no GPU: does it run\n"
-        "  accelerate launch --config_file configs/1node.yaml train.py                            8 GPUs"
+        "  grpo launch train.py                                 on all GPUs of this machine\n"
+        "  grpo launch train.py --bf16 false --max_steps 2      no GPU: does it run\n"
+        "  grpo launch --nodes a,b train.py                     the same line on every node"
     )
     return 0
 

@@ -37,6 +37,7 @@ from grpo.record.provenance import command_without_secrets
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
 STOP_S = 600
+OWN = "grpo.train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="from a node's coming to its report: torch may come over a slow file system (default: %(default)g)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help=f"default: -m {OWN}; its options go behind ` -- `")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: the store logs every wait that ends
-    script = Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
+    script = script_of(args)
     try:
         place = expected.find_place(args, os.environ, command="grpo launch")
         place = replace(place, report_timeout_s=args.start_timeout)
@@ -193,6 +194,14 @@ def _default_port(env: Mapping[str, str]) -> int:
     """Two jobs may share a node under Slurm. Below the kernel's range for outgoing connections (32768 and up)."""
     job = env.get("SLURM_JOB_ID", "")
     return 10000 + int(job) % 20000 if job.isdigit() else DEFAULT_PORT
+
+
+def script_of(args: argparse.Namespace) -> Script:
+    """The named one; or the package's own, where there is nothing or options alone."""
+    if args.script is None or (args.script.startswith("-") and not args.module):
+        words = [args.script, *args.arguments] if args.script else args.arguments
+        return Script(name=OWN, arguments=tuple(words), is_module=True)
+    return Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
 
 
 def _check_script(script: Script) -> None:
@@ -343,7 +352,8 @@ def _plan_line(args: argparse.Namespace, at: Rendezvous) -> str:
     file = args.config_file if args.launcher == "accelerate" else None
     words = ["grpo", "plan", *(["--config_file", file] if file else [])]
     words += ["--num_processes", str(at.num_nodes * at.ranks_per_node), "--num_machines", str(at.num_nodes)]
-    flags = args.arguments if args.arguments and args.arguments[0].startswith("-") else []
+    flags = script_of(args).arguments
+    flags = flags if flags and flags[0].startswith("-") else ()
     return shlex.join(command_without_secrets([*words, "--", *flags] if flags else words))
 
 

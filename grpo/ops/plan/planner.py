@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
-from transformers import CONFIG_MAPPING
+from transformers import AutoConfig
 from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
@@ -19,7 +19,7 @@ from grpo.ops.plan.hub import within_reach
 from grpo.ops.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
 from grpo.ops.plan.lora import PlannedLora, planned_lora
 from grpo.ops.plan.memory_budget import GIB
-from grpo.ops.plan.model_shape import count_parameters, meta_model, shape_of
+from grpo.ops.plan.model_shape import count_parameters, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
 from grpo.ops.plan.placement import assumed_launcher, gpus_of_nodes, place
 from grpo.ops.plan.plan import Plan
@@ -28,14 +28,11 @@ from grpo.ops.plan.shortfalls import fits_with, shortfalls_of
 from grpo.ops.plan.speed import advise
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import CHECKS, check_rewards, check_task
-from grpo.ops.train.demo import RECIPE
+from grpo.ops.train.demo import MODEL
 from grpo.place.topology import NodeTopology
 from grpo.preflight.lora import check_lora
 from grpo.preflight.model import local_model, reason_of
 from grpo.record.folder import check_writable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # engine settings with which experts are not loaded at once
 
@@ -114,8 +111,8 @@ class _Planner:
     def _model_config(self) -> Any:
         """None, with an error, when it cannot be read."""
         if self.model.model_name_or_path is None:
-            self.plan.assume("no model is named: train.py's demo, with its model of 0.6 M parameters")
-            return CONFIG_MAPPING["qwen3"](**RECIPE["model"])
+            self.plan.assume("no model is named: the demo, with its model of 0.6 M parameters")
+            return AutoConfig.from_pretrained(MODEL)
         return self._read_config("model_name_or_path", self.model.model_name_or_path)
 
     def _read_config(self, setting: str, name: str) -> Any:
@@ -180,15 +177,11 @@ class _Planner:
         check_lora(peft_config, self.training, zero3=zero3)
         if self.config is None or self.training.refusal is not None:
             return
-        dtype = compute_dtype(self._named_model(), self.training)
+        dtype = compute_dtype(self.config._name_or_path, self.training)
         has_gpus = not self.launcher.use_cpu
         with self.plan.noting_warnings():
             self.lora = planned_lora(peft_config, self.training, self.config, dtype, has_gpus=has_gpus)
         self.plan.lora = self.lora.choice
-
-    def _named_model(self) -> "str | PreTrainedModel":
-        """Whose dtype is asked for: by its name, or the demo's, which has none yet."""
-        return self.config._name_or_path if self.model.model_name_or_path else meta_model(self.config)
 
     def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> Batch:
         training = self.training
@@ -230,7 +223,7 @@ class _Planner:
         training, config, lora = self.training, self.config, self.lora
         remote_code, reward_name = training.trust_remote_code, self.script.reward_model_name_or_path
         reward = self._read_config("reward_model_name_or_path", reward_name) if reward_name else None
-        model = self._named_model()
+        model = self.config._name_or_path
         dtype = compute_dtype(model, training)
         return PlacedJob(
             args=training,

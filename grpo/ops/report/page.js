@@ -232,7 +232,21 @@ for (const tab of tabs) {
 
 const browser = page.completions;
 const shorten = (text, most) => { const line = text.replace(/\s+/g, " ").trim(); return line.length > most ? `${line.slice(0, most)}…` : line; };
-const chosenPrompt = () => browser.prompts[document.getElementById("prompt").value];
+const STOP = 8; // of a sample: its finish reason
+let found = []; // prompts with the samples that pass the filters, and no others
+const chosenPrompt = () => found[document.getElementById("prompt").value];
+
+function filtered() {
+  const [text, least, most, reason] = ["text", "least", "most", "reason"].map((id) => document.getElementById(id).value);
+  const has = (where) => where.toLowerCase().includes(text.toLowerCase());
+  const passes = (sample, prompt) => (has(sample[0]) || has(prompt.text)) && (least === "" || sample[1] >= least)
+    && (most === "" || sample[1] <= most) && (reason === "" || sample[STOP] === reason);
+  return browser.prompts.map((prompt) => ({
+    ...prompt,
+    groups: prompt.groups.map((group) => ({ ...group, samples: group.samples.filter((sample) => passes(sample, prompt)) }))
+      .filter((group) => group.samples.length),
+  })).filter((prompt) => prompt.groups.length);
+}
 
 function card(sample, step, body, rewards) {
   const [, reward, parts, advantage, node, engine, version, tokens, stop] = sample;
@@ -279,6 +293,12 @@ function changed(before, after) {
 }
 
 function showCompletions() {
+  if (!found.length) {
+    document.getElementById("samples-title").textContent = "No sample is like that";
+    document.getElementById("prompt-text").textContent = "";
+    document.getElementById("samples").replaceChildren();
+    return;
+  }
   const prompt = chosenPrompt(), slider = document.getElementById("step"), mode = document.querySelector("[name=view]:checked").value;
   const samples = document.getElementById("samples"), last = prompt.groups.length - 1;
   const rewards = prompt.groups.flatMap((group) => group.samples.map((sample) => sample[1] ?? 0));
@@ -304,17 +324,26 @@ function showCompletions() {
 }
 
 if (browser) {
-  const list = document.getElementById("prompt");
-  browser.prompts.forEach((prompt, index) => {
-    const times = prompt.groups.length;
-    list.append(element("option", `${shorten(prompt.text, 70)} (${times} step${times > 1 ? "s" : ""})`, { value: index }));
-  });
-  const slider = document.getElementById("step");
-  const newest = () => { slider.max = chosenPrompt().groups.length - 1; slider.value = slider.max; showCompletions(); };
+  const list = document.getElementById("prompt"), slider = document.getElementById("step");
+  const samplesOf = (prompts) => prompts.flatMap((prompt) => prompt.groups.flatMap((group) => group.samples));
+  const all = samplesOf(browser.prompts).length;
+  for (const reason of new Set(samplesOf(browser.prompts).map((sample) => sample[STOP]).filter(Boolean)))
+    document.getElementById("reason").append(element("option", reason, { value: reason }));
+  const newest = () => { slider.max = (chosenPrompt()?.groups.length ?? 1) - 1; slider.value = slider.max; showCompletions(); };
+  const find = () => {
+    found = filtered();
+    list.replaceChildren(...found.map((prompt, index) => {
+      const times = prompt.groups.length;
+      return element("option", `${shorten(prompt.text, 70)} (${times} step${times > 1 ? "s" : ""})`, { value: index });
+    }));
+    document.getElementById("found").textContent = `${samplesOf(found).length} of ${all} samples`;
+    newest();
+  };
+  document.getElementById("filters").addEventListener("input", find);
   list.addEventListener("change", newest);
   slider.addEventListener("input", showCompletions);
   for (const each of document.querySelectorAll("[name=view]")) each.addEventListener("change", showCompletions);
-  newest();
+  find();
 }
 
 // -- begin ------------------------------------------------------------------------------------------------------------

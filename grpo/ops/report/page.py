@@ -116,7 +116,12 @@ def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     software += [("commit", last.commit)] if last.commit else []
     topology = [(name, text_of(value)) for name, value in last.topology.items()]
     arguments = [(name, text_of(value)) for name, value in sorted(last.arguments.items())]
-    return [("Topology", topology), ("Software", software), ("Arguments", arguments)]
+    tables = [("Topology", topology), ("Software", software)]
+    if last.changed is None:
+        return [*tables, ("Settings", arguments)]
+    changed = [each for each in arguments if each[0] in last.changed]
+    others = [each for each in arguments if each[0] not in last.changed]
+    return [("Settings that differ from the defaults", changed), *tables, ("All other settings", others)]
 
 
 def page_data(parts: Sequence[Multiples]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class AttemptRecord:
     respawns: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] | None = None
+    """Arguments that are not at their defaults; None where that was not written down."""
     versions: dict[str, str] = field(default_factory=dict)
     python: str = ""
     commit: str = ""
@@ -195,6 +197,7 @@ def read_attempt(number: int, entry: dict[str, Any]) -> AttemptRecord:
         commit=str(entry.get("commit") or ""),
         respawns=tuple(map(str, typed(entry, "respawns", list, []))),
         command=tuple(map(str, typed(entry, "command", list, []))),
+        changed=tuple(map(str, entry["changed"])) if isinstance(entry.get("changed"), list) else None,
         **all_typed(entry, defaults),
         failure=read_failure(entry.get("failure")),
         versions={name: str(version) for name, version in typed(entry, "versions", dict, {}).items()},

@@ -169,10 +169,20 @@ def step_s(run: Run) -> float | None:
     return float(np.median(seconds / steps)) if len(steps) else None
 
 
-def _recent(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Of the last logs the seconds since the one before, and the steps; not across attempts."""
-    seconds, steps = np.diff(run.metrics.times), np.diff(run.metrics.steps)
-    usable = np.isfinite(seconds) & (seconds > 0)
+def tokens_per_gpu(run: Run) -> float | None:
+    """Tokens a second that were trained on, prompts too, for each GPU of ranks and engines (on CPUs each process)."""
+    told, tokens = run.settings.topology, run.metrics.get("num_tokens")
+    engines = told.get("engines_per_node", 0) * told.get("tensor_parallel_size", 1) * told.get("num_nodes", 1)
+    if tokens is None or not told.get("world_size"):
+        return None
+    seconds, counted = _recent(run, tokens)
+    return float(counted.sum() / seconds.sum() / (told["world_size"] + engines)) if len(seconds) else None
+
+
+def _recent(run: Run, counted: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Of the last logs the seconds since the one before, and the steps or what else is counted; not across attempts."""
+    seconds, steps = np.diff(run.metrics.times), np.diff(run.metrics.steps if counted is None else counted)
+    usable = np.isfinite(seconds) & (seconds > 0) & np.isfinite(steps)
     attempts = run.metrics.columns.get("attempt")
     if attempts is not None:
         usable &= np.diff(attempts) == 0

@@ -109,6 +109,10 @@ def tiles_of(figures: Figures) -> list[Tile]:
         tiles.append(
             Tile(label="Tokens/s", value=f"{tokens * nodes:,.0f}", note=f"sampled, {nodes} node{'s' * (nodes > 1)}")
         )
+    throughput = shares.tokens_per_gpu(run)
+    if throughput is not None:
+        of = "GPU, ranks' and engines'" if run.settings.topology.get("has_gpus") else "process, ranks and engines"
+        tiles.append(Tile(label="Throughput", value=f"{throughput:,.0f} tokens/s", note=f"trained on, per {of}"))
     reward = shares.ends(run, "reward")
     if reward is not None:
         note = "mean of the first 10 and the last 20 steps"

@@ -8,23 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from grpo.ops.telling import telling_mistakes
 from grpo.place.files import flag_of, settings_of
 from grpo.place.importing import importing
 from grpo.place.quiet import quiet
 
-if TYPE_CHECKING:
-    from grpo.ops.train.training import DemoModel
 
-
-def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = None) -> None:
-    """Trains as `argv` says (default: the command line). Called by every rank.
-
-    Args:
-        demo_model: puts the demo's model where it is told to; None: a model has to be named.
-    """
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains as `argv` says (default: the command line). Called by every rank."""
     quiet()
     argv = sys.argv[1:] if argv is None else argv
     with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
@@ -42,5 +34,5 @@ def main(argv: Sequence[str] | None = None, *, demo_model: "DemoModel | None" = 
         with importing():
             from grpo.ops.train.training import run, run_demo
 
-        trainer = run_demo(arguments, demo_model) if arguments.is_demo else run(arguments)
+        trainer = run_demo(arguments) if arguments.is_demo else run(arguments)
         trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit

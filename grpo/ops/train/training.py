@@ -1,8 +1,7 @@
 """Trains what the arguments of `train.py` name, or the demo."""
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +11,18 @@ from grpo.ops import first_and_last
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, split_of
-from grpo.ops.train.demo import demo_dataset
+from grpo.ops.train.demo import MODEL, demo_dataset
 from grpo.ops.train.refreshing import RefreshReport
 from grpo.place.importing import importing
-from grpo.place.launch import read_launch
 
 if TYPE_CHECKING:
     from grpo.trainer import GRPOTrainer
 
 _log = logging.getLogger(__name__)
 _DEMO = (
-    "no model is named: the demo, two-digit addition. A model of 0.6 M parameters is warmed up until 4 of 10 sums are "
-    "right (once, in %s); %d steps of GRPO have the rest to do"
+    "no model is named: the demo, two-digit addition. Its model of 0.6 M parameters gets 4 of 10 sums right; %d steps "
+    "of GRPO have the rest to do"
 )
-
-DemoModel = Callable[..., Path]  # (folder, *, is_local_main) -> folder, as `examples.demo_model.ensure_demo_model`
 
 
 def run(arguments: Arguments) -> "GRPOTrainer":
@@ -53,17 +49,13 @@ def run(arguments: Arguments) -> "GRPOTrainer":
     return trainer
 
 
-def run_demo(arguments: Arguments, demo_model: DemoModel | None) -> "GRPOTrainer":
+def run_demo(arguments: Arguments) -> "GRPOTrainer":
     """Trains the demo model on two-digit addition and prints on rank 0 in one line what came of it."""
     training = arguments.training
-    if demo_model is None:
-        raise ValueError("no model is named: name one with --model_name_or_path. Only train.py brings the demo's model")
-    launch, folder = read_launch(os.environ), Path(training.output_dir) / "model"
-    _log.info(_DEMO, folder, training.max_steps)
-    folder = demo_model(folder, is_local_main=launch.local_rank == 0)
+    _log.info(_DEMO, training.max_steps)
     trainer = build_trainer(
         arguments,
-        model=str(folder),
+        model=str(MODEL),
         reward_funcs=rewards_of(arguments),
         train_dataset=demo_dataset("train"),
         eval_dataset=demo_dataset("test") if training.eval_strategy != "no" else None,
@@ -115,10 +107,10 @@ def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
 
 
 def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) -> str:
-    """One line: reward of the first 10 and the last 20 steps, steps, seconds, tokens (prompts too) per second.
+    """One line: reward of the first 10 and the last 20 steps, steps and seconds.
 
     Args:
-        first_step: steps that earlier attempts have done; seconds and tokens are counted from there.
+        first_step: steps that earlier attempts have done; seconds are counted from there.
     """
     logs = [log for log in log_history if log.get("reward") is not None]
     totals = next(log for log in reversed(log_history) if "train_runtime" in log)
@@ -128,10 +120,8 @@ def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) 
     at = [log["step"] for log in logs]
     rewards = [log["reward"] for log in logs]
     first, last = first_and_last(at, rewards, end=steps)
-    before = [log["num_tokens"] for log in logs if log["step"] <= first_step]
-    tokens_per_s = (logs[-1]["num_tokens"] - (before[-1] if before else 0)) / seconds
     reached = f"{steps} steps" if not first_step else f"{steps - first_step} steps to step {steps}"
     return (
         f"demo: reward {first:.3f} -> {last:.3f} "
-        f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s, {tokens_per_s:.0f} tokens/s"
+        f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s"
     )

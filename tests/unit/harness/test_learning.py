@@ -28,16 +28,12 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(
         reward = 0.4 if not training.learning_rate else 0.6 - 0.01 * age
         lines = [{"step": step, "reward": reward, "rollout/staleness_mean": age} for step in range(1, 4)]
         metrics = Path(training.output_dir) / "metrics.jsonl"
+        metrics.parent.mkdir()
         metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"train_runtime": 13.0}]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    def demo_model(folder: Path, max_steps: int | None) -> Path:
-        folder.mkdir()
-        return folder
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(learning, "ensure_demo_model", demo_model)
     output = tmp_path / "learning.json"
     monkeypatch.setattr(
         sys,

@@ -17,6 +17,7 @@ from grpo.place.launch import read_launch
 from grpo.place.topology import plan_node
 from grpo.record.provenance import (
     arguments_of,
+    changed_from_defaults,
     command_without_secrets,
     commit_of,
     installed_versions,
@@ -73,6 +74,12 @@ def test_arguments_become_json_without_secrets() -> None:
     assert "secret" not in json.dumps(told)
 
 
+def test_what_is_not_at_its_default_is_named() -> None:
+    assert changed_from_defaults(Arguments()) == []
+    changed = Arguments(learning_rate=2e-6, hub_token="secret", init={}, rewards=["x"], max_tokens=5)
+    assert changed_from_defaults(changed) == ["learning_rate", "init", "rewards"]
+
+
 def test_the_trainers_own_arguments(tmp_path: Path) -> None:
     init = {"dtype": torch.float32}
     args = GRPOConfig(
@@ -85,6 +92,9 @@ def test_the_trainers_own_arguments(tmp_path: Path) -> None:
     assert told["model_init_kwargs"] == {"dtype": "float32"}
     assert init == {"dtype": torch.float32}
     assert told.keys() == {each.name for each in fields(args) if each.init}
+    changed = set(changed_from_defaults(args))
+    assert {"output_dir", "use_cpu", "bf16", "hub_token", "model_init_kwargs", "report_to", "max_steps"} <= changed
+    assert not {"learning_rate", "vllm_mode", "lr_scheduler_kwargs", "beta"} & changed
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,23 @@ def read(*words: str) -> tuple[argparse.Namespace, Script]:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(words)
-    return args, Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
+    return args, command.script_of(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "arguments"),
+    [
+        ((), True, ()),
+        (("--config_file", "f.yaml"), True, ()),
+        (("--nodes", "a,b", "--", "--max_steps", "3"), True, ("--max_steps", "3")),
+        (("--config_file", "f.yaml", "-m", "mine.train", "--max_steps", "3"), True, ("--max_steps", "3")),
+        (("--nodes", "a,b", "train.py", "--config", "x.yaml"), False, ("--config", "x.yaml")),
+    ],
+)
+def test_without_a_script_it_is_the_packages_own(words: tuple[str, ...], module: bool, arguments: tuple) -> None:
+    _, script = read(*words)
+    name = "mine.train" if "-m" in words else "train.py" if "train.py" in words else "grpo.train"
+    assert (script.name, script.is_module, script.arguments) == (name, module, arguments)
 
 
 def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ import pytest
 from grpo.cli import main
 from grpo.ops.report.completions import LIMITS, MAX_BYTES, read_completions
 from grpo.ops.report.failures import deaths_of, failures_of
-from grpo.ops.report.page import write_report
+from grpo.ops.report.page import setup_of, write_report
 from grpo.ops.report.reading import read_run
 from grpo.ops.report.symptoms import matching, symptoms
 from grpo.record.timeline.records import Span, to_line
@@ -313,3 +314,15 @@ def test_without_the_extra_the_command_says_what_to_install(module: str) -> None
     done = subprocess.run([sys.executable, "-c", NO_CHARTS.format(module=module)], capture_output=True, text=True)
     told = f"grpo report: {module} is not installed: pip install 'grpo-local[report]'\n"
     assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_settings_that_are_not_the_defaults_come_first(run_with: Callable[[str], Path]) -> None:
+    run = read_run(run_with(""))
+    tables = setup_of(run)
+    assert [title for title, _ in tables] == [
+        "Settings that differ from the defaults", "Topology", "Software", "All other settings"
+    ]  # fmt: skip
+    assert [name for name, _ in tables[0][1]] == ["generation_lookahead", "max_steps", "model_name_or_path"]
+    assert {"learning_rate", "save_steps"} < {name for name, _ in tables[-1][1]}
+    older = replace(run, attempts=tuple(replace(each, changed=None) for each in run.attempts))
+    assert [title for title, _ in setup_of(older)] == ["Topology", "Software", "Settings"]

@@ -226,6 +226,43 @@ def test_completions_are_texts_by_reward_and_changes_are_marked(file: Path, open
     assert opened.complaints == []
 
 
+def test_completions_are_searched_and_filtered(file: Path, opening: Callable[..., Opened]) -> None:
+    opened = opening(file, tab="completions")
+    page = opened.page
+    samples = (
+        "grpoReport.page.completions.prompts.flatMap((p) => p.groups.flatMap((g) => g.samples.map((s) => [p, s])))"
+    )
+    total = page.evaluate(f"{samples}.length")
+    assert page.inner_text("#found") == f"{total} of {total} samples"
+
+    def counted(condition: str) -> int:
+        """What the page says it has found, held against what its data say."""
+        wanted = page.evaluate(f"{samples}.filter(([p, s]) => {condition}).length")
+        assert 0 < wanted < total
+        assert page.inner_text("#found") == f"{wanted} of {total} samples"
+        return int(wanted)
+
+    page.fill("#text", "ALERT")
+    counted("p.text.includes('alert') || s[0].includes('alert')")
+    page.fill("#text", "")
+    page.fill("#least", "0.5")
+    good = counted("s[1] >= 0.5")
+    (reason, *_) = page.eval_on_selector_all("#reason option[value]:not([value=''])", "all => all.map((o) => o.value)")
+    page.select_option("#reason", reason)
+    assert counted(f"s[1] >= 0.5 && s[8] === '{reason}'") <= good
+    rewards = page.eval_on_selector_all(".sample > div > span:first-child b", "all => all.map((e) => +e.textContent)")
+    assert rewards
+    assert min(rewards) >= 0.5
+
+    page.fill("#text", "nothing says this")
+    assert page.inner_text("#found") == f"0 of {total} samples"
+    assert page.inner_text("#samples-title") == "No sample is like that"
+    assert page.locator("#samples .sample").count() == 0
+    page.fill("#text", "")
+    assert page.locator("#samples .sample").count() > 0
+    assert opened.complaints == []
+
+
 def test_runs_lie_over_each_other(
     run_with: Callable[[str], Path], tmp_path: Path, opening: Callable[..., Opened]
 ) -> None:

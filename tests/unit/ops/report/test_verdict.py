@@ -12,7 +12,7 @@ from grpo import GRPOConfig
 from grpo.ops import MOST_AHEAD
 from grpo.ops.report.advice import ADVICE, Advice, advice_for, figures_of
 from grpo.ops.report.reading import read_run
-from grpo.ops.report.shares import left_s, parts_of
+from grpo.ops.report.shares import RECENT_LOGS, left_s, parts_of, tokens_per_gpu
 from grpo.ops.report.verdict import Verdict, duration, verdict_of
 from grpo.ops.train.arguments import GRPOScriptArguments
 from tests.support.made_runs import FAULTS, MadeRun, make_run
@@ -204,6 +204,21 @@ def test_a_run_that_has_hardly_begun_gets_no_advice(tmp_path: Path) -> None:
     run = read_run(made)
     assert advice_for(figures_of(run, parts_of(run.timeline.spans))) == []
     assert verdict(made).sentence == "3 steps are too few to advise by."
+
+
+def test_throughput_is_that_of_all_gpus(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those of engines too: 500,000 tokens a step, prompts among them."""
+    run = read_run(run_with(""))
+    logs = min(RECENT_LOGS, len(run.metrics.times) - 1)
+    recent = run.metrics.times[-1] - run.metrics.times[-1 - logs]
+    told = run.settings.topology
+    gpus = told["world_size"] + told["num_nodes"]
+    assert tokens_per_gpu(run) == pytest.approx(500_000 * logs / recent / gpus)
+    (tile,) = [tile for tile in verdict(run_with("")).tiles if tile.label == "Throughput"]
+    assert (tile.value, tile.note) == (
+        f"{tokens_per_gpu(run):,.0f} tokens/s",
+        "trained on, per GPU, ranks' and engines'",
+    )
 
 
 def test_a_running_run_says_how_long_it_takes_yet(

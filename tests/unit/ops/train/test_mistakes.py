@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import CONFIG_MAPPING
 
-from examples.demo_model import build_tokenizer
 from grpo import GRPOTrainer
 from grpo.ops.telling import MAX_LINES
-from grpo.ops.train.demo import RECIPE
 from grpo.ops.train.script import main
 from grpo.record.folder import read_run_state
 from tests.support.launching import BIN, ROOT, free_port
@@ -314,13 +311,6 @@ def test_what_is_right_gets_as_far_as_the_engines(
         save_tiny_model("qwen3-tied", tmp_path / "chat", chat=True)
     monkeypatch.chdir(tmp_path)
 
-    def demo_model(folder: Path, *, is_local_main: bool) -> Path:
-        folder.mkdir(parents=True)
-        CONFIG_MAPPING["qwen3"](**RECIPE["model"]).save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)
-        (folder / "model.safetensors").touch()
-        return folder
-
     with pytest.raises(EngineStartsError):
-        main(argv, demo_model=demo_model)
+        main(argv)
     monkeypatch.delitem(sys.modules, "mine", raising=False)

@@ -262,11 +262,6 @@ def test_a_data_set_without_a_model_is_a_mistake():
         check_task(parse_arguments(["--dataset_name", "openai/gsm8k"]))
 
 
-def test_a_script_that_brings_no_demo_model_wants_one_named():
-    with pytest.raises(ValueError, match=r"no model is named: name one with --model_name_or_path\..*train\.py"):
-        run_demo(parse_arguments([]), None)
-
-
 def test_demo_summary_takes_the_first_10_and_the_last_20_steps():
     history = [{"step": step, "reward": step / 100, "num_tokens": step * 1000.0} for step in range(5, 101, 5)]
     history.insert(3, {"step": 15, "eval_reward": 9.0})
