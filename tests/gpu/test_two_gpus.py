@@ -43,7 +43,7 @@ def test_the_demo_in_bf16(tmp_path: Path, figure: Figure) -> None:
     flags = ["--output_dir", str(out), "--max_steps", str(DEMO_STEPS), "--logging_steps", "1"]
     job = launch(one_rank([str(ROOT / "train.py"), *flags]), out)
     steps = finish(job, num_steps=DEMO_STEPS)
-    assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the warmed model is off")
+    assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the demo's model is off")
     figure("largest mean gap of a push", largest_gap(steps), "nats")
     gaps = [line["push/logprob_gap_mean"] for line in steps if "push/logprob_gap_mean" in line]
     figure("first push's", gaps[0], "nats")
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     flags += ["--save_steps", "2", "--vllm_engine_kwargs", '{"enforce_eager": true}']
     finish(launch(one_rank([*flags, "--max_steps", "2"]), out), num_steps=2)
     steps = finish(launch(one_rank([*flags, "--max_steps", "4", "--resume", "auto"]), out), num_steps=4)
-    assert steps[2]["reward"] > 0.2, "what was resumed has not learned what was warmed up"
+    assert steps[2]["reward"] > 0.2, "what was resumed has not learned what the demo's model knows"
 
 
 @pytest.mark.takes(60)

@@ -33,7 +33,7 @@ def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
     job = start(lambda _: torchrun_command([str(ROOT / "train.py"), *flags]), tmp_path / "out")
     steps = finish(job)
     assert [line["step"] for line in steps] == [2, 4]
-    assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the warmed model is off")
+    assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the demo's model is off")
     evaluated = [line for line in map(json.loads, (tmp_path / "out/metrics.jsonl").open()) if "eval_reward" in line]
     assert len(evaluated) == 1
     assert evaluated[0]["eval_rollout/generate_s"] > 0

@@ -116,7 +116,8 @@ def curves_of(compared: Sequence[Compared]) -> Multiples:
     steps = np.unique(np.concatenate(of_runs)) if of_runs else np.zeros(0, dtype=np.int64)
     columns = found.tables["runs"] = {"step": numbers(steps)}
     functions = sorted({name for each in compared for name in each.run.metrics.reward_functions})
-    of_functions = [(f"Reward function {name}", "reward", f"rewards/{name}/mean") for name in functions]
+    shown = functions if len(functions) > 1 else []  # one function is the reward
+    of_functions = [(f"Reward function {name}", "reward", f"rewards/{name}/mean") for name in shown]
     for title, unit, name in [CURVES[0], *of_functions, *CURVES[1:]]:
         lines = []
         for number, each in enumerate(compared):

@@ -136,8 +136,8 @@ def head_of(recipe: str) -> Place:
     file = yaml.safe_load((ROOT / "configs" / launcher).read_text())
     nodes, gpus = file["num_machines"], 2 if launcher == "2gpus.yaml" else 8
     reserved = settings_of(recipe).get("vllm_reserved_gpus")
-    given = re.findall(r"--num_processes (\d+)", words) or [file["num_processes"]]
-    ranks = int(given[0]) // nodes if reserved is None else gpus - reserved  # as `grpo launch` counts them
+    given = re.findall(r"--ranks-per-node (\d+)", words) or [file["num_processes"] // nodes]
+    ranks = int(given[0]) if reserved is None else gpus - reserved  # as `grpo launch` counts them
     return Place(launcher=launcher, nodes=nodes, gpus=gpus, ranks=ranks)
 
 

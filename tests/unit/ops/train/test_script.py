@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 
 import grpo.ops.train.script
+from grpo.ops.train import demo
 from grpo.ops.train.arguments import DEMO_DEFAULTS, demo_defaults, parse_arguments
 from grpo.ops.train.checks import check_task, rewards_of
 from grpo.ops.train.data import load_data, local_data
@@ -242,8 +243,8 @@ def test_nothing_to_score_with():
 @pytest.mark.usefixtures("fake_trainer")
 def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     arguments = parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"])
-    trainer = run_demo(arguments, lambda folder, *, is_local_main: folder)
-    assert trainer.model == str(tmp_path / "model")
+    trainer = run_demo(arguments)
+    assert trainer.model == str(demo.MODEL)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (7588, 512)
     assert ("train", None) in trainer.calls
     assert "save_model" not in dict(trainer.calls), "the demo saves nothing"
@@ -251,10 +252,7 @@ def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys:
     assert "no model is named: the demo" in what
     assert f"`grpo report {tmp_path}`" in following
     assert "configs/train" in following
-    assert (
-        came_of_it
-        == "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s, 5 tokens/s"
-    )
+    assert came_of_it == "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s"
 
 
 def test_a_data_set_without_a_model_is_a_mistake():
@@ -263,23 +261,23 @@ def test_a_data_set_without_a_model_is_a_mistake():
 
 
 def test_demo_summary_takes_the_first_10_and_the_last_20_steps():
-    history = [{"step": step, "reward": step / 100, "num_tokens": step * 1000.0} for step in range(5, 101, 5)]
+    history = [{"step": step, "reward": step / 100} for step in range(5, 101, 5)]
     history.insert(3, {"step": 15, "eval_reward": 9.0})
     history.append({"step": 100, "train_runtime": 50.0})
     line = demo_summary(history)
     assert line.startswith("demo: reward 0.075 -> 0.925 ")  # (5 + 10) / 2, and (85 + 90 + 95 + 100) / 4
-    assert line.endswith("100 steps in 50 s, 2000 tokens/s")
+    assert line.endswith("100 steps in 50 s")
 
 
 def test_demo_summary_of_a_later_attempt():
-    history = [{"step": step, "reward": 0.5, "num_tokens": 100.0 * step} for step in range(1, 31)]
+    history = [{"step": step, "reward": 0.5} for step in range(1, 31)]
     line = demo_summary([*history, {"step": 30, "train_runtime": 10.0}], first_step=20)
-    assert line.endswith("10 steps to step 30 in 10 s, 100 tokens/s")
+    assert line.endswith("10 steps to step 30 in 10 s")
 
 
 def test_demo_summary_of_few_logs():
     end = {"step": 3, "train_runtime": 1.0}
-    assert "reward 0.400 -> 0.400" in demo_summary([{"step": 3, "reward": 0.4, "num_tokens": 9.0}, end])
+    assert "reward 0.400 -> 0.400" in demo_summary([{"step": 3, "reward": 0.4}, end])
     assert "none of them logged" in demo_summary([end])
 
 
