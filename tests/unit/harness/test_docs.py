@@ -11,7 +11,7 @@ from grpo import GRPOConfig
 
 pytest.importorskip("material", reason="the site needs mkdocs-material, which `make install` brings")
 
-from tools import options_page
+from tools import options_page, sizing_page
 from tools.options_page import REFUSED, page, refusal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,3 +73,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     written = (tmp_path / "site" / "options.html").read_text()
     assert "generation_lookahead" in written
     assert (tmp_path / "site" / "architecture.html").exists()
+
+
+def test_sizes_are_those_of_the_plan() -> None:
+    """If not: `python -m tools.sizing_page`, which takes minutes; here the first row."""
+    page = sizing_page.PAGE.read_text()
+    assert page.startswith(sizing_page.HEAD)
+    assert f"| {' | '.join(sizing_page.smallest('Qwen2.5-1.5B', 2048).cells())} |" in page
+    rows = [line for line in page.splitlines() if line.startswith("| Qwen")]
+    assert len(rows) == len(sizing_page.TENSOR_PARALLEL) * len(sizing_page.COMPLETION_TOKENS)
