@@ -120,6 +120,10 @@ def test_an_empty_environment_gets_it_with_its_extra_and_does_what_the_readme_sa
     assert [line["step"] for line in metrics_in(mine / "runs" / "first")] == [1, 2]
     run(venv / "bin" / "grpo", "report", "runs/first", cwd=mine)
     assert (mine / "runs" / "first" / "report.html").exists()
+    demo = ["--output-dir", "runs/demo", "--", "--max_steps", "2", "--logging_steps", "1"]
+    said = run(venv / "bin" / "grpo", "launch", *demo, cwd=mine, deadline_s=JOB_S)
+    assert 0.3 < metrics_in(mine / "runs" / "demo")[0]["reward"] < 0.55, said
+    assert "demo: reward" in said
 
     data = write_rows(tmp_path / "rows.jsonl", RECIPES["gsm8k_qwen2.5_0.5b"][1])
     task = ["--config", mine / "recipe.yaml", "--model_name_or_path", save_small_model(tmp_path / "small")]
