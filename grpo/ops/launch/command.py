@@ -37,7 +37,7 @@ from grpo.record.provenance import command_without_secrets
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
 STOP_S = 600
-OWN = "grpo.train"
+OWN = "-m grpo.train"  # what a person would type; it stands above this package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="from a node's coming to its report: torch may come over a slow file system (default: %(default)g)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help=f"default: -m {OWN}; its options go behind ` -- `")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help=f"default: {OWN}; its options go behind ` -- `")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
 
 
@@ -204,7 +204,7 @@ def script_of(args: argparse.Namespace) -> Script:
     """The named one; or the package's own, where there is nothing or options alone."""
     if args.script is None or (args.script.startswith("-") and not args.module):
         words = [args.script, *args.arguments] if args.script else args.arguments
-        return Script(name=OWN, arguments=tuple(words), is_module=True)
+        return Script(name=OWN.removeprefix("-m "), arguments=tuple(words), is_module=True)
     return Script(name=args.script, arguments=tuple(args.arguments), is_module=args.module)
 
 
