@@ -1,6 +1,6 @@
 """How many GPUs a model takes, from `grpo plan` itself: `python -m tools.sizing_page` writes docs/sizing.md.
 
-The models' configurations are in tools/models/, as they are on the hub: their sizes, without weights.
+The models' sizes are in tools/models/, each as a config.json, without weights.
 """
 
 import argparse
@@ -76,7 +76,7 @@ tokens, no reference model (`beta: 0`), about {COMPLETIONS} completions a step i
 - *seconds*: of sampling and then of training, with completions a quarter as long as they may be in the mean; *batches
   under way*: with [`generation_lookahead: N`](lookahead.md), where that is shorter by a twentieth.
 
-This page is made by the code (`python -m tools.sizing_page`) from the `config.json` of each model.
+This page is made by the code (`python -m tools.sizing_page`) from the `config.json` of each model in `tools/models`.
 
 | model | answers | GPUs | reserve | TP | batch | step | GiB | at once | seconds | batches under way |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -124,8 +124,9 @@ def smallest(model: str, completion_tokens: int) -> Size:
     for nodes in NODES:
         sizes: list[Size] = []
         for reserve in reserves:
-            fitting = (planned(model, completion_tokens, nodes, reserve, batch) for batch in BATCHES)
-            sizes += [size for size in [next(filter(None, fitting), None)] if size is not None]
+            by_batch = (planned(model, completion_tokens, nodes, reserve, batch) for batch in BATCHES)
+            if (size := next(filter(None, by_batch), None)) is not None:
+                sizes.append(size)
         if sizes:
             return min(sizes, key=lambda size: size.advice.step_s / size.completions)
     raise ValueError(f"{model} fits none of {NODES} nodes")

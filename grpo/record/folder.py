@@ -169,8 +169,8 @@ class RunFolder:
         """
         with self._updating:
             weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
-            told = {"arguments": dict(arguments), "changed": list(changed), "topology": dict(topology)}
-            self._history.begin(asdict(self.state), told, goes_on=goes_on)
+            settings = {"arguments": dict(arguments), "changed": list(changed), "topology": dict(topology)}
+            self._history.begin(asdict(self.state), settings, goes_on=goes_on)
 
     def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
         """Change fields of the state and write it, in `run.json` too. From any thread.

@@ -51,12 +51,12 @@ class RunHistory:
             return 0
         return max((each["attempt"] for each in attempts if _key(each) != begun), default=-1) + 1
 
-    def begin(self, state: Mapping[str, Any], told: Mapping[str, Any], *, goes_on: bool) -> None:
+    def begin(self, state: Mapping[str, Any], settings: Mapping[str, Any], *, goes_on: bool) -> None:
         """Add this process's attempt. What still says that it runs was killed: nobody else is in the folder.
 
         Args:
             state: the run's, as the attempt begins.
-            told: what the attempt is started with: `arguments`, `changed`, `topology`.
+            settings: the attempt's `arguments`, `changed` and `topology`.
             goes_on: whether this is the attempt that this process has begun already, if it has.
         """
         try:
@@ -75,7 +75,7 @@ class RunHistory:
             own = None
         if own is None:
             own = {name: state[name] for name in ("attempt", "job", "started", *FOLLOWED)}
-            own |= {"ended": None, "from_step": 0, "failure": None, **provenance(), **told}
+            own |= {"ended": None, "from_step": 0, "failure": None, **provenance(), **settings}
             if any(each["started"] == own["started"] for each in self._attempts):
                 own["started"] = time.time()  # a second trainer of a process, or a rank that torchrun has started again
             self._attempts.append(own)

@@ -38,15 +38,11 @@ def arguments_of(args: Any) -> dict[str, Any]:
 def changed_from_defaults(args: Any) -> list[str]:
     """Names of the fields that hold something else than their class's default, by hand or because others ask for it."""
 
-    def default_of(each: Any) -> Any:
-        return each.default if each.default_factory is MISSING else each.default_factory()
+    def is_changed(each: Any) -> bool:
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        return without_secrets(getattr(args, each.name), each.name) != without_secrets(default, each.name)
 
-    told = arguments_of(args)
-    return [
-        each.name
-        for each in fields(args)
-        if each.init and told[each.name] != without_secrets(default_of(each), each.name)
-    ]
+    return [each.name for each in fields(args) if each.init and is_changed(each)]
 
 
 def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:

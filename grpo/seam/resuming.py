@@ -112,8 +112,9 @@ class ResumableTrainer(OrderedTrainer):
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
             where = where_it_runs(launch, topology, hosts)
-            told, changed = {**(beside or {}), **arguments_of(args)}, [*(beside or {}), *changed_from_defaults(args)]
-            self._run.begin_attempt(told, where, changed=changed)
+            others = beside or {}
+            changed = [*others, *changed_from_defaults(args)]
+            self._run.begin_attempt({**others, **arguments_of(args)}, where, changed=changed)
             signals.look = self._run.stop_request
             return self._run.attempt, self._run.drop_old_requests()
 

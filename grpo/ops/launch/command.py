@@ -164,7 +164,7 @@ def _meet_and_launch(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
         share = len(os.sched_getaffinity(0)) // (
             at.ranks_per_node + 1
-        )  # one for the engine, or accelerate takes it too
+        )  # one share for the engine; accelerate would take all
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
     return _launch(args, place, at, words, verdict.agreed.started, received)

@@ -171,12 +171,13 @@ def step_s(run: Run) -> float | None:
 
 def tokens_per_gpu(run: Run) -> float | None:
     """Tokens a second that were trained on, prompts too, for each GPU of ranks and engines (on CPUs each process)."""
-    told, tokens = run.settings.topology, run.metrics.get("num_tokens")
-    engines = told.get("engines_per_node", 0) * told.get("tensor_parallel_size", 1) * told.get("num_nodes", 1)
-    if tokens is None or not told.get("world_size"):
+    topology, tokens = run.settings.topology, run.metrics.get("num_tokens")
+    of_node = topology.get("engines_per_node", 0) * topology.get("tensor_parallel_size", 1)
+    if tokens is None or not topology.get("world_size"):
         return None
+    devices = topology["world_size"] + of_node * run.num_nodes
     seconds, counted = _recent(run, tokens)
-    return float(counted.sum() / seconds.sum() / (told["world_size"] + engines)) if len(seconds) else None
+    return float(counted.sum() / seconds.sum() / devices) if len(seconds) else None
 
 
 def _recent(run: Run, counted: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -211,8 +211,8 @@ def test_throughput_is_that_of_all_gpus(run_with: Callable[[str], Path], tmp_pat
     run = read_run(run_with(""))
     logs = min(RECENT_LOGS, len(run.metrics.times) - 1)
     recent = run.metrics.times[-1] - run.metrics.times[-1 - logs]
-    told = run.settings.topology
-    gpus = told["world_size"] + told["num_nodes"]
+    topology = run.settings.topology
+    gpus = topology["world_size"] + topology["num_nodes"]
     assert tokens_per_gpu(run) == pytest.approx(500_000 * logs / recent / gpus)
     (tile,) = [tile for tile in verdict(run_with("")).tiles if tile.label == "Throughput"]
     assert (tile.value, tile.note) == (
