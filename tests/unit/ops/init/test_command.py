@@ -57,7 +57,8 @@ def test_the_command_says_what_it_wrote_and_what_to_do_next(tmp_path: Path, caps
     assert cli.main(["init", str(tmp_path / "empty")]) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path}/empty: configs/, launch/, train.py\n" in said
-    assert "accelerate launch --config_file configs/1node.yaml train.py" in said
+    assert "\n  grpo launch train.py    " in said
+    assert "\n  grpo launch --nodes a,b train.py    " in said
 
 
 def test_a_folder_that_holds_something_is_refused_by_what_it_holds(
