@@ -122,8 +122,10 @@ def test_who_is_behind_is_named_where_torchs_own_deadline_comes_first(tmp_path: 
         output = expect_the_contract(job, time.monotonic(), job.processes(), within_s=PROMISED_S)
     finally:
         job.end()
-    says = ["node 0", "rank 2, phase 'train'", "rank 2 is behind the others", "[GRPO-620]", "Timed out waiting"]
-    the_record(job, output, says=says, ranks=[0, 1, 2])
+    says = ["node 0", "rank 2, phase 'train'", "rank 2 is behind the others", "[GRPO-620]"]
+    record = the_record(job, output, says=says, ranks=[0, 1, 2])
+    # Gloo's deadline ends one of the two that wait and closes its connections: either rank's error may be the first.
+    assert any(cause in record for cause in ("Timed out waiting", "closed by peer")), record
 
 
 def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_path: Path) -> None:
