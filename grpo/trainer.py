@@ -22,6 +22,7 @@ from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
 from grpo.config.models import attention_heads, base_of, describe_model
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
+from grpo.config.text_part import freeze_towers, what_is_trained
 from grpo.engine.client import EngineClient
 from grpo.engine.early import drop_host, start_first_host
 from grpo.engine.like import EngineLike, StartEngine
@@ -38,7 +39,8 @@ from grpo.place.log import LOGS_FOLDER, log_name, open_log
 from grpo.place.same_everywhere import read_versions
 from grpo.place.topology import NodeTopology, read_topology
 from grpo.preflight.inputs import check_inputs, try_first_row
-from grpo.preflight.lora import choose_lora, with_revision
+from grpo.preflight.lora import around_towers, choose_lora, with_revision
+from grpo.preflight.processor import processor_of
 from grpo.record.folder import make_run_folder
 from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
@@ -61,7 +63,7 @@ class GRPOTrainer(GuardedTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
     In local mode every rank of the job makes one at the same time, from the main thread. Images, quantised
-    models and FSDP are refused there.
+    models and FSDP are refused there; of a multimodal model the text part is trained.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
@@ -130,7 +132,12 @@ class GRPOTrainer(GuardedTrainer):
     def _init_local(self, inherited: dict[str, Any]) -> None:
         """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
         args: GRPOConfig = inherited["args"]
-        inherited["peft_config"] = with_revision(inherited["peft_config"], args)
+        given_tokenizer = inherited["processing_class"]
+        if (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
+            inherited["processing_class"], self._processor = processor.tokenizer, processor
+            given_tokenizer = processor.tokenizer if given_tokenizer is not None else None
+        plain = base_of(inherited["model"])
+        inherited["peft_config"] = around_towers(with_revision(inherited["peft_config"], args), plain, args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
         if not self.topology.launched and len(self.topology.devices) > 1:
             # The other GPU is the engine's. TRL would refuse two, and transformers spread the model over both.
@@ -166,7 +173,7 @@ class GRPOTrainer(GuardedTrainer):
                 Path(args.output_dir), self.topology, self._node_groups, self._watch, attempt=self.attempt
             )
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object
-                base_of(inherited["model"]), args, inherited["processing_class"], self.topology
+                plain, args, given_tokenizer, self.topology
             )
             slot = None if choice is None or choice.way == "merge" else choice.slot
             engines = EngineSupervisor(
@@ -275,11 +282,8 @@ class GRPOTrainer(GuardedTrainer):
             args.use_vllm = True
         if self.is_deepspeed_enabled:
             import_deepspeeds_muon()
-        if self._is_vlm:
-            raise ValueError(
-                f"{self.model.config.model_type} takes images: local mode trains text models; pass the text model, or "
-                "set vllm_mode to 'server' or 'colocate'"
-            )
+        if tower_elements := freeze_towers(base := base_of(self.model)):
+            self._say(what_is_trained(base, tower_elements))
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
         self._score_beside()

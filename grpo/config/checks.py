@@ -40,6 +40,7 @@ OWN_ENGINE_KEYS = {
     "prefill_context_parallel_size": "vllm_tensor_parallel_size",
     "data_parallel_size": "vllm_reserved_gpus: several engines on a node are several processes",
     "model_impl": "vllm_model_impl",
+    "language_model_only": "the model: of a multimodal one the text part is trained",
     "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
     "load_format": "nothing: the first push brings the weights",
     "weight_transfer_config": "vllm_sync_backend",

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
+from grpo.config.text_part import is_hybrid, is_multimodal
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
@@ -26,6 +27,10 @@ class EngineModel:
     tokenizer: str
     revision: str | None
     dtype: torch.dtype
+    is_multimodal: bool = False
+    """Of which the engines build the text part alone."""
+    is_hybrid: bool = False
+    """With layers that keep a recurrent state."""
 
 
 class PrivateFolder:
@@ -78,7 +83,16 @@ def describe_model(
         if processing_class is not None:
             processing_class.save_pretrained(folder.path)
             tokenizer = str(folder.path)
-    return EngineModel(path=path, tokenizer=tokenizer, revision=revision, dtype=dtype), folder
+    config = model_config(model, args)
+    described = EngineModel(
+        path=path,
+        tokenizer=tokenizer,
+        revision=revision,
+        dtype=dtype,
+        is_multimodal=is_multimodal(config),
+        is_hybrid=is_hybrid(config),
+    )
+    return described, folder
 
 
 def base_of(model: Any) -> "str | PreTrainedModel":
@@ -192,6 +206,10 @@ def engine_args(
         # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
         # Generator does not use offset" (0.31, `_bookkeeping_sync`).
         settings["enable_chunked_prefill"] = False
+        if model.is_hybrid:
+            settings["enable_prefix_caching"] = False  # of recurrent states vLLM caches prefixes by chunks alone (0.31)
+    if model.is_multimodal:
+        settings["language_model_only"] = True
     if adapters is not None:
         settings |= adapters.engine_args
     return settings | args.engine_kwargs

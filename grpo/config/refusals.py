@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import parse_flag_from_env
 from datasets import IterableDataset
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from grpo.config import GRPOConfig
 from grpo.config.checks import SHARED_MODEL, check_data_parallel
@@ -70,7 +70,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
     check_init_kwargs(args, arguments["model"])
-    check_text_only(arguments["processing_class"], arguments["train_dataset"], arguments["eval_dataset"])
+    check_text_only(arguments["train_dataset"], arguments["eval_dataset"])
 
 
 def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -> None:
@@ -106,17 +106,12 @@ def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -
             )
 
 
-def check_text_only(processing_class: Any, *datasets: Any) -> None:
+def check_text_only(*datasets: Any) -> None:
     """Refuse images, before anything is started.
 
     Raises:
         ValueError: names what would bring them.
     """
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}: local mode takes text alone; pass its "
-            "tokenizer, or set vllm_mode to 'server' or 'colocate'"
-        )
     for dataset in datasets:
         for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
             found = {"image", "images"} & set(getattr(part, "column_names", None) or [])

@@ -72,6 +72,11 @@ def first_row(dataset: Any) -> dict[str, Any]:
         )
     if not prompt:
         raise ValueError("the first prompt of train_dataset is empty")
+    if kinds := _kinds_of_parts(prompt) - {"text"}:
+        raise ValueError(
+            f"the first prompt of train_dataset has a part of type {sorted(kinds)[0]!r} [GRPO-210]: local mode takes "
+            "text alone; leave such parts out, or set vllm_mode to 'server' or 'colocate'"
+        )
     return row
 
 
@@ -163,6 +168,13 @@ def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[An
         return tokenizer(prompt)["input_ids"]
     settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tools": tools or None}
     return tokenizer.apply_chat_template(prompt, **settings, **(args.chat_template_kwargs or {}))
+
+
+def _kinds_of_parts(prompt: Any) -> set[str]:
+    """Of a conversation whose messages come in parts; empty for plain text."""
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
 
 
 def _is_conversation(prompt: Any) -> bool:

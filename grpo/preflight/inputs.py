@@ -5,13 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoTokenizer
-from trl.trainer.utils import get_config_model_id
-
 from grpo.config import GRPOConfig
-from grpo.faults.mistakes import is_users
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
-from grpo.preflight.model import check_model, check_tokenizer_files, local_model, reason_of
+from grpo.preflight.model import check_model, local_model
+from grpo.preflight.processor import load_tokenizer
 from grpo.preflight.rewards import check_reward_list, try_rewards
 from grpo.preflight.tools import check_conversational, check_environments_data, check_tools
 from grpo.preflight.versions import warn_of_untested
@@ -72,7 +69,7 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     revision = (args.model_init_kwargs or {}).get("revision")
     if isinstance(inputs["model"], str):
         check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)
-    tokenizer = inputs["processing_class"] or _tokenizer(inputs["model"], args, revision)
+    tokenizer = inputs["processing_class"] or load_tokenizer(inputs["model"], args)
     if inputs["tools"] or inputs["environment_factory"]:
         check_tools(inputs["tools"] or [], tokenizer)
     if inputs["environment_factory"]:
@@ -85,20 +82,3 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     if inputs["rollout_func"] is not None or not args.check_rewards:
         return FirstRow(prompt_ids=ids)  # a rollout function gives rewards more than the data set has
     return FirstRow(prompt_ids=ids, reward_loop=try_rewards(inputs["reward_funcs"], row, ids, args))
-
-
-def _tokenizer(model: Any, args: GRPOConfig, revision: str | None) -> Any:
-    name = model
-    if not isinstance(model, str):
-        name, revision = get_config_model_id(model.config), None
-    elif (folder := local_model(model, "the model")) is not None:
-        check_tokenizer_files(folder, "the model")
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-    except Exception as error:
-        if not is_users(error):
-            raise
-        raise ValueError(
-            f"the tokenizer of {name!r} cannot be loaded ({reason_of(error)}): put tokenizer.json and "
-            "tokenizer_config.json beside the model, or give the trainer a processing_class"
-        ) from error

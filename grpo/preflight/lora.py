@@ -2,17 +2,18 @@
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo.config import GRPOConfig
 from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config
+from grpo.config.text_part import is_multimodal, model_without_weights, tower_paths
 
 # What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
 STARTS = (True, False, "gaussian", "orthogonal")
@@ -108,6 +109,27 @@ def choose_lora(
         raise ValueError(f"the base of peft_config is quantised (QLoRA): {_QUANTISED}")
     wrapped = model if given else wrapped_without_weights(_without_weights(model, args), peft_config)
     return choose_way(wrapped, peft_config, args, compute_dtype(base_of(model), args), has_gpus=has_gpus)
+
+
+def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
+    """The user's, or of a multimodal model a copy that leaves its towers out, whose layers often have the same names.
+
+    Args:
+        model: a name, or a transformers model.
+    """
+    if peft_config is None or not is_multimodal(model_config(model, args)):
+        return peft_config
+    plain = _without_weights(model, args)
+    towers = tower_paths(plain)
+    adapted = _adapted(wrapped_without_weights(plain, peft_config))
+    if not any(path.startswith(f"{tower}.") for path in adapted for tower in towers):
+        return peft_config
+    own = peft_config.exclude_modules or []
+    patterns = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in own]
+    patterns += [rf"{re.escape(tower)}\..*" for tower in towers]
+    copied = copy.copy(peft_config)
+    copied.exclude_modules = "|".join(f"({pattern})" for pattern in patterns)
+    return copied
 
 
 def with_revision(peft_config: Any, args: GRPOConfig) -> Any:
@@ -211,10 +233,11 @@ def wrapped_without_weights(plain: Any, config: Any) -> Any:
 
 def _without_weights(model: Any, args: GRPOConfig) -> Any:
     settings = model_config(model, args)
-    with torch.device("meta"), _without_zero3():
+    with _without_zero3():
         if isinstance(model, str):
-            return AutoModelForCausalLM.from_config(settings, trust_remote_code=args.trust_remote_code)
-        return type(model)(copy.deepcopy(settings))
+            return model_without_weights(settings, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            return type(model)(copy.deepcopy(settings))
 
 
 @contextlib.contextmanager
@@ -234,16 +257,15 @@ def _without_zero3() -> Iterator[None]:
 
 def _ranks(wrapped: Any) -> dict[str, int]:
     """The rank of each layer that has an adapter, by its path in the base."""
-    from peft.tuners.lora import LoraLayer
-
-    name = wrapped.active_adapters[0]
     base = wrapped.get_base_model()
-    found = {
-        path: module.r[name]
-        for path, module in base.named_modules()
-        if isinstance(module, LoraLayer) and name in module.r
-    }
+    found = _adapted(wrapped)
+    towers = tower_paths(base)
     for path in found:
+        if any(path.startswith(f"{tower}.") for tower in towers):
+            raise ValueError(
+                f"the PeftModel has an adapter on {path}, which takes no part in text: make it with "
+                f"exclude_modules, such as r'{re.escape(towers[0])}\..*'"
+            )
         inner = base.get_submodule(path).get_base_layer()
         if not isinstance(inner, torch.nn.Linear | torch.nn.Embedding):
             raise ValueError(
@@ -260,6 +282,17 @@ def _ranks(wrapped: Any) -> dict[str, int]:
             "engines: PEFT would train a copy of the one alone; leave it out"
         )
     return found
+
+
+def _adapted(wrapped: Any) -> dict[str, int]:
+    from peft.tuners.lora import LoraLayer
+
+    name = wrapped.active_adapters[0]
+    return {
+        path: module.r[name]
+        for path, module in wrapped.get_base_model().named_modules()
+        if isinstance(module, LoraLayer) and name in module.r
+    }
 
 
 def _are_tied(base: Any) -> bool:

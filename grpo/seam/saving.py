@@ -34,6 +34,7 @@ from grpo.faults.signals import StopLead, StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
+from grpo.preflight.processor import Processor
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
 from grpo.seam.trimming import TrimmingTrainer
@@ -87,6 +88,8 @@ class SavingTrainer(TrimmingTrainer):
     """The last save, as long as it may be on its way to the disk."""
     _must_resume = False
     """Whether the job is about to end for want of engines."""
+    _processor: Processor | None = None
+    """Of a multimodal model."""
     _is_saving = False
     """Whether transformers is writing a checkpoint."""
     _saved_step: int = 0
@@ -214,13 +217,15 @@ class SavingTrainer(TrimmingTrainer):
         With `stage3_gather_16bit_weights_on_model_save` off, transformers writes all shards here, and once more with
         the optimizer's states (5.17).
         """
+        folder = Path(output_dir or self.args.output_dir)
         if not (_internal_call and self._is_saving and self._has_only_shards):
             super().save_model(output_dir, _internal_call=_internal_call)
-            return
-        assert output_dir is not None
-        if self.args.should_save:
-            self._save(output_dir, state_dict={})
-        remove_dummy_checkpoint(self.args.should_save, output_dir, [WEIGHTS_NAME, SAFE_WEIGHTS_NAME])
+        else:
+            if self.args.should_save:
+                self._save(str(folder), state_dict={})
+            remove_dummy_checkpoint(self.args.should_save, str(folder), [WEIGHTS_NAME, SAFE_WEIGHTS_NAME])
+        if self.args.should_save and self._processor is not None:
+            self._processor.save(folder)
 
     @property
     def _has_only_shards(self) -> bool:

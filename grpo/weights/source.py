@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo.config.text_part import tower_tensors
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, described, make_buckets, packed_bytes
 from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.held import HeldParameters
@@ -242,7 +243,7 @@ class GatheredSource:
 
     def _frozen(self) -> frozenset[str]:
         with self._plain_model():
-            return frozen_names(self._model, changing=self._adapter_of.keys())
+            return frozen_names(self._model, changing=self._adapter_of.keys()).intersection(self._tensors)
 
     def _plain_model(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._lora is None else self._lora.unwrapped()
@@ -358,11 +359,12 @@ class GatheredSource:
 
 
 def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, in the order of the modules; a tied parameter appears once."""
+    """Parameters and persistent buffers of the text part, in the order of the modules; a tied parameter appears once."""
+    towers = tower_tensors(model)
     names = [
         f"{path}.{leaf}" if path else leaf
         for path, module in model.named_modules()
         for leaf in (*module._parameters, *module._buffers)
     ]
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
-    return {name: tensors[name] for name in names if name in tensors}
+    return {name: tensors[name] for name in names if name in tensors and name not in towers}

@@ -8,6 +8,7 @@ from torch import nn
 
 from grpo.config import GRPOConfig
 from grpo.config.models import EngineModel
+from grpo.config.text_part import placeholder_ids
 from grpo.engine.like import EngineLike
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
@@ -28,7 +29,7 @@ class TrainedModel:
     end_tokens: tuple[int, ...]
     """That end a completion, as the trainer counts ends. The first stands for one where no engine took the prompt."""
     special_ids: tuple[int, ...] = ()
-    """Tokens that the random half of a verification's probe leaves out."""
+    """Tokens that the random half of a verification's probe leaves out, beside those that stand for images."""
     text: tuple[int, ...] = ()
     """Token ids of ordinary text, the same on every rank."""
     reference: nn.Module | None = None
@@ -76,7 +77,11 @@ class TrainedModel:
             model=self.model,
             clients=clients,
             probe=probe_prompts(
-                self.vocab_size, max_model_len, self.special_ids, text=self.text, num_shards=num_shards
+                self.vocab_size,
+                max_model_len,
+                {*self.special_ids, *placeholder_ids(self.model.config)},
+                text=self.text,
+                num_shards=num_shards,
             ),
             dtype=self.engine_model.dtype,
             asked_limit=args.vllm_max_logprob_gap,

@@ -66,7 +66,7 @@ def engine_memory(
         layers * _blocks(sequence_tokens if window is None else min(window, sequence_tokens)) * per_layer
         for window, layers in shape.kv_windows
     )
-    weights = -(-shape.num_parameters * dtype_bytes // tensor_parallel_size)
+    weights = -(-shape.text_parameters * dtype_bytes // tensor_parallel_size)
     overhead = 0 if capacity_bytes is None else ENGINE_OVERHEAD_BYTES
     budget = None if capacity_bytes is None else int(capacity_bytes * utilization)
     kv_cache = engine_kwargs.get("kv_cache_memory_bytes")

@@ -7,7 +7,7 @@ import torch
 
 from grpo.config import GRPOConfig
 from grpo.ops.plan.model_shape import meta_model
-from grpo.preflight.lora import LoraChoice, choose_way, wrapped_without_weights
+from grpo.preflight.lora import LoraChoice, around_towers, choose_way, wrapped_without_weights
 
 if TYPE_CHECKING:
     from grpo.weights.adapters import Lora  # needs PEFT
@@ -66,6 +66,7 @@ def planned_lora(peft_config: Any, args: GRPOConfig, config: Any, dtype: torch.d
     Raises:
         ValueError: as `choose_way`.
     """
+    peft_config = around_towers(peft_config, config._name_or_path, args)
     wrapped = wrapped_without_weights(meta_model(config, trust_remote_code=args.trust_remote_code), peft_config)
     choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus)
     return PlannedLora(choice=choice, wrapped=wrapped)

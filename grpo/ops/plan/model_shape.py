@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo.config.models import base_of
+from grpo.config.text_part import freeze_towers, model_without_weights, tower_tensors
 from grpo.weights.layers import has_experts
 
 
@@ -88,6 +90,8 @@ class ModelShape:
     """In experts to which tokens are routed; those that every token passes are not among them."""
     routed_share: float = 1.0
     """Of these experts that a token is routed to: 8 of 128 are 1/16."""
+    tower_parameters: int = 0
+    """Of `num_parameters`, those of towers beside the text part: frozen, and not in the engines."""
 
     @property
     def num_layers(self) -> int:
@@ -98,9 +102,14 @@ class ModelShape:
         """Of all parameters, adapters too."""
         return self.trained.elements + self.frozen.elements
 
+    @property
+    def text_parameters(self) -> int:
+        """What an engine holds."""
+        return self.num_parameters - self.tower_parameters
+
     def parameters_read(self, tokens: float) -> float:
         """Parameters that so many tokens together pass through, on average, with each expert equally likely."""
-        return self.num_parameters - self.expert_parameters * (1 - self.routed_share) ** tokens
+        return self.text_parameters - self.expert_parameters * (1 - self.routed_share) ** tokens
 
 
 def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: bool = False) -> ModelShape:
@@ -136,6 +145,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
     windows, without_kv = _kv_windows(text, len(decoder))
     latent = getattr(text, "kv_lora_rank", None)
     experts = _expert_parameters(decoder)
+    towers = tower_tensors(model)
     return ModelShape(
         name=name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -154,6 +164,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
         layers_without_kv=without_kv,
         expert_parameters=experts,
         routed_share=_routed(text) / _num_experts(text) if experts else 1.0,
+        tower_parameters=sum(parameter.numel() for name, parameter in model.named_parameters() if name in towers),
     )
 
 
@@ -164,11 +175,10 @@ def _head_dim(text: Any, heads: int) -> int:
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model that `config` describes, without memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    """The model that `config` describes, without memory; of a multimodal one the text part alone is trained."""
+    model = model_without_weights(config, trust_remote_code=trust_remote_code)
+    freeze_towers(model)
+    return model
 
 
 def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
@@ -182,9 +192,9 @@ def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the module list that holds the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of decoder layers: the module list of the text part that holds the most parameters."""
+    lists = [module for module in base_of(model).get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
 
 

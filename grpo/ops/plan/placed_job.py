@@ -68,7 +68,7 @@ class PlacedJob:
     @property
     def model_bytes(self) -> int:
         """Of one copy in the dtype of the engines."""
-        return self.shape.num_parameters * self.dtype.itemsize
+        return self.shape.text_parameters * self.dtype.itemsize
 
     def sharding(self) -> Sharding:
         """Of the launcher's DeepSpeed, else of the training file's.

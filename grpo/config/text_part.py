@@ -1,0 +1,109 @@
+"""The text part of a multimodal checkpoint: what local mode trains of one, and what stays as it is.
+
+Most checkpoints of today are `...ForConditionalGeneration`: a decoder for text, beside it towers for images, video or
+sound, and what projects from them. With text alone the towers never run: they are frozen, no engine loads them, and no
+weight sync carries them.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a model's configuration holds another one for its text."""
+    return config.get_text_config() is not config
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether there are layers with a recurrent state: linear attention, state spaces, convolutions."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return not _ATTENTION.issuperset(kinds)
+
+
+def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model that TRL loads for `config`, on the meta device: of the checkpoint's own class, where transformers has
+    it (1.16)."""
+    own_class = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if own_class is not None:
+            return own_class(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def tower_paths(model: Any) -> tuple[str, ...]:
+    """The outermost modules that take no part in text: `model.visual`, `model.multi_modal_projector`.
+
+    Args:
+        model: a transformers model, which may hold layers of PEFT's; none of a text model.
+    """
+    if not _has_towers(model):
+        return ()
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {id(module) for part in parts if part is not None for module in part.modules()}
+    holders = {id(model)} | {
+        id(module) for _, module in model.named_modules() if any(id(inner) in text for inner in module.modules())
+    }
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in found)
+        if not is_inside and id(module) not in text | holders:
+            found.append(path)
+    return tuple(found)
+
+
+def tower_tensors(model: Any) -> frozenset[str]:
+    """Names of the parameters and buffers that take no part in text; none of a text model."""
+    if not _has_towers(model):
+        return frozenset()
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {id(each) for part in parts if part is not None for each in (*part.parameters(), *part.buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return frozenset(name for name, tensor in named if id(tensor) not in text)
+
+
+def freeze_towers(model: Any) -> int:
+    """Let nothing outside of the text part be trained.
+
+    Returns:
+        How many parameters, of which none is trained now.
+    """
+    names = tower_tensors(model)
+    towers = [parameter for name, parameter in model.named_parameters() if name in names]
+    for parameter in towers:
+        parameter.requires_grad_(False)
+    return sum(_whole_size(parameter) for parameter in towers)
+
+
+def placeholder_ids(config: Any) -> set[int]:
+    """Ids of the tokens that stand for what is no text: `image_token_id`, `video_token_id` and the like."""
+    if not is_multimodal(config):
+        return set()
+    named = {name: value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    return {value for value in named.values() if isinstance(value, int)}
+
+
+def what_is_trained(model: Any, tower_elements: int) -> str:
+    """One line for the screen.
+
+    Args:
+        model: a multimodal one.
+        tower_elements: parameters of its towers.
+    """
+    size = f"{tower_elements / 1e9:.1f} B" if tower_elements >= 5e7 else f"{tower_elements / 1e6:.1f} M"
+    names = " and ".join(path.rpartition(".")[2] for path in tower_paths(model))
+    return f"trains the text part of {type(model).__name__}: {names} ({size} parameters) stay frozen, in no engine"
+
+
+def _has_towers(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and is_multimodal(model.config)
+
+
+def _whole_size(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 a rank holds a part

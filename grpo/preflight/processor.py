@@ -1,0 +1,104 @@
+"""The processor of a multimodal checkpoint: its tokenizer trains, and its files go where the model is saved."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from transformers import AutoTokenizer, ProcessorMixin
+from transformers.utils import FEATURE_EXTRACTOR_NAME, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from trl.trainer.utils import get_config_model_id
+
+from grpo.config import GRPOConfig
+from grpo.config.models import base_of, model_config
+from grpo.config.text_part import is_multimodal
+from grpo.faults.mistakes import is_users
+from grpo.preflight.model import check_tokenizer_files, local_model, reason_of
+
+PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+"""What a processor is read from, beside its tokenizer's files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """What turns images and the like into a model's inputs. Training on text has no use for it; a saved model has."""
+
+    tokenizer: Any
+    given: ProcessorMixin | None = None
+    """The user's."""
+    files: tuple[Path, ...] = ()
+    """Else the checkpoint's own."""
+
+    def save(self, folder: Path) -> None:
+        """Beside the tokenizer, which stands there already."""
+        if self.given is not None:
+            self.given.save_pretrained(folder)
+        for file in self.files:
+            shutil.copyfile(file, folder / file.name)
+
+
+def processor_of(inputs: Mapping[str, Any]) -> Processor | None:
+    """The processor of the model that is trained; None for a text model.
+
+    Args:
+        inputs: the trainer's arguments.
+
+    Raises:
+        ValueError: there is no tokenizer to be had.
+    """
+    args, given, model = inputs["args"], inputs["processing_class"], base_of(inputs["model"])
+    if isinstance(given, ProcessorMixin):
+        tokenizer = given.tokenizer
+        tokenizer.chat_template = tokenizer.chat_template or given.chat_template
+        return Processor(tokenizer=tokenizer, given=given)
+    if not is_multimodal(model_config(model, args)):
+        return None
+    name, revision = model_id(model, args)
+    if given is None:
+        given = load_tokenizer(model, args)
+        if given.chat_template is None and (legacy := _file(name, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, revision)) is not None:
+            given.chat_template = json.loads(legacy.read_text())["chat_template"]
+    files = (_file(name, each, revision) for each in PROCESSOR_FILES)
+    return Processor(tokenizer=given, files=tuple(file for file in files if file is not None))
+
+
+def load_tokenizer(model: Any, args: GRPOConfig) -> Any:
+    """As TRL loads one, which pads on the left (1.16).
+
+    Raises:
+        ValueError: there is none to be had.
+    """
+    name, revision = model_id(model, args)
+    if isinstance(model, str) and (folder := local_model(model, "the model")) is not None:
+        check_tokenizer_files(folder, "the model")
+    sides = {"truncation_side": "left", "padding_side": "left"}
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **sides)
+    except Exception as error:
+        if not is_users(error):
+            raise
+        raise ValueError(
+            f"the tokenizer of {name!r} cannot be loaded ({reason_of(error)}): put tokenizer.json and "
+            "tokenizer_config.json beside the model, or give the trainer a processing_class"
+        ) from error
+
+
+def model_id(model: Any, args: GRPOConfig) -> tuple[str, str | None]:
+    """Name and revision under which a model was loaded."""
+    if isinstance(model, str):
+        return model, (args.model_init_kwargs or {}).get("revision")
+    return get_config_model_id(model.config), None
+
+
+def _file(name: str, file: str, revision: str | None) -> Path | None:
+    """Of a folder or the hub; None where there is none, or none can be reached."""
+    if Path(name).is_dir():
+        return found if (found := Path(name) / file).is_file() else None
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (EntryNotFoundError, LocalEntryNotFoundError):
+        return None

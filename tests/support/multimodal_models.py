@@ -1,0 +1,157 @@
+"""Multimodal checkpoints of a few hundred thousand parameters, made on the spot, with their processors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
+
+from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
+
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+_CLIP = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 64,
+}
+# Parts and plain text alike, as this year's templates take them.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}= {% endif %}"
+)
+
+
+def _with_tokens(*special: str) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def _llava() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """CLIP beside Qwen2, heads untied; the tower's names in the checkpoint are not those in memory."""
+    tokenizer = _with_tokens("<image>")
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(
+        text_config=Qwen2Config(**_TEXT, tie_word_embeddings=False),
+        vision_config=CLIPVisionConfig(**_CLIP),
+        image_token_id=image,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+    )
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+    return config, LlavaForConditionalGeneration, processor
+
+
+def _qwen3_5() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """A layer of linear attention and one of attention; vLLM's kernel for the first takes heads of 128 and bfloat16."""
+    tokenizer = _with_tokens("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen3_5Config(
+        text_config={
+            **_TEXT,
+            "head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 16,
+        },
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return config, Qwen3_5ForConditionalGeneration, tokenizer
+
+
+def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """SigLIP beside Gemma 3, tied; a sliding layer and a full one."""
+    tokenizer = _with_tokens("<image>", "<start_of_image>", "<end_of_image>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = Gemma3Config(
+        text_config={
+            **_TEXT,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16,
+        },
+        vision_config={key: value for key, value in _CLIP.items() if key != "projection_dim"},
+        image_token_index=ids("<image>"),
+        boi_token_index=ids("<start_of_image>"),
+        eoi_token_index=ids("<end_of_image>"),
+        mm_tokens_per_image=4,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return config, Gemma3ForConditionalGeneration, tokenizer
+
+
+MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], Any]]] = {
+    "llava": _llava,
+    "qwen3_5": _qwen3_5,
+    "gemma3": _gemma3,
+}
+
+
+def save_multimodal_model(family: str, folder: Path) -> Path:
+    """A random model in float32 with its processor or tokenizer, as a plain Hugging Face folder."""
+    config, model_class, processor = MAKERS[family]()
+    torch.manual_seed(0)
+    model = model_class(config).float()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
