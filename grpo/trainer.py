@@ -49,6 +49,7 @@ from grpo.record.timeline.start import open_timeline
 from grpo.seam.guarding import GuardedTrainer
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
+from grpo.weights.gather import gather_convolutions_with_their_layers
 from grpo.weights.probe import TEXT_TOKENS
 from grpo.weights.trained import TrainedModel
 
@@ -282,7 +283,9 @@ class GRPOTrainer(GuardedTrainer):
             args.use_vllm = True
         if self.is_deepspeed_enabled:
             import_deepspeeds_muon()
-        if tower_elements := freeze_towers(base := base_of(self.model)):
+        base = base_of(self.model)
+        gather_convolutions_with_their_layers(base)
+        if tower_elements := freeze_towers(base):
             self._say(what_is_trained(base, tower_elements))
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def is_zero3(parameter: torch.Tensor) -> bool:
@@ -35,6 +36,22 @@ def gathered(
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank)
+
+
+def gather_convolutions_with_their_layers(model: nn.Module) -> None:
+    """Let ZeRO-3 gather what a recurrent layer reads of its convolution, which it does not call.
+
+    In a forward of its engine DeepSpeed finds that out by itself (0.19), in one of the model alone, as a verification's
+    is, it does not.
+    """
+    for module in model.modules():
+        for convolution in module.children():
+            weights = [each for each in convolution.parameters(recurse=False) if is_zero3(each)]
+            if isinstance(convolution, nn.Conv1d) and weights:
+                import deepspeed
+
+                for weight in weights:
+                    deepspeed.zero.register_external_parameter(module, weight)
 
 
 def has_plain_shards(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
