@@ -22,7 +22,6 @@ from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
 from grpo.config.models import attention_heads, base_of, describe_model
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
-from grpo.config.text_part import freeze_towers, what_is_trained
 from grpo.engine.client import EngineClient
 from grpo.engine.early import drop_host, start_first_host
 from grpo.engine.like import EngineLike, StartEngine
@@ -34,6 +33,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
+from grpo.model.text_part import freeze_towers, what_is_trained
 from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, log_name, open_log
 from grpo.place.same_everywhere import read_versions
@@ -176,6 +176,8 @@ class GRPOTrainer(GuardedTrainer):
             engine_model, self._private_folder = describe_model(  # the folder is removed with this object
                 plain, args, given_tokenizer, self.topology
             )
+            if self._private_folder is not None and processor is not None:  # some of vLLM's classes read it even so
+                processor.save(self._private_folder.path)
             slot = None if choice is None or choice.way == "merge" else choice.slot
             engines = EngineSupervisor(
                 engine_spec(args, engine_model, self.topology, slot),

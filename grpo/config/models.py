@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
-from grpo.config.text_part import is_hybrid, is_multimodal
+from grpo.model.text_part import is_hybrid, is_multimodal
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs

@@ -74,7 +74,7 @@ def first_row(dataset: Any) -> dict[str, Any]:
         raise ValueError("the first prompt of train_dataset is empty")
     if kinds := _kinds_of_parts(prompt) - {"text"}:
         raise ValueError(
-            f"the first prompt of train_dataset has a part of type {sorted(kinds)[0]!r} [GRPO-210]: local mode takes "
+            f"the first prompt of train_dataset has a part of type {sorted(kinds)[0]!r} [GRPO-214]: local mode takes "
             "text alone; leave such parts out, or set vllm_mode to 'server' or 'colocate'"
         )
     return row
@@ -107,6 +107,12 @@ def prompt_ids(
             f"{what} of {tokenizer.name_or_path} does not take the first prompt, {_shown(prompt)}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if is_chat and not _keeps_content(prompt, tokenizer, kwargs):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} leaves out what the first prompt says, {_shown(prompt)} "
+            "[GRPO-215]: some templates of multimodal models take contents in parts alone: make each content a list, "
+            "[{'type': 'text', 'text': …}]"
+        )
     if not ids:
         raise ValueError(
             f"the first prompt, {_shown(prompt)}, becomes no tokens: is {tokenizer.name_or_path} the right tokenizer?"
@@ -168,6 +174,13 @@ def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[An
         return tokenizer(prompt)["input_ids"]
     settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tools": tools or None}
     return tokenizer.apply_chat_template(prompt, **settings, **(args.chat_template_kwargs or {}))
+
+
+def _keeps_content(prompt: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether any message's text is in what the template makes of it; templates may change one, such as a system's."""
+    contents = [content.strip() for message in prompt if isinstance(content := message.get("content"), str)]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs)
+    return not any(contents) or any(content in text for content in contents if content)
 
 
 def _kinds_of_parts(prompt: Any) -> set[str]:

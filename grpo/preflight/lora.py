@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo.config import GRPOConfig
 from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config
-from grpo.config.text_part import is_multimodal, model_without_weights, tower_paths
+from grpo.model.text_part import is_multimodal, model_without_weights, tower_paths
 
 # What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
 STARTS = (True, False, "gaussian", "orthogonal")

@@ -10,17 +10,14 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, ProcessorMixin
-from transformers.utils import FEATURE_EXTRACTOR_NAME, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
 from grpo.config.models import base_of, model_config
-from grpo.config.text_part import is_multimodal
 from grpo.faults.mistakes import is_users
+from grpo.model.text_part import PROCESSOR_FILES, is_multimodal
 from grpo.preflight.model import check_tokenizer_files, local_model, reason_of
-
-PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
-"""What a processor is read from, beside its tokenizer's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,8 @@ def processor_of(inputs: Mapping[str, Any]) -> Processor | None:
     name, revision = model_id(model, args)
     if given is None:
         given = load_tokenizer(model, args)
-        if given.chat_template is None and (legacy := _file(name, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, revision)) is not None:
+        legacy = _file(name, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, revision) if given.chat_template is None else None
+        if legacy is not None:
             given.chat_template = json.loads(legacy.read_text())["chat_template"]
     files = (_file(name, each, revision) for each in PROCESSOR_FILES)
     return Processor(tokenizer=given, files=tuple(file for file in files if file is not None))

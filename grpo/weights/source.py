@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo.config.text_part import tower_tensors
+from grpo.model.text_part import tower_tensors
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, described, make_buckets, packed_bytes
 from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
 from grpo.weights.held import HeldParameters
@@ -359,7 +359,7 @@ class GatheredSource:
 
 
 def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of the text part, in the order of the modules; a tied parameter appears once."""
+    """Parameters and persistent buffers of the text part, in the modules' order; a tied parameter appears once."""
     towers = tower_tensors(model)
     names = [
         f"{path}.{leaf}" if path else leaf

@@ -8,8 +8,8 @@ from torch import nn
 
 from grpo.config import GRPOConfig
 from grpo.config.models import EngineModel
-from grpo.config.text_part import placeholder_ids
 from grpo.engine.like import EngineLike
+from grpo.model.text_part import placeholder_ids
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
 from grpo.weights.layers import has_experts

@@ -229,12 +229,13 @@ def start_tiny_job(
     hold: str = "",
     nodes: int = 1,
     ranks_per_node: int = 2,
+    env: dict[str, str] | None = None,
     **more: Any,
 ) -> Job:
     """`tests/jobs/tiny_job.py` on real ranks with real engines, by accelerate with configs/cpu.yaml."""
     script = tiny_job_script(model, output_dir, config=config, hold=hold, **more)
     command = accelerate_command(script, nodes=nodes, ranks_per_node=ranks_per_node, port=free_port())
-    return start(command, output_dir, nodes=nodes)
+    return start(command, output_dir, nodes=nodes, env=env)
 
 
 def start_tiny_job_by_torchrun(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -23,6 +24,9 @@ from transformers import (
 
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = Path(__file__).with_name("torchvision_stand_in")
+OF_TOWER = "vision_tower."
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -147,11 +151,24 @@ MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], An
 }
 
 
+def engines_environment() -> dict[str, str]:
+    """In which a job's engines can load them without torchvision."""
+    return {"PYTHONPATH": f"{ROOT}:{STAND_IN}"}
+
+
 def save_multimodal_model(family: str, folder: Path) -> Path:
-    """A random model in float32 with its processor or tokenizer, as a plain Hugging Face folder."""
+    """A random model in float32 with its processor or tokenizer, as a plain Hugging Face folder.
+
+    Towers stand in it under the names that checkpoints on the hub have, which transformers gives back only to models
+    that it has loaded so (5.17).
+    """
     config, model_class, processor = MAKERS[family]()
     torch.manual_seed(0)
     model = model_class(config).float()
     model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    if OF_TOWER + "embeddings.patch_embedding.weight" in weights:
+        named = {name.replace(OF_TOWER, f"{OF_TOWER}vision_model."): tensor for name, tensor in weights.items()}
+        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(folder)
     return folder

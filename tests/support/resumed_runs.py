@@ -19,6 +19,7 @@ def run(
     attempt: int = 0,
     job: str = "77",
     config: dict | None = None,
+    env: dict[str, str] | None = None,
     **hooks: Any,
 ) -> Job:
     """One attempt; it has ended."""
@@ -27,7 +28,7 @@ def run(
     config = {"output_dir": str(out), "deepspeed": str(ROOT / "configs" / "zero3.json"), **(config or {})}
     settings.write_text(json.dumps({"model": str(model), "config": config, "num_prompts": num_prompts, **hooks}))
     script = [str(ROOT / "tests" / "jobs" / "resume_job.py"), str(settings)]
-    env = {"GRPO_JOB": job, "GRPO_ATTEMPT": str(attempt)}
+    env = {"GRPO_JOB": job, "GRPO_ATTEMPT": str(attempt), **(env or {})}
     started = start(lambda _: torchrun_command(script), out, env=env)
     try:
         started.codes = started.wait(JOB_S)  # type: ignore[attr-defined]

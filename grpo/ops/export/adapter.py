@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from grpo.model.text_part import model_class, model_without_weights
 from grpo.ops.export.writing import Options, WeightsSummary, check_room, summary_of, writing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,14 +62,13 @@ def merge_adapter(checkpoint: Path, out: Path, options: Options) -> WeightsSumma
     try:
         settings = AutoConfig.from_pretrained(base, **named)
         dtype = options.dtype or settings.dtype  # None: that of the weights, which a configuration need not name
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(settings, trust_remote_code=options.trust_remote_code)
+        empty = model_without_weights(settings, trust_remote_code=options.trust_remote_code)
         num_bytes = empty.num_parameters() * (dtype or torch.bfloat16).itemsize
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
     check_room(out, total_bytes=num_bytes, memory_bytes=num_bytes)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **named)
+        model = model_class(settings).from_pretrained(base, dtype=dtype, **named)
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
     try:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from grpo.checkpoints.checkpoints import CompleteRecord, read_complete, verify
+from grpo.model.text_part import model_without_weights
 from grpo.ops.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, has_adapter
 from grpo.ops.export.stored_weights import StoredWeights, open_weights
 from grpo.ops.export.writing import Options, WeightsSummary, check_room, summary_of, writing
@@ -82,7 +83,7 @@ def export(checkpoint: Path, out: Path, options: Options) -> Exported:
 
 def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Options) -> WeightsSummary:
     """Write the model of `stored`."""
-    model = model_without_weights(checkpoint, options.dtype, trust_remote_code=options.trust_remote_code)
+    model = described_model(checkpoint, options.dtype, trust_remote_code=options.trust_remote_code)
     # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
     weights = read_weights(model, stored, None if stored.as_saved and options.dtype is None else model.dtype, out)
     summary = summary_of(weights.values())  # before they are written: each is let go then
@@ -96,7 +97,7 @@ def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Op
     return summary
 
 
-def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
+def described_model(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
     """The model on the meta device, with the configurations that are in `checkpoint`.
 
     Raises:
@@ -106,8 +107,7 @@ def model_without_weights(checkpoint: Path, dtype: torch.dtype | None, *, trust_
     dtype = dtype or config.dtype
     if dtype is None:
         raise ValueError(f"{checkpoint}/config.json does not say in which dtype the model was trained: give --dtype")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = model_without_weights(config, trust_remote_code=trust_remote_code).to(dtype)
     if (checkpoint / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     return model

@@ -1,6 +1,7 @@
 """Options of an export, and the folder that it writes."""
 
 import contextlib
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
+from grpo.model.text_part import PROCESSOR_FILES
 from grpo.ops.room import check_disk, check_memory
 from grpo.record.durable import appearing_whole
 
@@ -57,6 +59,9 @@ def writing(checkpoint: Path, out: Path, options: Options) -> Iterator[Path]:
         if (checkpoint / "tokenizer_config.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=options.trust_remote_code)
             tokenizer.save_pretrained(partial)
+        for name in PROCESSOR_FILES:  # of a multimodal model
+            if (checkpoint / name).exists():
+                shutil.copyfile(checkpoint / name, partial / name)
         for file in partial.glob("*.safetensors"):
             file.chmod(0o666 & stat.S_IMODE(partial.stat().st_mode))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from grpo.config.models import base_of
-from grpo.config.text_part import freeze_towers, model_without_weights, tower_tensors
+from grpo.model.text_part import freeze_towers, model_without_weights, tower_tensors
 from grpo.weights.layers import has_experts
 
 
@@ -194,7 +194,8 @@ def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The list of decoder layers: the module list of the text part that holds the most parameters."""
-    lists = [module for module in base_of(model).get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    text: Any = base_of(model)
+    lists = [module for module in text.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""For engines of multimodal models on machines whose torch has no torchvision: what vLLM imports of it, and never calls.
+"""For engines of multimodal models where torch has no torchvision: what vLLM imports of it, and never calls.
 
 vLLM's classes of such models import `torchvision.transforms` (0.31), which is not to be had for a CPU's torch here. The
 package itself stays absent: transformers looks for it, and takes its processors without it.
@@ -20,12 +20,14 @@ def _stand_in(name: str) -> types.ModuleType:
 
         return missing
 
-    module.__getattr__ = attribute
+    module.__dict__["__getattr__"] = attribute
     sys.modules[name] = module
     return module
 
 
 transforms = _stand_in("torchvision.transforms")
-transforms.v2 = _stand_in("torchvision.transforms.v2")
-transforms.v2.functional = _stand_in("torchvision.transforms.v2.functional")
-transforms.InterpolationMode = transforms.v2.InterpolationMode = type("InterpolationMode", (), {})
+v2 = _stand_in("torchvision.transforms.v2")
+v2.__dict__["functional"] = _stand_in("torchvision.transforms.v2.functional")
+transforms.__dict__["v2"] = v2
+for module in (transforms, v2):
+    module.__dict__["InterpolationMode"] = type("InterpolationMode", (), {})

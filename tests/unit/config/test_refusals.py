@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config.refusals import check_init_kwargs, ddp_memory_message
@@ -33,13 +33,6 @@ def tool(a: int) -> int:
     return a
 
 
-class Processor(ProcessorMixin):
-    attributes = ()
-
-    def __init__(self) -> None:
-        pass
-
-
 REFUSED = {
     "tools ahead": (
         {"tools": [tool], "args": config(generation_lookahead=1)},
@@ -58,7 +51,6 @@ REFUSED = {
         r"rollout_func and tools: a rollout function holds its conversations itself",
     ),
     "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
-    "processor": ({"processing_class": Processor()}, r"processing_class is a Processor: local mode takes text alone"),
     "images": (
         {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
         r"data set has the column 'image': local mode takes text alone",

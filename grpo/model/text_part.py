@@ -11,6 +11,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+
+PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+"""What a processor is read from, beside its tokenizer's files."""
 
 _ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
 
@@ -27,14 +31,18 @@ def is_hybrid(config: Any) -> bool:
     return not _ATTENTION.issuperset(kinds)
 
 
+def model_class(config: Any) -> Any:
+    """Whose `from_pretrained` TRL calls (1.16): the checkpoint's own class, where transformers has it."""
+    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+
+
 def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The model that TRL loads for `config`, on the meta device: of the checkpoint's own class, where transformers has
-    it (1.16)."""
-    own_class = getattr(transformers, (config.architectures or [""])[0], None)
+    """The model that TRL loads for `config`, on the meta device."""
+    found = model_class(config)
     with torch.device("meta"):
-        if own_class is not None:
-            return own_class(config)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        if found is AutoModelForCausalLM:
+            return found.from_config(config, trust_remote_code=trust_remote_code)
+        return found(config)
 
 
 def tower_paths(model: Any) -> tuple[str, ...]:

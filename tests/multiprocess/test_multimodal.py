@@ -1,0 +1,100 @@
+"""The text of multimodal and hybrid checkpoints: two ranks with ZeRO-3, real engines, three families."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
+
+from grpo.__main__ import main as grpo
+from tests.support.finished import MAX_GAP, finish, finish_on_policy
+from tests.support.launching import Job, start_tiny_job
+from tests.support.multimodal_models import engines_environment, save_multimodal_model
+from tests.support.resumed_runs import expect, run, steps
+
+BF16_GAP = 2e-2
+LORA = {"r": 4, "target_modules": "all-linear"}
+LOCAL = {
+    "use_vllm": True,
+    "check_rewards": False,
+    "vllm_max_model_length": 64,
+    "vllm_engine_kwargs": {"enforce_eager": True},
+    "save_steps": 2,
+}
+
+
+def towers_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint."""
+    files = sorted(folder.glob("model*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in weights.items() if "language_model" not in name and "lm_head" not in name}
+
+
+def said(job: Job, words: str) -> None:
+    assert job.output().count(words) == 1, job.fail(f"not said once: {words!r}")
+
+
+def test_llava_trains_its_text_and_saves_all_of_itself(tmp_path: Path) -> None:
+    model = save_multimodal_model("llava", tmp_path / "llava")
+    config = {"save_strategy": "steps", "save_steps": 3}
+    job = start_tiny_job(model, tmp_path / "out", config=config, env=engines_environment())
+    finish_on_policy(job)
+    said(job, "trains the text part of LlavaForConditionalGeneration: vision_tower and multi_modal_projector (0.1 M")
+
+    saved = tmp_path / "out" / "checkpoint-3"
+    assert isinstance(AutoProcessor.from_pretrained(saved), LlavaProcessor)
+    assert grpo(["export", str(saved), str(tmp_path / "exported")]) == 0
+    before, after = towers_of(model), towers_of(tmp_path / "exported")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
+    untrained = AutoModelForImageTextToText.from_pretrained(model)
+    assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
+    assert isinstance(AutoProcessor.from_pretrained(tmp_path / "exported"), LlavaProcessor)
+
+
+@pytest.mark.long
+def test_gemma_3_on_two_nodes_with_an_engine_that_dies(tmp_path: Path) -> None:
+    model = save_multimodal_model("gemma3", tmp_path / "gemma3")
+    job = start_tiny_job(
+        model, tmp_path / "out", nodes=2, ranks_per_node=1, strikes=[("generate", 2, "inner")],
+        config={"max_steps": 4}, env=engines_environment(),
+    )  # fmt: skip
+    lines = finish(job)
+    assert lines[-1]["engine/respawns"] >= 1
+    for line in lines:
+        assert max(line["push/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP, line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_qwen_3_5_with_two_batches_under_way(lora: dict | None, tmp_path: Path) -> None:
+    """A hybrid: its engine computes in bfloat16, in which vLLM's kernels of linear attention do."""
+    model = save_multimodal_model("qwen3_5", tmp_path / "qwen3_5")
+    config = {"bf16": True, "generation_lookahead": 2, "max_steps": 5, "learning_rate": 1e-4}
+    more: dict[str, Any] = {} if lora is None else {"lora": lora}
+    job = start_tiny_job(model, tmp_path / "out", config=config, env=engines_environment(), **more)
+    lines = finish(job)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line in lines:
+        assert max(line["push/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < BF16_GAP, line
+    said(job, "trains the text part of Qwen3_5ForConditionalGeneration: visual (")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llava", "qwen3_5"])
+def test_two_and_two_steps_are_four(family: str, tmp_path: Path) -> None:
+    model = save_multimodal_model(family, tmp_path / family)
+    config = {**LOCAL, "bf16": family == "qwen3_5", "max_steps": 4}
+    whole, parts, env = tmp_path / "whole", tmp_path / "parts", engines_environment()
+    expect(run(model, whole, num_prompts=40, config=config, env=env), success=True)
+    shutil.copytree(whole / "checkpoint-2", parts / "checkpoint-2")
+    config["resume_from_checkpoint"] = "auto"
+    resumed = run(model, parts, num_prompts=40, attempt=1, config=config, env=env)
+    assert "goes on after step 2" in expect(resumed, success=True)
+    rewards = {step: line["reward"] for step, line in steps(whole).items() if step > 2}
+    assert {step: line["reward"] for step, line in steps(parts).items()} == rewards
+    assert (parts / "weights").read_text() == (whole / "weights").read_text()
