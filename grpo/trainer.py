@@ -33,7 +33,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
-from grpo.model.text_part import freeze_towers, what_is_trained
+from grpo.model.text_part import freeze_towers, tower_paths, what_is_trained
 from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, log_name, open_log
 from grpo.place.same_everywhere import read_versions
@@ -133,10 +133,9 @@ class GRPOTrainer(GuardedTrainer):
     def _init_local(self, inherited: dict[str, Any]) -> None:
         """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
         args: GRPOConfig = inherited["args"]
-        given_tokenizer = inherited["processing_class"]
+        given = inherited["processing_class"]
         if (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
             inherited["processing_class"], self._processor = processor.tokenizer, processor
-            given_tokenizer = processor.tokenizer if given_tokenizer is not None else None
         plain = base_of(inherited["model"])
         inherited["peft_config"] = around_towers(with_revision(inherited["peft_config"], args), plain, args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
@@ -173,9 +172,7 @@ class GRPOTrainer(GuardedTrainer):
             self.timeline = open_timeline(
                 Path(args.output_dir), self.topology, self._node_groups, self._watch, attempt=self.attempt
             )
-            engine_model, self._private_folder = describe_model(  # the folder is removed with this object
-                plain, args, given_tokenizer, self.topology
-            )
+            engine_model, self._private_folder = describe_model(plain, args, given, self.topology)  # removed with us
             if self._private_folder is not None and processor is not None:  # some of vLLM's classes read it even so
                 processor.save(self._private_folder.path)
             slot = None if choice is None or choice.way == "merge" else choice.slot
@@ -288,7 +285,7 @@ class GRPOTrainer(GuardedTrainer):
         base = base_of(self.model)
         gather_convolutions_with_their_layers(base)
         if tower_elements := freeze_towers(base):
-            self._say(what_is_trained(base, tower_elements))
+            self._say(what_is_trained(type(base).__name__, tower_paths(base), tower_elements))
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
         self._score_beside()

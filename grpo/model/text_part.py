@@ -5,6 +5,7 @@ sound, and what projects from them. With text alone the towers never run: they a
 weight sync carries them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,16 +98,17 @@ def placeholder_ids(config: Any) -> set[int]:
     return {value for value in named.values() if isinstance(value, int)}
 
 
-def what_is_trained(model: Any, tower_elements: int) -> str:
+def what_is_trained(class_name: str, towers: Sequence[str], tower_elements: int) -> str:
     """One line for the screen.
 
     Args:
-        model: a multimodal one.
-        tower_elements: parameters of its towers.
+        class_name: of a multimodal model.
+        towers: as `tower_paths` gives them.
+        tower_elements: parameters of these.
     """
-    size = f"{tower_elements / 1e9:.1f} B" if tower_elements >= 5e7 else f"{tower_elements / 1e6:.1f} M"
-    names = " and ".join(path.rpartition(".")[2] for path in tower_paths(model))
-    return f"trains the text part of {type(model).__name__}: {names} ({size} parameters) stay frozen, in no engine"
+    size = f"{tower_elements / 1e9:.1f} B" if tower_elements >= 5e7 else f"{tower_elements:,}"
+    names = " and ".join(path.rpartition(".")[2] for path in towers)
+    return f"trains the text part of {class_name}: {names} ({size} parameters) stay frozen, in no engine"
 
 
 def _has_towers(model: Any) -> bool:

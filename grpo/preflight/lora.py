@@ -125,7 +125,7 @@ def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
     if not any(path.startswith(f"{tower}.") for path in adapted for tower in towers):
         return peft_config
     own = peft_config.exclude_modules or []
-    patterns = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in own]
+    patterns = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
     patterns += [rf"{re.escape(tower)}\..*" for tower in towers]
     copied = copy.copy(peft_config)
     copied.exclude_modules = "|".join(f"({pattern})" for pattern in patterns)

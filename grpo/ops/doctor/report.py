@@ -51,7 +51,7 @@ def examine(
     if asked.output_dir is not None:
         checks["output path"] = lambda: storage.check_room(asked.output_dir)
     if asked.model is not None:
-        checks["model"] = lambda: storage.check_model(asked.model)
+        checks["model"] = lambda: storage.check_model(asked.model, has_gpus=bool(fields.get("gpus")))
     if asked.dataset is not None:
         config = None if job is None else job.dataset_config
         checks["dataset"] = lambda: storage.check_dataset(asked.dataset, config)

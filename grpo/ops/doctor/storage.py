@@ -1,5 +1,6 @@
 """Open files, room at the output path, and what a node without network must hold already."""
 
+import importlib.util
 import json
 import os
 import resource
@@ -71,8 +72,18 @@ def missing_model_files(folder: Path) -> list[str]:
     return missing
 
 
-def check_model(model: str) -> Finding:
-    """Whether this node can load `model`, a folder or a name on the hub, without network."""
+def missing_kernels(folder: Path) -> list[str]:
+    """Packages without which transformers trains a checkpoint's layers of linear attention by plain torch (5.17)."""
+    config = json.loads((folder / "config.json").read_text())
+    kinds = config.get("text_config", config).get("layer_types") or ()
+    packages = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+    if "linear_attention" not in kinds:
+        return []
+    return [name for name, module in packages.items() if importlib.util.find_spec(module) is None]
+
+
+def check_model(model: str, *, has_gpus: bool = False) -> Finding:
+    """Whether this node can load `model`, a folder or a name on the hub, without network, and has its kernels."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
@@ -83,6 +94,10 @@ def check_model(model: str) -> Finding:
     if isinstance(found, str):
         folder = Path(found).parent
         lacks = missing_model_files(folder)
+        if not lacks and has_gpus and (kernels := missing_kernels(folder)):
+            message = f"{model} has linear attention, and without {' and '.join(kernels)} transformers trains it by "
+            message += "plain torch: more than ten times slower in these layers on an H100, as its authors say"
+            return Finding.warn("model", message, f"pip install {' '.join(kernels)}")
         if not lacks:
             return Finding.passed("model", f"{model}: complete in {folder}")
         if is_folder:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from grpo.config.models import base_of
-from grpo.model.text_part import freeze_towers, model_without_weights, tower_tensors
+from grpo.model.text_part import freeze_towers, model_without_weights, tower_paths, tower_tensors
 from grpo.weights.layers import has_experts
 
 
@@ -90,6 +90,8 @@ class ModelShape:
     """In experts to which tokens are routed; those that every token passes are not among them."""
     routed_share: float = 1.0
     """Of these experts that a token is routed to: 8 of 128 are 1/16."""
+    towers: tuple[str, ...] = ()
+    """Paths of what takes no part in text."""
     tower_parameters: int = 0
     """Of `num_parameters`, those of towers beside the text part: frozen, and not in the engines."""
 
@@ -145,7 +147,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
     windows, without_kv = _kv_windows(text, len(decoder))
     latent = getattr(text, "kv_lora_rank", None)
     experts = _expert_parameters(decoder)
-    towers = tower_tensors(model)
+    of_towers = tower_tensors(model)
     return ModelShape(
         name=name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -164,7 +166,8 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
         layers_without_kv=without_kv,
         expert_parameters=experts,
         routed_share=_routed(text) / _num_experts(text) if experts else 1.0,
-        tower_parameters=sum(parameter.numel() for name, parameter in model.named_parameters() if name in towers),
+        towers=tower_paths(model),
+        tower_parameters=sum(parameter.numel() for name, parameter in model.named_parameters() if name in of_towers),
     )
 
 

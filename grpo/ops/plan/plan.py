@@ -41,6 +41,8 @@ class Plan:
     lora: "LoraChoice | None" = None
     """How adapters reach the engines; None without any."""
     model: "ModelShape | None" = None
+    trains: str = ""
+    """Of a multimodal model, what of it is trained."""
     estimates: "Estimates | None" = None
     advice: "SizeAdvice | None" = None
     """How many GPUs to reserve, by estimate; None where that cannot be said."""

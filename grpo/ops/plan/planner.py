@@ -12,6 +12,7 @@ from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.config.refusals import check_init_kwargs
+from grpo.model.text_part import what_is_trained
 from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import estimate
 from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
@@ -214,8 +215,13 @@ class _Planner:
         plan.warnings += shortfalls
         if not errors:
             plan.advice = advise(job, plan.estimates.engine, fits=lambda ranks: fits_with(job, ranks_per_node=ranks))
+        if (towers := job.shape.tower_parameters) and self.config is not None:
+            plan.trains = what_is_trained(self.config.architectures[0], job.shape.towers, towers)
         if job.shape.layers_without_kv:
-            plan.assume(f"the states of {job.shape.layers_without_kv} linear-attention layers are not counted")
+            plan.assume(
+                f"the states of {job.shape.layers_without_kv} recurrent layers are not counted; ranks have "
+                "flash-linear-attention and causal-conv1d for linear attention (grpo doctor --model looks)"
+            )
         if not optim.startswith("adamw_torch"):
             plan.assume(f"the states of Adam with float32 moments; optim is {optim.value}")
 

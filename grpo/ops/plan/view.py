@@ -37,6 +37,7 @@ def print_plan(plan: Plan, *, verbose: bool) -> None:
     if verbose:
         _print_tables(console, plan)
     for title, lines, style in (
+        ("the model", [plan.trains] if plan.trains else [], ""),
         ("CANNOT WORK", plan.errors, "bold red"),
         ("UNKNOWN", plan.unknown, "bold red"),
         ("WARNING", plan.warnings, "bold yellow"),

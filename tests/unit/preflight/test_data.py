@@ -50,6 +50,27 @@ def test_the_first_prompt_leaves_room_for_a_token(tokenizer: Any, args: GRPOConf
         prompt_ids({"prompt": "1" * 90}, tokenizer, args)
 
 
+def test_a_template_that_leaves_plain_text_out_is_refused(tokenizer: Any, args: GRPOConfig) -> None:
+    """As LLaVA's does: in a string no part has a type."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}USER: {% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{{ p['text'] }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "1+1="}]
+    assert prompt_ids({"prompt": [{"role": "user", "content": parts}]}, tokenizer, args)
+    with pytest.raises(
+        ValueError, match=r"leaves out what the first prompt says, .*GRPO-215.*make each content a list"
+    ):
+        prompt_ids({"prompt": [{"role": "user", "content": "1+1="}]}, tokenizer, args)
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_a_part_that_is_no_text_is_refused(kind: str) -> None:
+    rows = [{"prompt": [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "1+1="}]}]}]
+    with pytest.raises(ValueError, match=rf"has a part of type '{kind}' \[GRPO-214\]: local mode takes text alone"):
+        data.first_row(rows)
+
+
 def times(a: int, b: int) -> int:
     """Multiply.
 

@@ -84,6 +84,18 @@ def test_a_path_that_is_not_mounted_on_this_node_is_no_name_on_the_hub(
     assert "on this node" in finding.fix
 
 
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
+def test_a_model_whose_kernels_are_missing(kinds: list[str], tmp_path: Path) -> None:
+    """On a node with GPUs; on any other nothing would use them."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"layer_types": kinds}}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert storage.check_model(str(tmp_path)).status is PASS
+    finding = storage.check_model(str(tmp_path), has_gpus=True)
+    assert (finding.status is PASS) is ("linear_attention" not in kinds)
+    assert finding.status is PASS or finding.fix == "pip install flash-linear-attention causal-conv1d"
+
+
 def go_offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """As with HF_HOME=cache and HF_HUB_OFFLINE=1, which are read at import."""
     for module in (huggingface_hub.constants, datasets.config):
