@@ -144,6 +144,14 @@ def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
     return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
+def readable_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
+    """The same; None where it cannot be read, which `check_model` says better."""
+    try:
+        return model_config(model, args)
+    except (OSError, ValueError):
+        return None
+
+
 def choose_backend(asked: str, *, has_gpus: bool) -> str:
     """`nccl` or `shm`, for `vllm_sync_backend`.
 

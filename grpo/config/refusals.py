@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from grpo.config import GRPOConfig
 from grpo.config.checks import SHARED_MODEL, check_data_parallel
-from grpo.config.models import model_config
+from grpo.config.models import base_of, readable_config
 
 # Of `model_init_kwargs`, what changes nothing that a model computes in an engine.
 _OF_LOADING = {
@@ -20,6 +20,9 @@ _OF_LOADING = {
     *("low_cpu_mem_usage", "use_safetensors", "use_cache", "pad_token_id", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
 }
+
+# Classes of vLLM whose tensors its reload does not fill.
+WITHOUT_RELOAD = {"GptOssForCausalLM": "vLLM's class copies experts and sinks past the loaders of its reload (0.31)"}
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
@@ -70,6 +73,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             "does not have: set dataset_streaming to False, or generation_lookahead to 0"
         )
     check_init_kwargs(args, arguments["model"])
+    check_class(readable_config(base_of(arguments["model"]), args))
     check_text_only(arguments["train_dataset"], arguments["eval_dataset"])
 
 
@@ -91,12 +95,8 @@ def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -
             raise ValueError(f"model_init_kwargs holds {key!r}, which splits the model over ranks: {SHARED_MODEL}")
     if "quantization_config" in given:
         raise ValueError("model_init_kwargs holds 'quantization_config': local mode cannot push quantised weights yet")
-    if not isinstance(model, str) or given.keys() <= _OF_LOADING:
+    if not isinstance(model, str) or given.keys() <= _OF_LOADING or (config := readable_config(model, args)) is None:
         return
-    try:
-        config = model_config(model, args)
-    except (OSError, ValueError):
-        return  # `check_model` says it better
     for key in sorted(given.keys() - _OF_LOADING):
         if getattr(config, key, given[key]) != given[key] and "dropout" not in key:
             raise ValueError(
@@ -104,6 +104,23 @@ def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -
                 f"{getattr(config, key)!r}; change it there, in a local folder, or give the trainer a model "
                 "object, whose configuration the engines get"
             )
+
+
+def check_class(config: Any) -> None:
+    """Refuse a model into which vLLM lets no weights in after its start.
+
+    Args:
+        config: None: not known here.
+
+    Raises:
+        ValueError: says why.
+    """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    if name in WITHOUT_RELOAD:
+        raise ValueError(
+            f"the model is a {name}, into which no weight sync gets: {WITHOUT_RELOAD[name]}; set vllm_mode to 'server' "
+            "or 'colocate', and look at the first steps' rewards"
+        )
 
 
 def check_text_only(*datasets: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo.config import GRPOConfig
-from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config
+from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config, readable_config
 from grpo.model.text_part import is_multimodal, model_without_weights, tower_paths
 
 # What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
@@ -117,7 +117,8 @@ def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
     Args:
         model: a name, or a transformers model.
     """
-    if peft_config is None or not is_multimodal(model_config(model, args)):
+    config = None if peft_config is None else readable_config(model, args)
+    if config is None or not is_multimodal(config):
         return peft_config
     plain = _without_weights(model, args)
     towers = tower_paths(plain)
@@ -264,7 +265,7 @@ def _ranks(wrapped: Any) -> dict[str, int]:
         if any(path.startswith(f"{tower}.") for tower in towers):
             raise ValueError(
                 f"the PeftModel has an adapter on {path}, which takes no part in text: make it with "
-                f"exclude_modules, such as r'{re.escape(towers[0])}\..*'"
+                rf"exclude_modules, such as r'{re.escape(towers[0])}\..*'"
             )
         inner = base.get_submodule(path).get_base_layer()
         if not isinstance(inner, torch.nn.Linear | torch.nn.Embedding):

@@ -14,7 +14,7 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
-from grpo.config.models import base_of, model_config
+from grpo.config.models import base_of, readable_config
 from grpo.faults.mistakes import is_users
 from grpo.model.text_part import PROCESSOR_FILES, is_multimodal
 from grpo.preflight.model import check_tokenizer_files, local_model, reason_of
@@ -52,7 +52,8 @@ def processor_of(inputs: Mapping[str, Any]) -> Processor | None:
         tokenizer = given.tokenizer
         tokenizer.chat_template = tokenizer.chat_template or given.chat_template
         return Processor(tokenizer=tokenizer, given=given)
-    if not is_multimodal(model_config(model, args)):
+    config = readable_config(model, args)
+    if config is None or not is_multimodal(config):
         return None
     name, revision = model_id(model, args)
     if given is None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
-from grpo.config.refusals import check_init_kwargs
+from grpo.config.refusals import check_class, check_init_kwargs
 from grpo.model.text_part import what_is_trained
 from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import estimate
@@ -81,6 +81,8 @@ class _Planner:
             plan.warnings.append(f"on this machine {error}")
         self.config = self._model_config()
         if training.local_mode:
+            with plan.refusing():
+                check_class(self.config)
             with plan.refusing():
                 check_init_kwargs(training, self.model.model_name_or_path)
             with plan.refusing():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config.refusals import check_init_kwargs, ddp_memory_message
@@ -112,6 +112,14 @@ def test_a_model_that_is_split_over_ranks_is_refused(tiny_model: Path) -> None:
     model._tp_size = 2  # as `from_pretrained(..., tp_plan="auto")` leaves it
     with pytest.raises(ValueError, match=r"the model is split over 2 ranks \(tp_size\)"):
         GRPOTrainer(model, reward_funcs=print, args=config(), train_dataset=DATA)
+
+
+def test_a_model_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
+    CONFIG_MAPPING["gpt_oss"](architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"is a GptOssForCausalLM, into which no weight sync gets: .*experts and sinks"
+    ):
+        GRPOTrainer(str(tmp_path), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
 def test_trls_own_config_is_named() -> None:
