@@ -34,7 +34,7 @@ _TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
     "eos_token_id": 1,
     "pad_token_id": 0,
     "bos_token_id": None,
