@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from tests.support.multimodal_models import save_multimodal_model
 from tests.support.tiny_models import CHARACTERS, tiny_config, tiny_model, tiny_tokenizer
 
 BOXED = r"\boxed{}"
@@ -80,11 +83,55 @@ def qwen2(
     return {**QWEN2, **sizes, **heads_of, "tie_word_embeddings": tied}
 
 
+def qwen3_5(
+    hidden: int, wide: int, layers: int, heads: int, value_heads: int, *, tied: bool, tower: tuple[int, int, int]
+) -> dict[str, Any]:
+    """The same of a multimodal hybrid: three layers of linear attention, then one of attention.
+
+    Args:
+        value_heads: of linear attention, whose keys have 16.
+        tower: depth, width and width of the MLP.
+    """
+    depth, width, mlp = tower
+    return {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": tied,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": hidden,
+            "intermediate_size": wide,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": value_heads,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+            "max_position_embeddings": 262144,
+            "vocab_size": 248320,
+            "tie_word_embeddings": tied,
+        },
+        "vision_config": {
+            "model_type": "qwen3_5",
+            "depth": depth,
+            "hidden_size": width,
+            "intermediate_size": mlp,
+            "num_heads": 16,
+            "out_hidden_size": hidden,
+        },
+    }
+
+
 SHAPES = {  # of Qwen2.5, and of the DeepSeek-R1-Distill-Qwen that are made from it
     "0.5B": qwen2(896, 4864, 24, 14, 2, vocabulary=151936, tied=True),
     "1.5B": qwen2(1536, 8960, 28, 12, 2, vocabulary=151936, tied=False),
     "7B": qwen2(3584, 18944, 28, 28, 4, vocabulary=152064, tied=False),
     "32B": qwen2(5120, 27648, 64, 40, 8, vocabulary=152064, tied=False),
+    "Qwen3.5-4B": qwen3_5(2560, 9216, 32, 16, 32, tied=True, tower=(24, 1024, 4096)),
+    "Qwen3.5-27B": qwen3_5(5120, 17408, 64, 24, 48, tied=False, tower=(27, 1152, 4304)),
 }
 
 # The recipe's file, without its suffix: (its model's shape, rows, a right answer to the first of them).
@@ -99,6 +146,8 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "long_context_7b": ("7B", DAPO, r"<think>\boxed{7}</think>It is $\boxed{0}$."),
     "gsm8k_qwen2.5_32b": ("32B", GSM8K, r"\boxed{1,002}"),
     "gsm8k_qwen2.5_7b_lora": ("7B", GSM8K, r"It is \boxed{1002}."),
+    "gsm8k_qwen3.5_4b_lora": ("Qwen3.5-4B", GSM8K, r"It is \boxed{1002}."),
+    "gsm8k_qwen3.5_27b": ("Qwen3.5-27B", GSM8K, r"\boxed{1,002}"),
     "code_qwen2.5_7b": ("7B", CODE, "So:\n```python\nprint(input())\n```"),
 }
 
@@ -115,11 +164,14 @@ def write_shape(folder: Path, name: str) -> Path:
     return folder
 
 
-def save_small_model(folder: Path) -> Path:
-    """Of the recipes' architecture, with all characters of the rows and a chat template."""
-    assert tiny_config("qwen2-tied").model_type == QWEN2["model_type"]
-    tiny_model("qwen2-tied").save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
+def save_small_model(folder: Path, *, family: str = "qwen2") -> Path:
+    """Of a recipe's architecture, with all characters of the rows and a chat template."""
+    if family == "qwen2":
+        assert tiny_config("qwen2-tied").model_type == QWEN2["model_type"]
+        tiny_model("qwen2-tied").save_pretrained(folder)
+        tokenizer = tiny_tokenizer()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(save_multimodal_model(family, folder))
     tokenizer.add_tokens([chr(code) for code in range(33, 127) if chr(code) not in CHARACTERS])
     tokenizer.add_tokens(["\n"])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

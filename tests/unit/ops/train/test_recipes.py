@@ -40,8 +40,13 @@ ON_CPU = ["--use_cpu", "--bf16", "False"]
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("small") / "model")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the type of the recipes' models."""
+    folder = tmp_path_factory.mktemp("small")
+    return {
+        "qwen2": save_small_model(folder / "qwen2"),
+        "qwen3_5": save_small_model(folder / "qwen3_5", family="qwen3_5"),
+    }
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -61,7 +66,7 @@ class Place:
 
 def places_of(recipe: str) -> list[Place]:
     """For LoRA 2 and 4 GPUs; for others 1, 2 and 4 nodes."""
-    if recipe == "gsm8k_qwen2.5_7b_lora":
+    if settings_of(recipe).get("use_peft"):
         return [Place(launcher="2gpus.yaml", nodes=1, gpus=ranks + 1, ranks=ranks) for ranks in (1, 3)]
     ranks = 8 - settings_of(recipe).get("vllm_reserved_gpus", 1)
     return [Place(launcher=launcher_of(recipe, nodes), nodes=nodes, ranks=ranks) for nodes in (1, 2, 4)]
@@ -72,9 +77,10 @@ def settings_of(recipe: str) -> dict[str, Any]:
 
 
 def launcher_of(recipe: str, nodes: int) -> str:
-    if recipe == "long_context_7b" or (recipe == "gsm8k_qwen2.5_32b" and nodes == 1):
+    cuts_engines = settings_of(recipe).get("vllm_tensor_parallel_size") == 2
+    if recipe == "long_context_7b" or (cuts_engines and nodes == 1):
         return "4node_offload.yaml"
-    return "4node_tp2.yaml" if recipe == "gsm8k_qwen2.5_32b" else "4node.yaml"
+    return "4node_tp2.yaml" if cuts_engines else "4node.yaml"
 
 
 def plan(recipe: str, at: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
@@ -294,7 +300,8 @@ def train(recipe: str, model: Path, folder: Path, **settings: Any) -> GRPOTraine
 @pytest.mark.parametrize(
     "recipe", [each if each in TRAINED else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
 )
-def test_two_steps_and_a_resume(recipe: str, small_model: Path, tmp_path: Path) -> None:
+def test_two_steps_and_a_resume(recipe: str, small_models: dict[str, Path], tmp_path: Path) -> None:
+    small_model = small_models["qwen3_5" if "qwen3.5" in recipe else "qwen2"]
     trainer = train(recipe, small_model, tmp_path, max_steps=2)
     assert trainer.args.gradient_accumulation_steps == 2, "32 completions in micro-batches of 16"
     assert trainer.state.global_step == 2
