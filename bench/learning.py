@@ -4,6 +4,9 @@ The gain is the mean reward of the last steps, less that of the demo's model, wh
 measures. Seeds are paired: with the same seed all ways get the same prompts in the same order. A way is void whose
 tokens were not as old as its lookahead says: it would show what another age costs.
 
+All ways have half of the demo's learning rate and twice its steps. What age costs depends on how far a step moves the
+policy, and the demo's own rate is the largest that it bears: `--learning_rate 4e-4 --steps 150` measures that.
+
 Not part of `make bench`: it is 31 runs of the demo.
 
     python -m bench.learning [--at_once 2]
@@ -26,6 +29,8 @@ from bench.report import Figure, Ratio, Report, argument_parser, finish
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 42
+LEARNING_RATE = 2e-4
+STEPS = 300
 LAST_STEPS = 20  # whose mean is the final reward
 WARM_START_STEPS = 100
 GOAL = 0.9  # of the gain without lookahead
@@ -74,7 +79,7 @@ def train(
     command += ["--config_file", str(ROOT / "configs" / config), str(ROOT / "train.py")]
     command += ["--output_dir", str(output_dir), "--seed", str(seed), "--max_steps", str(steps)]
     command += ["--generation_lookahead", str(way.lookahead), "--old_logprobs", way.old_logprobs]
-    command += ["--logging_steps", "1", "--disable_tqdm", "True", *more]
+    command += ["--learning_rate", str(args.learning_rate), "--logging_steps", "1", "--disable_tqdm", "True", *more]
     if args.short:  # an engine that is ready soon
         command += ["--vllm_engine_kwargs", '{"enforce_eager": true}']
     threads = {"OMP_NUM_THREADS": "1"} if args.at_once > 1 else {}
@@ -99,7 +104,8 @@ def mean_and_error(values: list[float]) -> str:
 
 def main() -> None:
     parser = argument_parser(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
+    parser.add_argument("--learning_rate", type=float, default=LEARNING_RATE)
     parser.add_argument(
         "--at_once", type=int, default=1, help="runs at a time, each process with one thread if several"
     )
@@ -128,10 +134,11 @@ def main() -> None:
         }
         warm_start = untrained.result().reward
         learned = {way: [run.result() for run in of_way] for way, of_way in found.items()}
-    finish(report_of(warm_start, learned, args.steps), args)
+    settings = {"learning_rate": args.learning_rate, "steps": args.steps, "seeds": args.repetitions}
+    finish(report_of(warm_start, learned, settings), args)
 
 
-def report_of(warm_start: float, learned: dict[Way, list[Learned]], steps: int) -> Report:
+def report_of(warm_start: float, learned: dict[Way, list[Learned]], settings: dict[str, float]) -> Report:
     gains = {way: [run.reward - warm_start for run in of_way] for way, of_way in learned.items()}
     ages = {way: statistics.mean(run.age for run in of_way) for way, of_way in learned.items()}
     void = {way for way, age in ages.items() if age < way.lookahead - MAX_MISSING_AGE}
@@ -140,7 +147,7 @@ def report_of(warm_start: float, learned: dict[Way, list[Learned]], steps: int) 
     base = statistics.mean(on_policy)
     return Report(
         benchmark="learning",
-        settings={"steps": steps, "seeds": len(on_policy)},
+        settings=settings,
         ratios=tuple(
             Ratio(
                 name=f"gain, {way} / {BASE}{': void' * (way in void)}",

@@ -54,7 +54,7 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(
 
 def test_learning_tells_the_error_of_a_mean() -> None:
     runs = {way: [learning.Learned(0.5 + 0.1 * seed, way.lookahead) for seed in range(2)] for way in learning.WAYS}
-    notes = learning.report_of(0.3, runs, steps=200).notes
+    notes = learning.report_of(0.3, runs, {"steps": 200}).notes
     assert (
         "lookahead 4, old_logprobs engine: gain 0.250 +- 0.050 (mean and standard error over seeds); "
         "less that of lookahead 0, old_logprobs trainer, seed by seed: 0.000 +- 0.000"
