@@ -27,6 +27,15 @@ LOG_BYTES = 256 * 1024  # how far back to look for them
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
+
+
+def root_error(log: str) -> str:
+    """The first error in an engine's log that is no other process's word of a dead one; '' without any."""
+    found = (match[0] for match in _ERROR.finditer(log))
+    return next((line for line in found if "EngineDead" not in line and "EngineCore" not in line), "")
+
+
 class EngineError(GrpoError):
     """An engine failed: it did not start, died, refused, or let a deadline pass.
 
@@ -300,6 +309,8 @@ class EngineClient:
         how = f"was killed by signal {-code} [GRPO-406]" if code < 0 else f"ended with exit code {code} [GRPO-404]"
         how = "was closed" if closing else self._stuck or how
         said = f": {self._said.cause}" if self._said.cause else ""
+        if "EngineDeadError" in said and (root := root_error(self.log_tail())):
+            said = f": {root}"  # vLLM's says to look above, where nothing stands
         death = EngineDied(f"{self.name} {how}{said}", log=self._log(), kind=self._said.kind)
         if self._stuck:
             with contextlib.suppress(OSError), self.log_path.open("ab") as log:

@@ -18,7 +18,7 @@ def exits_as_errors(told: str = "", *, in_main_thread: bool = False) -> Iterator
     """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
 
     Args:
-        told: what the error begins with.
+        told: what the error begins with; of another error than an exit a note.
         in_main_thread: where an interrupt is Ctrl-C, and stays one.
     """
     exits = SystemExit if in_main_thread else (SystemExit, KeyboardInterrupt)
@@ -26,6 +26,10 @@ def exits_as_errors(told: str = "", *, in_main_thread: bool = False) -> Iterator
         yield
     except exits as error:
         raise RuntimeError(f"{told}{type(error).__name__}: {error}") from error
+    except Exception as error:
+        if told:
+            error.add_note(f"{told}{type(error).__name__}")
+        raise
 
 
 async def surviving(coroutine: Coroutine[Any, Any, Result]) -> Result:

@@ -11,12 +11,19 @@ MOST_AHEAD = 8
 
 
 def first_and_last(steps: Sequence[int], values: Sequence[float], *, end: int) -> tuple[float, float]:
-    """How a metric of a run began and ended: its means over the first 10 steps and over the last 20 until `end`.
+    """How a metric of a run began and ended: its means over the first steps and over the last until `end` (`windows`).
 
     Args:
         steps: of the logs that have it, in order; at least one. Of few logs the first and the last one count.
     """
     points = list(zip(steps, values, strict=True))
-    first = [value for step, value in points if step <= max(10, steps[0])]
-    last = [value for step, value in points if step > min(end - 20, steps[-1] - 1)]
+    num_first, num_last = windows(end)
+    first = [value for step, value in points if step <= max(num_first, steps[0])]
+    last = [value for step, value in points if step > min(end - num_last, steps[-1] - 1)]
     return sum(first) / len(first), sum(last) / len(last)
+
+
+def windows(end: int) -> tuple[int, int]:
+    """How many steps are a run's first and last ones: 10 and 20; of less than 30 steps a third and the rest."""
+    first = max(1, min(10, end // 3))
+    return first, max(1, min(20, end - first))

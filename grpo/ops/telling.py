@@ -1,5 +1,6 @@
 """Telling a mistake: one message from one rank, a record for torchrun and one for the scheduler, no traceback."""
 
+import ast
 import contextlib
 import json
 import logging
@@ -16,6 +17,7 @@ from grpo.faults.failure import JobFailed
 from grpo.faults.mistakes import ends_job, is_for_user, kind_of, text_of, users_frame
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
+from grpo.place.spelling import did_you_mean
 from grpo.record.durable import write_atomically
 from grpo.record.folder import note_failure, record_early_failure
 
@@ -25,6 +27,7 @@ MAX_LINES = 6
 TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
 RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
 
+UNUSED = "Some specified arguments are not used by the HfArgumentParser"
 _IS_MISTAKE = "_grpo_is_mistake"  # on an error that is told already
 
 
@@ -68,9 +71,23 @@ def message_of(error: BaseException) -> str:
         return message_of(own)  # which says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
-    text = str(error) if type(error) is ValueError and str(error) else text_of(error)
+    text = text_of(error)
+    if type(error) is ValueError and str(error):
+        text = text.removeprefix(f"{ValueError.__name__}: ")
+    if text.startswith(UNUSED):
+        text = _with_near_flags(text)
     where = users_frame(error)
     return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
+
+
+def _with_near_flags(text: str) -> str:
+    """transformers' complaint of flags that it does not know, with those that were probably meant."""
+    from grpo.config import GRPOConfig
+
+    known = [f"--{name}" for name in GRPOConfig.__dataclass_fields__]
+    words = ast.literal_eval(text.removeprefix(UNUSED).strip(" :"))
+    flags = [word for word in words if word.startswith("--")]
+    return f"unknown options: {', '.join(flag + did_you_mean(flag.split('=')[0], known) for flag in flags)}"
 
 
 def _cut(text: str, lines: int) -> str:

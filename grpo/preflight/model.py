@@ -58,7 +58,10 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
     except Exception as error:
         if not is_users(error):
             raise
-        raise ValueError(f"{setting} is {name!r}, whose configuration cannot be read: {reason_of(error)}") from error
+        where = f" (no folder in {Path.cwd()}{close_name(Path(name))}, but a hub id)" if folder is None else ""
+        raise ValueError(
+            f"{setting} is {name!r}{where}, whose configuration cannot be read: {reason_of(error)}"
+        ) from error
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -41,7 +41,7 @@ DEFAULTS = {
     "max_steps": 200,
     "save_steps": 50,
     "logging_steps": 1,
-    "report_to": "tensorboard",  # in output_dir; or trackio, wandb, none. metrics.jsonl is written in any case
+    "report_to": "none",  # or tensorboard, trackio, wandb, each to be installed; metrics.jsonl is written in any case
 }
 
 

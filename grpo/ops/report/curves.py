@@ -130,15 +130,18 @@ def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
     add_usages(speed, run)
     return {
         "Progress": (
-            "Healthy: the reward rises, its spread lasts, few groups have zero std, and lengths stay off the limit.",
+            "Healthy is: the reward rises, its spread lasts, few groups have zero std, and lengths stay off the limit.",
             progress,
         ),
         "Stability": (
-            "Healthy: entropy falls slowly, KL and gradient norm have no jumps, few tokens are clipped, and engine and "
-            "trainer agree.",
+            "Healthy is: entropy falls slowly, KL and gradient norm have no jumps, few tokens are clipped, and "
+            "engine and trainer agree.",
             stability,
         ),
-        "Speed": ("Healthy: neither ranks nor engines are idle for long. The tab Time says where a step goes.", speed),
+        "Speed": (
+            "Healthy is: neither ranks nor engines are idle for long. The tab Time says where a step goes.",
+            speed,
+        ),
     }
 
 

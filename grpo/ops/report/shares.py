@@ -135,7 +135,7 @@ def mean(run: Run, name: str, recent: int | None = None) -> float | None:
 
 
 def ends(run: Run, name: str) -> tuple[float, float] | None:
-    """A metric's mean over the first 10 steps and over the last 20; None where no log has it."""
+    """A metric's mean over the first steps and over the last ones (`windows`); None where no log has it."""
     column = run.metrics.get(name)
     if column is None:
         return None

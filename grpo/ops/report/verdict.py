@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from grpo.faults.failure import FailureRecord
+from grpo.ops import windows
 from grpo.ops.report import shares
 from grpo.ops.report.advice import Advice, Figures, advice_for, count_deaths, is_judged, percent
 from grpo.ops.report.reading import Run
@@ -115,7 +116,8 @@ def tiles_of(figures: Figures) -> list[Tile]:
         tiles.append(Tile(label="Throughput", value=f"{throughput:,.0f} tokens/s", note=f"trained on, per {of}"))
     reward = shares.ends(run, "reward")
     if reward is not None:
-        note = "mean of the first 10 and the last 20 steps"
+        first, last = windows(int(run.metrics.steps[-1]))
+        note = f"mean of the first {first} and the last {last} steps"
         tiles.append(Tile(label="Reward", value=f"{reward[0]:.3f} → {reward[1]:.3f}", note=note))
     tiles.append(Tile(label="Attempts", value=str(len(run.attempts)) if run.attempts else "?"))
     failures = sum(each.failure is not None or each.state == "failed" for each in run.attempts)

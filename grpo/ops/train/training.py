@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import get_peft_config, get_quantization_config
 
-from grpo.ops import first_and_last
+from grpo.ops import first_and_last, windows
 from grpo.ops.train.arguments import Arguments
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, split_of
@@ -62,8 +62,8 @@ def run_demo(arguments: Arguments) -> "GRPOTrainer":
     )
     train(trainer, arguments)
     _log.info(
-        "next: `grpo report %s` makes a page of this run (behind `source .venv/bin/activate`); then a model, data and "
-        "rewards of your own, as in configs/train; on GPUs with a launcher file of configs/ (README, 'One node')",
+        "next: `grpo report %s` makes a page of this run (no `grpo`? `source .venv/bin/activate`); `grpo init my-run` "
+        "writes a script for a model, data and rewards of your own, with launcher files",
         training.output_dir,
     )
     trainer.accelerator.print(demo_summary(trainer.state.log_history, trainer.first_step))
@@ -120,8 +120,9 @@ def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) 
     at = [log["step"] for log in logs]
     rewards = [log["reward"] for log in logs]
     first, last = first_and_last(at, rewards, end=steps)
+    num_first, num_last = windows(steps)
     reached = f"{steps} steps" if not first_step else f"{steps - first_step} steps to step {steps}"
     return (
         f"demo: reward {first:.3f} -> {last:.3f} "
-        f"(means of the first 10 and the last 20 steps), {reached} in {seconds:.0f} s"
+        f"(means of the first {num_first} and the last {num_last} steps), {reached} in {seconds:.0f} s"
     )

@@ -162,3 +162,19 @@ def test_what_all_ranks_raise_is_told_as_rank_zeros_own(capsys: pytest.CaptureFi
     finally:
         sys.excepthook = before
     assert capsys.readouterr().err == "[grpo] no data\n"
+
+
+def test_flags_that_transformers_does_not_know_are_named_with_those_that_were_meant() -> None:
+    """As a script of the user's own meets them, whose parser is TRL's."""
+    raised = ValueError(
+        "Some specified arguments are not used by the HfArgumentParser: ['--max_step', '5', '--learning_rat=1e-3']"
+    )
+    assert message_of(raised) == (
+        "unknown options: --max_step (did you mean --max_steps?), --learning_rat=1e-3 (did you mean --learning_rate?)"
+    )
+
+
+def test_a_note_says_whose_function_raised() -> None:
+    error = ValueError("cannot score a nine")
+    error.add_note("reward function reward raised ValueError")
+    assert message_of(error) == "cannot score a nine\nreward function reward raised ValueError"

@@ -251,8 +251,8 @@ def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys:
     what, following, came_of_it = capsys.readouterr().out.splitlines()
     assert "no model is named: the demo" in what
     assert f"`grpo report {tmp_path}`" in following
-    assert "configs/train" in following
-    assert came_of_it == "demo: reward 0.500 -> 0.500 (means of the first 10 and the last 20 steps), 5 steps in 2 s"
+    assert "grpo init" in following
+    assert came_of_it == "demo: reward 0.500 -> 0.500 (means of the first 1 and the last 4 steps), 5 steps in 2 s"
 
 
 def test_a_data_set_without_a_model_is_a_mistake():
