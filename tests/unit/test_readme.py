@@ -114,7 +114,8 @@ RUN_HERE = {
     "grpo plan --model Qwen/Qwen2.5-32B-Instruct --num_machines 2 --gpu h100 -- --max_completion_length 2048": 0,
 }
 
-BLOCK = re.compile(r"(?:<!-- needs (?P<needs>GPUs|a cluster|the hub) -->\n)?```bash\n(?P<body>.*?)```", re.S)
+NEEDS = "GPUs|a cluster|the hub|PyTorch's index"
+BLOCK = re.compile(rf"(?:<!-- needs (?P<needs>{NEEDS}) -->\n)?```bash\n(?P<body>.*?)```", re.S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

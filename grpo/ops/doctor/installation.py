@@ -6,6 +6,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from grpo.ops.doctor.records import Finding
+from grpo.place.same_everywhere import built_for_another_torch
 from grpo.preflight.versions import is_tested
 
 
@@ -35,6 +36,9 @@ def check_versions(
     elif len(present) > 1:
         names = " and ".join(engine.name for engine in present)
         fail(f"{names} are both installed, and overwrite each other", "make a new environment with one of them")
+    if unfit := built_for_another_torch(installed):
+        message, _, fix = unfit.partition(": ")
+        fail(f"{message}, and every import of transformers fails", fix)
     shown = [f"python {python}"]
     for requirement in (*always, *present):
         version = installed(requirement.name)

