@@ -44,7 +44,8 @@ CODE_LINES = {
     # Out of memory told by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges 35.
     # Which arguments are not at their defaults 10.
     # Text of multimodal and hybrid checkpoints, 210: what takes no part in it, processors, adapters around towers.
-    "core": 18_600,
+    # A dead engine's own error in place of vLLM's word of it, packages that do not fit torch 25.
+    "core": 18_625,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30. A plan that refuses what cannot be, with changes
