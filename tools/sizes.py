@@ -52,10 +52,11 @@ CODE_LINES = {
     # that it has tried, a model alone and GPUs by name 250; files for others, both spellings 50; the overview of the
     # report 40, search and filters of its completions, settings that are not the defaults and throughput 45,
     # threads of ranks on CPUs 2. Towers in a plan, kernels of linear attention in the doctor 35.
-    # Options of a user's own script that were misspelt, first and last steps that do not overlap, unfit packages 30.
+    # Options of a user's own script that were misspelt, first and last steps that do not overlap, unfit packages 30,
+    # an axis of powers of ten 5.
     # Nine tools, what train.py runs, how user errors are shown; templates too. On its way down to 8,600.
-    "wing": 10_160,
-    "ops/report": 2_710,  # of it the page: charts, timeline, completions and advice, templates included
+    "wing": 10_165,
+    "ops/report": 2_715,  # of it the page: charts, timeline, completions and advice, templates included
 }
 """At most so many code lines."""
 TOKENS_PER_LINE = {

@@ -148,7 +148,7 @@ def readable_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
     """The same; None where it cannot be read, which `check_model` says better."""
     try:
         return model_config(model, args)
-    except (OSError, ValueError):
+    except Exception:  # noqa: BLE001  of the hub's client, of transformers or of the model's own code
         return None
 
 

@@ -19,6 +19,7 @@ LIMIT_COLOUR = "#8b939c"
 FEW_POINTS = 30
 WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
 DIGITS = 5  # of the numbers in the page
+LOGARITHMIC = "nats, logarithmic"  # a unit whose axis is: what is small and its limit are seen beside each other
 FROM_ZERO = ("share", "s", "tokens", "GiB", "pushes or steps")  # units whose axis begins at 0
 Columns = dict[str, list[Any]]
 
@@ -151,6 +152,8 @@ def _line_spec(
     rows = alt.Chart(alt.NamedData("rows"))
     layers: list[alt.Chart] = []
     axis, scale = _axis_y(unit, is_flat=is_flat), alt.Scale(zero=unit in FROM_ZERO)
+    if unit == LOGARITHMIC:
+        axis, scale = alt.Axis(tickCount=4, title=None, format=".0e", grid=False), alt.Scale(type="log")
     for number, (colour, has_band, *_) in enumerate(shape):
         if has_band:
             band = rows.mark_area(color=colour, opacity=0.18, aria=False)

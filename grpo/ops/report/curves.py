@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo.ops.report.charts import COLOURS, LIMIT_COLOUR, Chart, Columns, Line, line_chart, numbers
+from grpo.ops.report.charts import COLOURS, LIMIT_COLOUR, LOGARITHMIC, Chart, Columns, Line, line_chart, numbers
 from grpo.ops.report.reading import Metrics, Run
 from grpo.ops.report.thinning import Bins, bins_of
 
@@ -79,7 +79,7 @@ STABILITY = (
     ),
     Curve(
         title="Engine against trainer",
-        unit="nats",
+        unit=LOGARITHMIC,
         metrics=(
             ("push/logprob_gap_mean", "verified tokens, mean"),
             ("push/logprob_gap_judged", "what is held to the limit"),
@@ -161,6 +161,8 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
                 continue
             values = metrics.columns[name]
             means = bins.means(values)
+            if curve.unit == LOGARITHMIC:
+                means = np.where(means > 0, means, np.nan)
             low, high = _band(values, bins, columns, name) if has_band else ("", "")
             columns.setdefault(name, numbers(means))
             lines.append(Line(label=label, colour=COLOURS[number], column=name, low=low, high=high))
