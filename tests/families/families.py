@@ -191,6 +191,7 @@ TRAINED = {
     "glm4_moe": "test_numerics.py",
     "llava": "test_multimodal.py",
     "gemma3": "test_multimodal.py",
+    "mistral3": "test_multimodal.py",
     "qwen3_5": "test_multimodal.py",
 }
 """By model type: where in tests/multiprocess a tiny one is trained, and the engine verified at every step."""

@@ -14,6 +14,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -144,10 +146,25 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     return config, Gemma3ForConditionalGeneration, tokenizer
 
 
+def _mistral3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """Pixtral beside Mistral, heads untied."""
+    tokenizer = _with_tokens("[IMG]")
+    config = Mistral3Config(
+        text_config={"model_type": "mistral", **_TEXT, "head_dim": 32, "tie_word_embeddings": False},
+        vision_config={"model_type": "pixtral", **_CLIP},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return config, Mistral3ForConditionalGeneration, tokenizer
+
+
 MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], Any]]] = {
     "llava": _llava,
     "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
+    "mistral3": _mistral3,
 }
 
 

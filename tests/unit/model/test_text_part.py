@@ -30,6 +30,7 @@ from tests.support.tiny_models import FAMILIES, tiny_model
 TOWERS = {
     "llava": ("model.vision_tower", "model.multi_modal_projector"),
     "gemma3": ("model.vision_tower", "model.multi_modal_projector"),
+    "mistral3": ("model.vision_tower", "model.multi_modal_projector"),
     "qwen3_5": ("model.visual",),
 }
 
@@ -62,7 +63,12 @@ def test_text_travels_and_towers_are_frozen(family: str, folders: dict[str, Path
     assert freeze_towers(model) == sum(model.get_parameter(name).numel() for name in stay)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == stay
     tokenizer = AutoTokenizer.from_pretrained(folders[family])
-    named = {"llava": ["<image>"], "gemma3": ["<image>"], "qwen3_5": ["<|image_pad|>", "<|video_pad|>"]}[family]
+    named = {
+        "llava": ["<image>"],
+        "gemma3": ["<image>"],
+        "mistral3": ["[IMG]"],
+        "qwen3_5": ["<|image_pad|>", "<|video_pad|>"],
+    }[family]
     assert {*tokenizer.convert_tokens_to_ids(named)} <= placeholder_ids(config)
 
 
