@@ -76,9 +76,7 @@ TABLE: tuple[PrivateName, ...] = (
         _tokenize_prompts(self, prompts)
         """,
     ),
-    *_values(
-        _TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _logs _metrics"
-    ),
+    *_values(_TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _logs _metrics"),
     *_values(
         _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"
     ),
