@@ -24,15 +24,12 @@ STOPPED_TIMEOUT_S = 20.0
 STEPPING = ("prompt_logprobs", "pause")  # calls that wait for steps of the engine
 LOG_TAIL_LINES = 20
 LOG_BYTES = 256 * 1024  # how far back to look for them
-_ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
-
-
-_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
+_ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 
 
 def root_error(log: str) -> str:
     """The first error in an engine's log that is no other process's word of a dead one; '' without any."""
-    found = (match[0] for match in _ERROR.finditer(log))
+    found = (match[0] for match in _ERROR_LINE.finditer(log))
     return next((line for line in found if "EngineDead" not in line and "EngineCore" not in line), "")
 
 

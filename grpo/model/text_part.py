@@ -54,8 +54,7 @@ def tower_paths(model: Any) -> tuple[str, ...]:
     """
     if not _has_towers(model):
         return ()
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    text = {id(module) for part in parts if part is not None for module in part.modules()}
+    text = {id(module) for part in _text_parts(model) for module in part.modules()}
     holders = {id(model)} | {
         id(module) for _, module in model.named_modules() if any(id(inner) in text for inner in module.modules())
     }
@@ -71,8 +70,7 @@ def tower_tensors(model: Any) -> frozenset[str]:
     """Names of the parameters and buffers that take no part in text; none of a text model."""
     if not _has_towers(model):
         return frozenset()
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    text = {id(each) for part in parts if part is not None for each in (*part.parameters(), *part.buffers())}
+    text = {id(each) for part in _text_parts(model) for each in (*part.parameters(), *part.buffers())}
     named = (*model.named_parameters(), *model.named_buffers())
     return frozenset(name for name, tensor in named if id(tensor) not in text)
 
@@ -113,6 +111,11 @@ def what_is_trained(class_name: str, towers: Sequence[str], tower_elements: int)
 
 def _has_towers(model: Any) -> bool:
     return isinstance(model, PreTrainedModel) and is_multimodal(model.config)
+
+
+def _text_parts(model: Any) -> list[nn.Module]:
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    return [part for part in parts if part is not None]
 
 
 def _whole_size(parameter: nn.Parameter) -> int:

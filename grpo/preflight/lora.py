@@ -123,7 +123,7 @@ def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
     plain = _without_weights(model, args)
     towers = tower_paths(plain)
     adapted = _adapted(wrapped_without_weights(plain, peft_config))
-    if not any(path.startswith(f"{tower}.") for path in adapted for tower in towers):
+    if not any(_is_inside(path, towers) for path in adapted):
         return peft_config
     own = peft_config.exclude_modules or []
     patterns = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
@@ -262,7 +262,7 @@ def _ranks(wrapped: Any) -> dict[str, int]:
     found = _adapted(wrapped)
     towers = tower_paths(base)
     for path in found:
-        if any(path.startswith(f"{tower}.") for tower in towers):
+        if _is_inside(path, towers):
             raise ValueError(
                 f"the PeftModel has an adapter on {path}, which takes no part in text: make it with "
                 rf"exclude_modules, such as r'{re.escape(towers[0])}\..*'"
@@ -283,6 +283,10 @@ def _ranks(wrapped: Any) -> dict[str, int]:
             "engines: PEFT would train a copy of the one alone; leave it out"
         )
     return found
+
+
+def _is_inside(path: str, modules: tuple[str, ...]) -> bool:
+    return path.startswith(tuple(f"{module}." for module in modules))
 
 
 def _adapted(wrapped: Any) -> dict[str, int]:

@@ -37,7 +37,7 @@ _LINEAR = {
     "linear_num_value_heads": 2,
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}}
-_CLIP = {
+CLIP = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -95,13 +95,13 @@ FAMILIES = (
         _with_tower(_TEXT | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64}, _QWEN_TOWER),
     ),
     Family("llama", "Llama 3", _TEXT),
-    Family("gemma3", "Gemma 3", _with_tower(_TEXT | _SLIDING, _CLIP) | {"mm_tokens_per_image": 4}),
-    Family("gemma4", "Gemma 4", _with_tower(_TEXT | _SLIDING, _CLIP)),
+    Family("gemma3", "Gemma 3", _with_tower(_TEXT | _SLIDING, CLIP) | {"mm_tokens_per_image": 4}),
+    Family("gemma4", "Gemma 4", _with_tower(_TEXT | _SLIDING, CLIP)),
     Family("mistral", "Mistral 7B", _TEXT),
     Family(
         "mistral3",
         "Mistral Small 3, Ministral 3",
-        _with_tower({"model_type": "mistral", **_TEXT}, {"model_type": "pixtral", **_CLIP}),
+        _with_tower({"model_type": "mistral", **_TEXT}, {"model_type": "pixtral", **CLIP}),
     ),
     Family("qwen3_vl", "Qwen3-VL", _with_tower(_TEXT | _MROPE, _QWEN_TOWER | {"deepstack_visual_indexes": [0]})),
     Family(
@@ -163,7 +163,7 @@ FAMILIES = (
         "Llama 4",
         _with_tower(
             _TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 256, "num_experts_per_tok": 1},
-            _CLIP
+            CLIP
             | {
                 "image_size": 56,
                 "patch_size": 14,
@@ -176,9 +176,9 @@ FAMILIES = (
     Family(
         "llava",
         "LLaVA",
-        _with_tower({"model_type": "qwen2", **_TEXT}, {"model_type": "clip_vision_model", **_CLIP}),
+        _with_tower({"model_type": "qwen2", **_TEXT}, {"model_type": "clip_vision_model", **CLIP}),
     ),
-    Family("idefics3", "Idefics3, SmolVLM", _with_tower({"model_type": "llama", **_TEXT}, _CLIP)),
+    Family("idefics3", "Idefics3, SmolVLM", _with_tower({"model_type": "llama", **_TEXT}, CLIP)),
     Family("internvl", "InternVL 3", {}, reason="vLLM's class needs torchvision"),
     Family("gemma3n", "Gemma 3n", {}, reason="transformers' class needs timm"),
 )

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
+from tests.families.families import CLIP
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,15 +41,6 @@ _TEXT = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "bos_token_id": None,
-}
-_CLIP = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "projection_dim": 64,
 }
 # Parts and plain text alike, as this year's templates take them.
 CHAT_TEMPLATE = (
@@ -70,7 +62,7 @@ def _llava() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     image = tokenizer.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
         text_config=Qwen2Config(**_TEXT, tie_word_embeddings=False),
-        vision_config=CLIPVisionConfig(**_CLIP),
+        vision_config=CLIPVisionConfig(**CLIP, projection_dim=64),
         image_token_id=image,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
@@ -136,7 +128,7 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 16,
         },
-        vision_config={key: value for key, value in _CLIP.items() if key != "projection_dim"},
+        vision_config=CLIP,
         image_token_index=ids("<image>"),
         boi_token_index=ids("<start_of_image>"),
         eoi_token_index=ids("<end_of_image>"),
@@ -151,7 +143,7 @@ def _mistral3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     tokenizer = _with_tokens("[IMG]")
     config = Mistral3Config(
         text_config={"model_type": "mistral", **_TEXT, "head_dim": 32, "tie_word_embeddings": False},
-        vision_config={"model_type": "pixtral", **_CLIP},
+        vision_config={"model_type": "pixtral", **CLIP},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         vision_feature_layer=-1,
         tie_word_embeddings=False,
