@@ -38,8 +38,8 @@ from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology
 from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import PackedRows, pack_rows
 from grpo.rollout.pool import EnginePool
+from grpo.rollout.prompts import Prompts
 
 NUM_NODES = 2
 NUM_GENERATIONS = 4
@@ -120,9 +120,9 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
         rng = np.random.default_rng(node)
         speeds: list[float] = []
 
-        def rows() -> PackedRows:
+        def rows() -> Prompts:
             prompts = rng.integers(2, VOCAB_SIZE, size=(options.prompts, PROMPT_TOKENS)).tolist()
-            return pack_rows([prompt for prompt in prompts for _ in range(NUM_GENERATIONS)])
+            return Prompts.of([prompt for prompt in prompts for _ in range(NUM_GENERATIONS)])
 
         def batch(of: NodeSampler) -> Callable[[], float]:
             def seconds() -> float:

@@ -33,7 +33,8 @@ from grpo.place.topology import read_topology
 from grpo.rollout.ages import Age, Moment
 from grpo.rollout.batch import Batch
 from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import Completions, Request, SingleValues, pack_rows, to_lists
+from grpo.rollout.packing import Completions, Request, SingleValues, to_lists
+from grpo.rollout.prompts import Prompts
 
 NUM_GENERATIONS = 8
 PROMPT_TOKENS = 128
@@ -136,7 +137,7 @@ def run_rank(rank: int, settings: dict[str, Any]) -> None:
     rows: dict[str, Any] = {}
 
     def ours() -> None:
-        completions, _ = sampler.collect(sampler.submit(pack_rows(prompts), 0))
+        completions, _ = sampler.collect(sampler.submit(Prompts.of(prompts), 0))
         completion_ids, engine_logprobs = to_lists(completions)
         rows["ours"] = completion_ids, [SingleValues(row) for row in engine_logprobs]  # as `LocalVLLM.generate` does
 

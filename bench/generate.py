@@ -39,7 +39,8 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import NodeTopology
-from grpo.rollout.packing import collapse, pack_rows, seed_base
+from grpo.rollout.packing import seed_base
+from grpo.rollout.prompts import Prompts, collapse
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.trained import TrainedModel
@@ -176,7 +177,7 @@ def measure(options: Any, folder: Path) -> Report:
 
     same_args = engine_args(args, engine_model(model), topology)
     del same_args["load_format"]
-    requests = collapse(pack_rows(prompts), base(1), 0)  # the second batch of a step
+    requests = collapse(Prompts.of(prompts), base(1), 0)  # the second batch of a step
     bare = BareVLLM(
         {
             "engine_args": same_args,

@@ -18,7 +18,8 @@ from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
-from grpo.rollout.packing import REFUSED, PackedRows, SingleValues, pack_rows, to_lists
+from grpo.rollout.packing import REFUSED, SingleValues, to_lists
+from grpo.rollout.prompts import Prompts
 from grpo.rollout.refused import Refusals
 from grpo.rollout.report import figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
@@ -46,6 +47,8 @@ class LocalVLLM:
             training that is asked for.
         prompts_of_batch: this rank's prompts of the generation batch with a number, to be sampled ahead; None, on every
             rank, when there is none.
+        engine_ids: of the prompts with images that are asked for, this rank's token ids with one placeholder for each
+            image.
         on_respawn: hears of every engine of the job that has come back, on every rank.
         rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
         timeline: where it is recorded what takes how long.
@@ -61,6 +64,7 @@ class LocalVLLM:
         progress: Callable[[], tuple[int, str, int]],
         *,
         prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None,
+        engine_ids: Callable[[], Sequence[Sequence[int]]] = list,
         on_respawn: Callable[[Respawn], None] = lambda respawn: None,
         rollouts: Rollouts | None = None,
         timeline: Recorder | None = None,
@@ -77,6 +81,7 @@ class LocalVLLM:
         self._watch = watch
         self._progress = progress
         self._prompts_of_batch = prompts_of_batch
+        self._engine_ids = engine_ids
         self._on_respawn = on_respawn
         self._rollouts = rollouts
         self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
@@ -103,7 +108,7 @@ class LocalVLLM:
             startup=self.startup,
             rollouts=self._rollouts,
             progress=self._progress_now,
-            rows_of_batch=self._rows_of_batch,
+            prompts_of_batch=self._packed_prompts_of_batch,
             revive=self._revive,
             on_respawn=self._hear_of_respawn,
         ).wait()
@@ -182,8 +187,9 @@ class LocalVLLM:
         """One completion for each prompt of this rank, sampled now or ahead. Collective over the job.
 
         Args:
-            prompts: token ids, with the copies of a prompt next to each other over the node's ranks.
-            images: None; images are refused when the trainer is built.
+            prompts: token ids, with the copies of a prompt next to each other over the node's ranks; of a prompt with
+                images what the processor makes of it.
+            images: of each prompt, PIL images in RGB; None: none of this rank's prompts has any.
             num_generations: not needed: equal neighbours show which prompts belong together.
             profiler: TRL's context around the generation.
 
@@ -196,8 +202,6 @@ class LocalVLLM:
             RuntimeError: what was sampled ahead is not what is asked for; or nothing was pushed yet.
         """
         del num_generations
-        if images is not None:
-            raise ValueError("images reached the engine; local mode takes text alone")
         self._check_open()
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
@@ -210,8 +214,9 @@ class LocalVLLM:
         asked_at, now = time.monotonic(), self._progress_now()
         _log.debug("generation for step %d (%s) begins: %d prompts of this rank", now.step, now.mode, len(prompts))
         with profiler, self._watch.during("generate"):
+            asked = Prompts.of(prompts) if images is None else Prompts.with_images(prompts, images, self._engine_ids())
             with self._timeline.span(WAIT_GENERATE):
-                self.last_batch = batches.take(pack_rows(prompts))
+                self.last_batch = batches.take(asked)
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
             waited_s, version = time.monotonic() - asked_at, self.last_batch.policy_version
             _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
@@ -325,9 +330,9 @@ class LocalVLLM:
         step, mode, batch = self._progress()
         return Progress(step=step, mode=mode, versions=self._versions, batch=batch)
 
-    def _rows_of_batch(self, number: int) -> PackedRows | None:
+    def _packed_prompts_of_batch(self, number: int) -> Prompts | None:
         prompts = self._prompts_of_batch(number)
-        return None if prompts is None else pack_rows(prompts)
+        return None if prompts is None else Prompts.of(prompts)
 
     @property
     def policy_version(self) -> int:

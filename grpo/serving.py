@@ -19,8 +19,8 @@ from grpo.place.wire import Wire
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.ahead import GenerationBatches, Progress
 from grpo.rollout.node import LocalMainSampler, NodeSampler
-from grpo.rollout.packing import PackedRows
 from grpo.rollout.pool import EnginePool
+from grpo.rollout.prompts import Prompts
 from grpo.rollout.turns.batch import Limits
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.rollouts import Rollouts
@@ -90,7 +90,7 @@ class ServingStart:
     startup: StartupClock
     rollouts: Rollouts | None
     progress: Callable[[], Progress]
-    rows_of_batch: Callable[[int], PackedRows | None]
+    prompts_of_batch: Callable[[int], Prompts | None]
     """See `GenerationBatches`."""
     revive: Callable[[], None]
     """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
@@ -134,7 +134,7 @@ class ServingStart:
             user_seed=user_seed,
             progress=self.progress,
             lookahead=args.generation_lookahead,
-            rows_of=self.rows_of_batch,
+            prompts_of=self.prompts_of_batch,
         )
         pusher = Pusher(
             source,

@@ -1,9 +1,10 @@
 """One request of vLLM's: what it is asked with, and what its answer is in our messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grpo.engine.messages import Sampled
+from grpo.model.pictures import decoded, digest
 
 
 def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_logprobs: int | None = None) -> Any:
@@ -26,6 +27,37 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def engine_prompt(token_ids: list[int], pictures: Sequence[bytes] = (), *, cache_salt: str | None = None) -> Any:
+    """A prompt as vLLM takes it.
+
+    Args:
+        pictures: of its images, as files; `token_ids` has one placeholder for each.
+    """
+    from vllm.inputs import TokensPrompt, tokens_input
+
+    if not pictures:  # an input that needs no rendering: vLLM hands any other to a thread, one by one (0.31)
+        return tokens_input(token_ids, cache_salt=cache_salt)
+    prompt = TokensPrompt(
+        prompt_token_ids=token_ids,
+        multi_modal_data={"image": [decoded(file) for file in pictures]},
+        multi_modal_uuids={"image": [digest(file) for file in pictures]},
+    )
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+
+
+def check_expansion(held: Sequence[int], wanted: Sequence[int]) -> None:
+    """That the engine has sampled behind the tokens that the trainer will score.
+
+    Raises:
+        ValueError: it has expanded the images otherwise than the trainer's processor.
+    """
+    if list(held) != list(wanted):
+        raise ValueError(
+            f"the engine makes {len(held)} tokens of a prompt with images, the trainer's processor {len(wanted)} "
+            "[GRPO-418]: both have to read the same processor files and chat template"
+        )
 
 
 def refusal(completion_id: int, error: BaseException) -> Sampled:

@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.engine.adapters import EngineAdapters
-from grpo.engine.answers import refusal, sampled_logprobs, sampling_params, tokens_so_far
+from grpo.engine.answers import (
+    check_expansion,
+    engine_prompt,
+    refusal,
+    sampled_logprobs,
+    sampling_params,
+    tokens_so_far,
+)
 from grpo.engine.compile_caches import note_slots, take_slots
 from grpo.engine.inner_processes import StartWatch, report_failures, share_cores
 from grpo.engine.lifetime import end_session_with
@@ -117,7 +124,6 @@ class Host:
     async def _completions(self, sample: Sample, ids: range) -> list[Sampled]:
         """Some completions of a prompt, by one request of vLLM's, which gives the i-th of them the seed + i."""
         import numpy as np
-        from vllm.inputs import tokens_input
 
         settings = {**self._sampling, **sample.overrides}
         if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
@@ -126,9 +132,10 @@ class Host:
         if not settings.get("ignore_eos"):
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
         params = sampling_params(settings, seed=sample.seed + ids.start - sample.ids.start, n=len(ids))
-        # An input that needs no rendering: vLLM hands any other to a thread, one by one (0.31).
-        prompt = tokens_input(sample.token_ids.tolist(), cache_salt=sample.cache_salt)
+        prompt = engine_prompt(sample.token_ids.tolist(), sample.pictures, cache_salt=sample.cache_salt)
         final = await self._last_output(prompt, params, str(ids.start), sample.adapter)
+        if sample.expanded is not None:
+            check_expansion(final.prompt_token_ids, sample.expanded.tolist())
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
@@ -190,7 +197,7 @@ class Host:
                 return await engine.init_weight_transfer_engine(WeightTransferInitRequest(**kwargs))
             case "update_weights":
                 return await engine.update_weights(WeightTransferUpdateRequest(**kwargs))
-            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache":
+            case "start_weight_update" | "finish_weight_update" | "reset_prefix_cache" | "reset_encoder_cache":
                 return await getattr(engine, method)(**kwargs)
             case "pause":
                 return await self._pause()
@@ -221,14 +228,22 @@ class Host:
         # counts may be low then. Nothing but metrics is made of them.
         return tokens_so_far(self._engine.output_processor.request_states.values())
 
-    async def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Raw log-probability of each prompt token but the first, by one forward of the engine."""
+    async def _prompt_logprobs(
+        self, prompts: list[list[int]], pictures: list[bytes] | None = None
+    ) -> list[list[float]]:
+        """Raw log-probability of each prompt token but the first, by one forward of the engine.
+
+        Args:
+            pictures: the image of each prompt, which has one placeholder for it then; its tokens are those that the
+                engine makes of the prompt.
+        """
 
         async def score(index: int, token_ids: list[int]) -> list[float]:
             params = sampling_params({"temperature": 1.0, "max_tokens": 1}, seed=0, prompt_logprobs=0)
-            final = await self._last_output({"prompt_token_ids": token_ids}, params, f"probe-{index}")
-            scored = final.prompt_logprobs
-            return [scored[position][token].logprob for position, token in enumerate(token_ids) if position > 0]
+            prompt = engine_prompt(token_ids, () if pictures is None else (pictures[index],))
+            final = await self._last_output(prompt, params, f"probe-{index}")
+            scored, held = final.prompt_logprobs, final.prompt_token_ids
+            return [scored[position][token].logprob for position, token in enumerate(held) if position > 0]
 
         return list(await asyncio.gather(*(score(index, ids) for index, ids in enumerate(prompts))))
 

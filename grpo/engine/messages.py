@@ -79,6 +79,15 @@ class Sample:
     """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
     adapter: int | None = None
     """Number of the adapter to sample with, from the first token to the last; None: the newest, or none before that."""
+    pictures: tuple[bytes, ...] = ()
+    """Of the prompt's images, as files, in their order; `token_ids` has one placeholder for each."""
+    expanded: "np.ndarray | None" = None
+    """[L'] int32, with images: what the engine has to make of the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, as the engine holds it."""
+        return len(self.token_ids if self.expanded is None else self.expanded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

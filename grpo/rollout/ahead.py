@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo.rollout.node import NodeSampler, Pending
-from grpo.rollout.packing import Completions, PackedRows, seed_base
+from grpo.rollout.packing import Completions, seed_base
+from grpo.rollout.prompts import Prompts
 from grpo.rollout.report import GenerationReport, PolicyLag
 
 _OTHER_PROMPTS = (
@@ -45,7 +46,7 @@ class GenerationBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Submitted:
-    rows: PackedRows
+    prompts: Prompts
     number: int
     pending: Pending | None
     at: Progress
@@ -64,7 +65,7 @@ class GenerationBatches:
         user_seed: a sampling seed of the user's, if any.
         progress: where training stands now; the same on every rank.
         lookahead: batches that are sampled before training asks for them.
-        rows_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
+        prompts_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
             training ends before it.
     """
 
@@ -76,17 +77,17 @@ class GenerationBatches:
         user_seed: int | None,
         progress: Callable[[], Progress],
         lookahead: int = 0,
-        rows_of: Callable[[int], PackedRows | None] = lambda number: None,
+        prompts_of: Callable[[int], Prompts | None] = lambda number: None,
     ) -> None:
         self._sampler = sampler
         self._seed, self._user_seed = seed, user_seed
         self._progress = progress
         self._lookahead = lookahead
-        self._rows_of = rows_of
+        self._prompts_of = prompts_of
         self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last batch or step, and its generations so far
         self._under_way: deque[_Submitted] = deque()
 
-    def take(self, rows: PackedRows) -> GenerationBatch:
+    def take(self, prompts: Prompts) -> GenerationBatch:
         """The completions of these prompts: of the oldest batch that is under way, in training, or sampled now.
 
         Raises:
@@ -96,10 +97,10 @@ class GenerationBatches:
         now = self._progress()
         if now.mode == "train" and self._under_way:
             submitted = self._under_way.popleft()
-            if not _are_equal(submitted.rows, rows):
+            if not _are_equal(submitted.prompts, prompts):
                 raise RuntimeError(_OTHER_PROMPTS)
         else:
-            submitted = self._submit(rows, _number_of(now))
+            submitted = self._submit(prompts, _number_of(now))
         if now.mode == "train":
             self._fill(now, self._lookahead - 1)
         completions, reports = self._collect(submitted)
@@ -120,9 +121,9 @@ class GenerationBatches:
     def _fill(self, now: Progress, num_batches: int) -> None:
         while len(self._under_way) < num_batches:
             number = (self._under_way[-1].number if self._under_way else now.batch) + 1
-            if (rows := self._rows_of(number)) is None:
+            if (prompts := self._prompts_of(number)) is None:
                 return
-            self._under_way.append(self._submit(rows, number))
+            self._under_way.append(self._submit(prompts, number))
 
     def wait(self) -> None:
         """Until all batches that are under way have all their completions.
@@ -154,16 +155,18 @@ class GenerationBatches:
         self._draws[mode] = (number, draw + 1)
         return seed_base(seed=self._seed, number=number, mode=mode, draw=draw, user_seed=self._user_seed)
 
-    def _submit(self, rows: PackedRows, number: int) -> _Submitted:
+    def _submit(self, prompts: Prompts, number: int) -> _Submitted:
         now = self._progress()
         order = number + 1 if now.mode == "train" else 0  # an evaluation first: ranks wait for it
-        pending = self._sampler.submit(rows, self._base_seed(now.mode, number), order=order)
-        return _Submitted(rows=rows, number=number, pending=pending, at=now)
+        pending = self._sampler.submit(prompts, self._base_seed(now.mode, number), order=order)
+        return _Submitted(prompts=prompts, number=number, pending=pending, at=now)
 
 
 def _number_of(now: Progress) -> int:
     return now.batch if now.mode == "train" else now.step
 
 
-def _are_equal(one: PackedRows, other: PackedRows) -> bool:
-    return np.array_equal(one.lengths, other.lengths) and np.array_equal(one.token_ids, other.token_ids)
+def _are_equal(one: Prompts, other: Prompts) -> bool:
+    """Of text: prompts with images are not sampled ahead."""
+    rows, others = one.rows, other.rows
+    return np.array_equal(rows.lengths, others.lengths) and np.array_equal(rows.token_ids, others.token_ids)

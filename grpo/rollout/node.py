@@ -11,8 +11,9 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
 from grpo.rollout.batch import Batch
-from grpo.rollout.packing import Completions, PackedRows, collapse, concat_rows, split_completions
+from grpo.rollout.packing import Completions, split_completions
 from grpo.rollout.pool import EnginePool
+from grpo.rollout.prompts import Prompts, collapse, concat_prompts
 from grpo.rollout.report import GenerationReport, Period
 from grpo.rollout.search import DeadlyRequests
 
@@ -53,22 +54,22 @@ class NodeSampler:
         self._watch = watch
         self._revive = revive
 
-    def submit(self, rows: PackedRows, base_seed: int, *, order: int = 0) -> Pending | None:
+    def submit(self, prompts: Prompts, base_seed: int, *, order: int = 0) -> Pending | None:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
         `vllm_balance_nodes`.
 
         What fails here is raised by `collect`, on every rank of the job.
 
         Args:
-            rows: the prompts, with the copies of a prompt next to each other over the node's ranks. Nodes have equally
-                many, in the order of the job's batch.
+            prompts: with the copies of a prompt next to each other over the node's ranks. Nodes have equally many, in
+                the order of the job's batch.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
             order: as `Batch` has it.
 
         Returns:
             What to collect, or drop; None but on the local main.
         """
-        self._groups.gather(rows.to_message())
+        self._groups.gather(prompts.to_message())
         return None
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
@@ -129,15 +130,15 @@ class LocalMainSampler(NodeSampler):
         self._period = Period()
         self._sampled = 0, 0.0
 
-    def submit(self, rows: PackedRows, base_seed: int, *, order: int = 0) -> Pending:
-        parts = [PackedRows.from_message(message) for message in self._groups.gather(rows.to_message())]
-        of_node = concat_rows(parts)
-        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.num_rows)
+    def submit(self, prompts: Prompts, base_seed: int, *, order: int = 0) -> Pending:
+        parts = [Prompts.from_message(message) for message in self._groups.gather(prompts.to_message())]
+        of_node = concat_prompts(parts)
+        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.rows.num_rows)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if self._balance is not None:
             shares = self._balance.share_out(requests, owed=self._pool.num_owed)
         return Pending(
-            rows_by_rank=[part.num_rows for part in parts],
+            rows_by_rank=[part.rows.num_rows for part in parts],
             shares=shares,
             batch=self._pool.submit(shares.sampled, order=order),
         )

@@ -27,7 +27,9 @@ def _to_base64(array: np.ndarray, *, dtype: type) -> str:
 
 
 def _from_base64(text: Any, *, dtype: type) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(str(text), validate=True), dtype)
+    if not isinstance(text, str):
+        raise ValueError(f"{type(text).__name__} is no array as base64")
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
 
 
 def _as_base64(dtype: type) -> tuple[PlainValidator, PlainSerializer]:
@@ -37,6 +39,11 @@ def _as_base64(dtype: type) -> tuple[PlainValidator, PlainSerializer]:
 # Arrays of int32 and float32 in a `Wire`: a list there would be an object in Python for each token.
 TokenIds = Annotated[np.ndarray, *_as_base64(np.int32)]
 Logprobs = Annotated[np.ndarray, *_as_base64(np.float32)]
+FileBytes = Annotated[
+    bytes,
+    PlainValidator(lambda text: base64.b64decode(str(text), validate=True)),
+    PlainSerializer(lambda data: base64.b64encode(data).decode()),
+]
 
 
 def engine_id(node: int, engine: int) -> int:
@@ -92,6 +99,15 @@ class Request(Wire):
     """Sampling arguments of these completions alone, in place of the engine's."""
     home: int | None = None
     """The engine of the node that has sampled what the prompt begins with, and may hold it in its prefix cache."""
+    pictures: tuple[FileBytes, ...] = ()
+    """Of the prompt's images, as files, in their order."""
+    expanded: TokenIds | None = None
+    """[L'] int32, with images: what the trainer's processor makes of the prompt, and the engine has to."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, as the engine holds it."""
+        return len(self.token_ids if self.expanded is None else self.expanded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,24 +215,6 @@ def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int) -> in
     if turn or beyond:
         base = _bits([int(base), int(turn), *([beyond] if beyond else [])])
     return (base + rank * num_rows + own) % 2**63
-
-
-def collapse(rows: PackedRows, seed_base: int, first_row: int) -> list[Request]:
-    """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
-
-    The requests cover the rows in order, without a gap. vLLM gives sample i of a request the seed `seed + i`, so with
-    `seed = seed_base + row of the job's batch` each row has a seed of its own in the whole job, the same one on however
-    many nodes and ranks. They differ also in the low 32 bits, which are all that torch's CPU generator keeps of a seed.
-
-    Args:
-        first_row: number of the first one in the job's batch.
-    """
-    prompts = unpack_rows(rows)
-    starts = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
-    return [
-        Request(token_ids=prompts[start], n=stop - start, seed=(seed_base + first_row + start) % 2**63)
-        for start, stop in pairwise([*starts, len(prompts)])
-    ]
 
 
 def pack_completions(

@@ -131,11 +131,11 @@ class EnginePool:
             for request in requests:
                 ids = range(self._next_id, self._next_id + request.n)
                 self._next_id = ids.stop
-                if len(request.token_ids) >= self._max_model_len:
-                    why = f"a prompt has {len(request.token_ids)} tokens; the engine holds {self._max_model_len} with "
+                if request.num_tokens >= self._max_model_len:
+                    why = f"a prompt has {request.num_tokens} tokens; the engine holds {self._max_model_len} with "
                     self._refuse(batch, ids, why + "the completion (vllm_max_model_length)")
                     continue
-                if (deadly := self._trials.deadly.get(request.token_ids.tobytes())) is not None:
+                if (deadly := self._trials.deadly.get(prompt_of(request))) is not None:
                     self._refuse(batch, ids, deadly)
                     continue
                 for begin in range(0, request.n, fair_share):
@@ -147,8 +147,10 @@ class EnginePool:
                         overrides=dict(request.overrides),
                         end_tokens=self._end_tokens,
                         adapter=self._adapter,
+                        pictures=request.pictures,
+                        expanded=request.expanded,
                     )
-                    most = len(request.token_ids) + self._max_tokens
+                    most = request.num_tokens + self._max_tokens
                     chunks.append(Chunk(ids=chunk, tokens=most, home=request.home, order=order))
             _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
             self._end_if_answered(batch)
@@ -336,7 +338,7 @@ class EnginePool:
                 old = self._sent[ids.start]
                 self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
                 order = self._batches[ids.start].order if ids.start in self._batches else 0
-                chunks.append(Chunk(ids=ids, tokens=len(old.token_ids) + self._max_tokens, order=order))
+                chunks.append(Chunk(ids=ids, tokens=old.num_tokens + self._max_tokens, order=order))
         for completion in owed:
             del self._sent[completion]
         self._num_reissued += len(owed)

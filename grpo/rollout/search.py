@@ -7,8 +7,10 @@ from typing import Generic, TypeVar
 
 from grpo.engine.client import EngineDied, EngineError
 from grpo.engine.messages import Sample
+from grpo.model.pictures import digest
 from grpo.place.log import FILE_ONLY
 from grpo.rollout.batch import Batch
+from grpo.rollout.packing import Request
 from grpo.rollout.queue import Chunk, RequestQueue
 
 _log = logging.getLogger(__name__)
@@ -60,8 +62,9 @@ class Search(Generic[Prompt]):
         self.trial = self.suspects[: (len(self.suspects) + 1) // 2]
 
 
-def prompt_of(sample: Sample) -> bytes:
-    return sample.token_ids.tobytes()
+def prompt_of(sample: Sample | Request) -> bytes:
+    """Its tokens and its images."""
+    return b"".join([sample.token_ids.tobytes(), *(digest(file).encode() for file in sample.pictures)])
 
 
 class Trials:

@@ -10,7 +10,6 @@ from grpo.rollout.packing import (
     Completions,
     PackedRows,
     Request,
-    collapse,
     concat_completions,
     concat_rows,
     engine_id,
@@ -22,6 +21,7 @@ from grpo.rollout.packing import (
     to_lists,
     unpack_rows,
 )
+from grpo.rollout.prompts import Prompts, collapse, concat_prompts
 
 
 def as_lists(packed):
@@ -59,11 +59,11 @@ def shape(requests: list[Request]):
 
 def test_collapse_by_hand():
     a, b = [1, 2], [1, 2, 3]
-    assert shape(collapse(pack_rows([a, a, a, b, a]), 0, 0)) == [(a, 3), (b, 1), (a, 1)]
-    assert collapse(pack_rows([]), 0, 0) == []
-    assert shape(collapse(pack_rows([[], [], a]), 0, 0)) == [([], 2), (a, 1)]
+    assert shape(collapse(Prompts.of([a, a, a, b, a]), 0, 0)) == [(a, 3), (b, 1), (a, 1)]
+    assert collapse(Prompts.of([]), 0, 0) == []
+    assert shape(collapse(Prompts.of([[], [], a]), 0, 0)) == [([], 2), (a, 1)]
     # same tokens end to end, cut elsewhere: not equal
-    assert shape(collapse(pack_rows([[1, 2], [3], [1], [2, 3]]), 0, 0)) == [
+    assert shape(collapse(Prompts.of([[1, 2], [3], [1], [2, 3]]), 0, 0)) == [
         ([1, 2], 1),
         ([3], 1),
         ([1], 1),
@@ -72,16 +72,16 @@ def test_collapse_by_hand():
 
 
 def test_a_group_that_straddles_two_ranks_is_one_request():
-    rank_0, rank_1 = pack_rows([[9], [5], [5]]), pack_rows([[5], [5], [4]])
-    requests = collapse(concat_rows([rank_0, rank_1]), 100, 0)
+    rank_0, rank_1 = Prompts.of([[9], [5], [5]]), Prompts.of([[5], [5], [4]])
+    requests = collapse(concat_prompts([rank_0, rank_1]), 100, 0)
     assert shape(requests) == [([9], 1), ([5], 4), ([4], 1)]
     assert [request.seed for request in requests] == [100, 101, 105]
 
 
 def test_seed_by_hand():
-    (request,) = collapse(pack_rows([[5]]), 7, 3)
+    (request,) = collapse(Prompts.of([[5]]), 7, 3)
     assert request.seed == 10
-    (request,) = collapse(pack_rows([[5]]), 2**63 - 1, 1)
+    (request,) = collapse(Prompts.of([[5]]), 2**63 - 1, 1)
     assert request.seed == 0
 
 
@@ -97,10 +97,10 @@ def test_no_two_rows_of_a_job_share_a_seed_and_nodes_do_not_count(bits):
     """
     base = seed_base(seed=42, number=3, mode="train", draw=0, user_seed=None)
     rows = [[5]] * 300 + [[6]] * 5
-    by_node = [seeds_of_rows(collapse(pack_rows(rows), base, node * 305)) for node in range(5)]
+    by_node = [seeds_of_rows(collapse(Prompts.of(rows), base, node * 305)) for node in range(5)]
     seeds = [seed % 2**bits for of_node in by_node for seed in of_node]
     assert len(set(seeds)) == len(seeds) == 5 * 305
-    assert [seed for of_node in by_node for seed in of_node] == seeds_of_rows(collapse(pack_rows(rows * 5), base, 0))
+    assert [seed for of_node in by_node for seed in of_node] == seeds_of_rows(collapse(Prompts.of(rows * 5), base, 0))
 
 
 def test_seed_base_is_fixed_and_depends_on_everything():
@@ -189,9 +189,9 @@ def test_every_completion_comes_back_to_its_rank_and_row(trial):
     prompts = [rng.integers(0, 3, size=rng.integers(0, 4)).tolist() for _ in range(int(rng.integers(1, 12)))]
     rows = [prompt for prompt in prompts for _ in range(int(rng.integers(1, 5)))]
     cuts = [0, *sorted(rng.integers(0, len(rows) + 1, size=num_ranks - 1).tolist()), len(rows)]
-    parts = [pack_rows(rows[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    parts = [Prompts.of(rows[start:stop]) for start, stop in itertools.pairwise(cuts)]
 
-    requests = collapse(concat_rows(parts), base, first_row)
+    requests = collapse(concat_prompts(parts), base, first_row)
     assert all(not np.array_equal(a.token_ids, b.token_ids) for a, b in itertools.pairwise(requests))
     token_rows: list[list[int]] = []
     for request in requests:

@@ -12,8 +12,9 @@ from grpo.place.topology import read_topology
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import GENERATE
 from grpo.rollout.node import LocalMainSampler
-from grpo.rollout.packing import Request, pack_rows, to_lists
+from grpo.rollout.packing import Request, to_lists
 from grpo.rollout.pool import EnginePool
+from grpo.rollout.prompts import Prompts
 from grpo.rollout.search import DeadlyRequests
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
@@ -65,7 +66,7 @@ def test_the_time_of_a_batch_counts_from_when_it_is_waited_for(node: Node) -> No
     topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
     groups = NodeGroups(topology, max_wait_s=DEADLINE_S)
     sampler = LocalMainSampler(groups, watch, pool, timeout_s=DEADLINE_S, overlaps=True)
-    pending = [sampler.submit(pack_rows([[row, row]] * 2), base_seed=row, order=row) for row in range(3)]
+    pending = [sampler.submit(Prompts.of([[row, row]] * 2), base_seed=row, order=row) for row in range(3)]
     for each in pending:
         each.batch.submitted_at -= 600
         each.batch.asked_at -= 600

@@ -1,0 +1,85 @@
+"""What a processor makes of prompts with images: the tokens that an engine takes, and a prompt for verifications."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+
+from grpo.model.pictures import encoded
+
+SIDE = 64
+"""Of a picture in a probe, in pixels; processors resize it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PictureProbe:
+    """One prompt with two different pictures in turn, and text behind them."""
+
+    token_ids: list[int]
+    """As an engine takes the prompt: with one placeholder for the image."""
+    pictures: tuple[bytes, ...]
+    """One for each row of `inputs`, as files."""
+    inputs: dict[str, torch.Tensor]
+    """What the processor makes of the rows, for the model's forward; `input_ids` and `attention_mask` [2, L]."""
+    num_scored: int
+    """Tokens behind the image, whose log-probabilities depend on it."""
+
+
+def engine_ids(processor: ProcessorMixin, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of prompts, with one placeholder for each image: engines expand them by themselves.
+
+    Args:
+        texts: what the chat template makes of the prompts. As transformers' processors do it, special tokens are added
+            unless the first text begins with them (5.17).
+    """
+    tokenizer = processor.tokenizer
+    begins = tokenizer.bos_token is not None and texts[0].startswith(tokenizer.bos_token)
+    return tokenizer(text=list(texts), **({"add_special_tokens": False} if begins else {}))["input_ids"]
+
+
+def rendered(processor: ProcessorMixin, prompts: Sequence[Any], **template: Any) -> list[str]:
+    """The text that the chat template makes of each conversation."""
+    return processor.apply_chat_template([*prompts], add_generation_prompt=True, tokenize=False, **template)
+
+
+def picture_probe(processor: ProcessorMixin, text: str, **template: Any) -> PictureProbe:
+    """The same one on every rank.
+
+    Args:
+        text: ordinary text, behind the picture.
+        template: variables of the chat template.
+
+    Raises:
+        ValueError: the template lets no token follow an image.
+    """
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    images = [Image.fromarray(each) for each in (noise, 255 - noise // 4)]
+    prompts = [
+        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
+        for image in images
+    ]
+    (given,) = set(map(tuple, engine_ids(processor, rendered(processor, prompts, **template))))
+    made = processor.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
+    )
+    inputs = {name: torch.as_tensor(value) for name, value in made.items()}
+    expanded = inputs["input_ids"][0].tolist()
+    num_scored = _equal_at_the_end(expanded, given) - 1  # the placeholder itself may be among them
+    if num_scored < 1 or len(expanded) == len(given):
+        raise ValueError(
+            "the chat template lets no token follow an image, or leaves images out: give the processor the template "
+            "of its checkpoint (chat_template.jinja)"
+        )
+    return PictureProbe(
+        token_ids=list(given), pictures=tuple(map(encoded, images)), inputs=inputs, num_scored=num_scored
+    )
+
+
+def _equal_at_the_end(expanded: Sequence[int], given: Sequence[int]) -> int:
+    """How many tokens both end with."""
+    pairs = zip(reversed(expanded), reversed(given), strict=False)
+    return next((count for count, (one, other) in enumerate(pairs) if one != other), min(len(expanded), len(given)))

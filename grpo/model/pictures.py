@@ -1,0 +1,86 @@
+"""Pictures of prompts: which data have them, and how they travel between processes.
+
+The word of the field is images; a multimodal prompt holds them in the column `image` or `images`, or in its messages.
+They travel as files without loss (PNG in RGB), so that engine and trainer see the same pixels.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # an engine host of a text model needs none
+
+COLUMNS = ("image", "images")
+"""Where TRL looks for a row's images (1.16)."""
+
+
+def column_of_images(dataset: Any) -> str | None:
+    """The column of images that a data set has, if it says its columns."""
+    return next((name for name in COLUMNS if name in (getattr(dataset, "column_names", None) or ())), None)
+
+
+def parts_of(prompt: Any) -> list[Mapping[str, Any]]:
+    """The parts of which a conversation's messages are made; none of plain text."""
+    messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, Sequence) else []
+    contents = [message.get("content") for message in messages]
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+
+
+def kinds_of_parts(prompt: Any) -> set[str]:
+    """`text`, `image` and the like: the types of a conversation's parts."""
+    return {part["type"] for part in parts_of(prompt) if "type" in part}
+
+
+def images_of_row(row: Mapping[str, Any]) -> list[Any]:
+    """A row's own images: PIL images, or what transformers loads one from."""
+    in_columns = row.get("images") or ([] if row.get("image") is None else [row["image"]])
+    in_parts = [part["image"] for part in parts_of(row.get("prompt")) if part.get("image") is not None]
+    return [*in_columns, *in_parts]
+
+
+def as_rgb(image: Any) -> "Image":
+    """A PIL image in RGB, of one in any mode, a path or an address; transparent parts are white, as vLLM has them."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    if not isinstance(image, Image.Image):
+        image = load_image(image)
+    if image.mode != "RGBA":
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def encoded(image: "Image") -> bytes:
+    """One file."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def decoded(data: bytes) -> "Image":
+    """What `encoded` was given."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def digest(data: bytes) -> str:
+    """Names a picture: engines keep what they have made of it under this."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def shared(files: Iterable[bytes]) -> tuple[list[bytes], list[int]]:
+    """The different ones, and of each file the number of its equal among them.
+
+    Example:
+        >>> shared([b"a", b"b", b"a"])
+        ([b'a', b'b'], [0, 1, 0])
+    """
+    numbers: dict[bytes, int] = {}
+    places = [numbers.setdefault(file, len(numbers)) for file in files]
+    return [*numbers], places
