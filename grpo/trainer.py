@@ -33,6 +33,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
+from grpo.model.four_bit import compute_in
 from grpo.model.text_part import freeze_towers, tower_paths, what_is_trained
 from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, log_name, open_log
@@ -41,6 +42,7 @@ from grpo.place.topology import NodeTopology, read_topology
 from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import around_towers, choose_lora, with_revision
 from grpo.preflight.processor import processor_of
+from grpo.preflight.quantisation import settle_quantisation
 from grpo.record.folder import make_run_folder
 from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
@@ -63,8 +65,8 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
 class GRPOTrainer(GuardedTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
-    In local mode every rank of the job makes one at the same time, from the main thread. Images, quantised
-    models and FSDP are refused there; of a multimodal model the text part is trained.
+    In local mode every rank of the job makes one at the same time, from the main thread. Images and FSDP are refused
+    there, and of quantised models all but four bits below LoRA; of a multimodal model the text part is trained.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
@@ -136,6 +138,7 @@ class GRPOTrainer(GuardedTrainer):
         given = inherited["processing_class"]
         if (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
             inherited["processing_class"], self._processor = processor.tokenizer, processor
+        settle_quantisation(inherited)
         plain = base_of(inherited["model"])
         inherited["peft_config"] = around_towers(with_revision(inherited["peft_config"], args), plain, args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
@@ -144,14 +147,10 @@ class GRPOTrainer(GuardedTrainer):
             args._n_gpu = 1
             args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
         with self._watch.guard(), self._watch.during("start"):
+            named, quantization = inherited["model"], inherited["quantization_config"]
             choice = choose_lora(
-                inherited["model"],
-                inherited["peft_config"],
-                inherited["quantization_config"],
-                args,
-                has_gpus=bool(self.topology.devices),
+                named, inherited["peft_config"], quantization, args, has_gpus=bool(self.topology.devices)
             )
-            named = inherited["model"]
             name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
             beside = {"model_name_or_path": name, **beside_options(inherited)}
             rollout_s = args.rollout_timeout
@@ -199,6 +198,7 @@ class GRPOTrainer(GuardedTrainer):
             lora = None
             if choice is not None:
                 self._say(str(choice))
+                compute_in(self.model, engine_model.dtype)
                 lora = Lora(self.model, merges=choice.way == "merge")
             self._local = self.vllm_generation = LocalVLLM(
                 args,

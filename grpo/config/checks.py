@@ -241,7 +241,7 @@ def check_local(args: Any) -> None:
             f"vllm_gpu_memory_utilization is {args.vllm_gpu_memory_utilization}; it is a share, above 0, at most 1"
         )
     check_data_parallel(args.parallelism_config, "parallelism_config")
-    _check_engine_kwargs(args.engine_kwargs)
+    _check_engine_kwargs(args.engine_kwargs, use_cpu=args.use_cpu)
     _check_generation_kwargs(args, args.generation_kwargs or {})
     check_importance_sampling(args)
 
@@ -257,7 +257,7 @@ def check_data_parallel(config: ParallelismConfig | None, where: str) -> None:
             raise ValueError(f"{where} has {name} {getattr(config, name)}: {SHARED_MODEL}")
 
 
-def _check_engine_kwargs(engine_kwargs: Mapping[str, Any]) -> None:
+def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], *, use_cpu: bool) -> None:
     for key in engine_kwargs:
         if key in OWN_ENGINE_KEYS:
             raise ValueError(f"vllm_engine_kwargs holds {key!r}, which follows from {OWN_ENGINE_KEYS[key]}")
@@ -268,6 +268,24 @@ def _check_engine_kwargs(engine_kwargs: Mapping[str, Any]) -> None:
         raise ValueError(
             "speculative_config has rejection_sample_method 'synthetic', which accepts drafts whatever the policy "
             "thinks of them: take 'standard' or 'block'"
+        )
+    _check_quantised_engine(str(engine_kwargs.get("quantization") or "").lower(), use_cpu=use_cpu)
+
+
+def _check_quantised_engine(method: str, *, use_cpu: bool) -> None:
+    """Args: method: vLLM's name of it; '' for none."""
+    if "awq" in method or "gptq" in method:
+        raise ValueError(
+            f"vllm_engine_kwargs holds quantization {method!r} [GRPO-419]: AWQ and GPTQ choose their scales by "
+            "calibration data, and could not be made anew with each push: remove it"
+        )
+    if method == "fp8" and use_cpu:
+        raise ValueError("vllm_engine_kwargs holds quantization 'fp8', which vLLM has for GPUs alone: remove it")
+    if method == "fp8":
+        warnings.warn(
+            "vllm_engine_kwargs holds quantization 'fp8': engines would round to it what each push brings, which has "
+            "not been tried on a GPU; look at push/logprob_gap_max, and set vllm_max_logprob_gap",
+            stacklevel=2,
         )
 
 

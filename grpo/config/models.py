@@ -75,6 +75,7 @@ def describe_model(
         if not isinstance(model, str):
             config = type(model.config).from_dict(model.config.to_dict())
             config.architectures = config.architectures or [_architecture(model)]
+            vars(config).pop("quantization_config", None)  # engines get dequantised weights
             config.save_pretrained(folder.path)
             if model.generation_config is not None:
                 # Not save_pretrained, which refuses settings that contradict each other but matter to nobody here.

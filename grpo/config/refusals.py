@@ -17,6 +17,7 @@ from grpo.config.models import base_of, readable_config
 # Of `model_init_kwargs`, what changes nothing that a model computes in an engine.
 _OF_LOADING = {
     *("revision", "trust_remote_code", "dtype", "torch_dtype", "attn_implementation", "device_map"),
+    "quantization_config",  # engines hold what its layers compute with
     *("low_cpu_mem_usage", "use_safetensors", "use_cache", "pad_token_id", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
 }
@@ -48,12 +49,6 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         raise ValueError(
             f"rollout_func and {name}: a rollout function holds its conversations itself, and TRL would hold them once "
             f"more: call the tools inside of the function, and leave {name} out"
-        )
-    is_quantised = arguments["quantization_config"] is not None and arguments["peft_config"] is None
-    if is_quantised or getattr(arguments["model"], "is_quantized", False):
-        raise ValueError(
-            "quantization_config: local mode cannot push quantised weights yet; remove it, or set vllm_mode to "
-            "'server' or 'colocate', where TRL takes it"
         )
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(
@@ -93,8 +88,6 @@ def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -
     for key in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
         if key in given:
             raise ValueError(f"model_init_kwargs holds {key!r}, which splits the model over ranks: {SHARED_MODEL}")
-    if "quantization_config" in given:
-        raise ValueError("model_init_kwargs holds 'quantization_config': local mode cannot push quantised weights yet")
     if not isinstance(model, str) or given.keys() <= _OF_LOADING or (config := readable_config(model, args)) is None:
         return
     for key in sorted(given.keys() - _OF_LOADING):

@@ -13,6 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo.config import GRPOConfig
 from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dtype, model_config, readable_config
+from grpo.model.four_bit import quantises_head
 from grpo.model.text_part import is_multimodal, model_without_weights, tower_paths
 
 # What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
@@ -30,11 +31,6 @@ KINDS = (
     "use_qalora",
     "use_bdlora",
     "lora_bias",
-)
-
-_QUANTISED = (
-    "the engines' base would have to be what training sees, which nobody has checked on a GPU yet; train the adapter "
-    "on a base in bfloat16, without it"
 )
 # Architectures whose classes in vLLM have no LoRA (0.31).
 WITHOUT_LORA = (
@@ -78,6 +74,7 @@ def choose_lora(
 
     Args:
         model: a name, a transformers model, or one that PEFT has wrapped.
+        quantization_config: as `settle_quantisation` leaves it.
 
     Raises:
         ValueError: names what local mode does not serve, and the way out.
@@ -87,8 +84,6 @@ def choose_lora(
         return None
     if peft_config is not None and given:
         raise ValueError("the model is a PeftModel, and peft_config is given too: give one of the two")
-    if quantization_config is not None:
-        raise ValueError(f"quantization_config beside peft_config (QLoRA): {_QUANTISED}")
     if given:
         names = model.active_adapters
         if len(names) > 1:
@@ -105,10 +100,13 @@ def choose_lora(
                 "is_trainable=True)"
             )
     check_lora(peft_config, args, zero3=is_deepspeed_zero3_enabled())
-    if getattr(model_config(base_of(model), args), "quantization_config", None):
-        raise ValueError(f"the base of peft_config is quantised (QLoRA): {_QUANTISED}")
-    wrapped = model if given else wrapped_without_weights(_without_weights(model, args), peft_config)
-    return choose_way(wrapped, peft_config, args, compute_dtype(base_of(model), args), has_gpus=has_gpus)
+    plain = None if given else _without_weights(model, args)
+    if plain is not None:
+        check_head(plain, quantization_config)
+    four_bits = quantization_config is not None or getattr(base_of(model), "is_quantized", False)
+    wrapped = model if given else wrapped_without_weights(plain, peft_config)
+    dtype = compute_dtype(base_of(model), args)
+    return choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus, four_bits=four_bits)
 
 
 def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
@@ -144,11 +142,14 @@ def with_revision(peft_config: Any, args: GRPOConfig) -> Any:
     return copied
 
 
-def choose_way(wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dtype, *, has_gpus: bool) -> LoraChoice:
+def choose_way(
+    wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dtype, *, has_gpus: bool, four_bits: bool = False
+) -> LoraChoice:
     """What `vllm_lora` comes to, by the model that PEFT has wrapped, with or without its weights.
 
     Args:
         dtype: the engine's.
+        four_bits: whether the base is held in them.
 
     Raises:
         ValueError: as `choose_lora`.
@@ -160,6 +161,12 @@ def choose_way(wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dt
     why = _why_merge(wrapped, peft_config, ranks, slot, dtype, has_gpus=has_gpus)
     if args.vllm_lora == "adapter" and why:
         raise ValueError(f"vllm_lora is 'adapter', but {why}: set it to 'auto' or 'merge'")
+    if four_bits and (why or args.vllm_lora == "merge"):
+        raise ValueError(
+            f"adapters on a base of four bits travel by themselves, but {why or 'vllm_lora is merge'} [GRPO-218]: "
+            "merged weights are no more those of the base, and would travel whole with every push; change that, or "
+            "train without quantization_config"
+        )
     if peft_config.lora_dropout:
         warnings.warn(
             f"lora_dropout is {peft_config.lora_dropout}: old and new log-probabilities of a step are computed with "
@@ -211,6 +218,23 @@ def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
             raise ValueError(
                 f"peft_config has {name} {getattr(config, name)!r}: local mode serves LoRA, rsLoRA and DoRA; remove it"
             )
+
+
+def check_head(plain: Any, quantization: Any) -> None:
+    """Refuse a head that would be quantised.
+
+    Args:
+        plain: a model on the meta device.
+        quantization: None for none.
+
+    Raises:
+        ValueError: it would be.
+    """
+    if quantization is not None and quantises_head(plain, quantization):
+        raise ValueError(
+            f"llm_int8_skip_modules is {quantization.llm_int8_skip_modules}, so that the head would be quantised, too, "
+            "and TRL's loss multiplies with its weight as it stands: add 'lm_head' to the list"
+        )
 
 
 def wrapped_without_weights(plain: Any, config: Any) -> Any:

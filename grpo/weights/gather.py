@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from grpo.model.four_bit import is_four_bit, matrix_shape
+
 
 def is_zero3(parameter: torch.Tensor) -> bool:
     """Whether DeepSpeed ZeRO-3 holds this parameter partitioned."""
@@ -18,7 +20,10 @@ def is_zero3(parameter: torch.Tensor) -> bool:
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Shape of the whole parameter; `parameter.shape` is empty while ZeRO-3 has it partitioned."""
+    """Shape of the whole parameter; `parameter.shape` is empty while ZeRO-3 has it partitioned, and that of bytes where
+    they hold four bits."""
+    if is_four_bit(parameter):
+        return matrix_shape(parameter)
     return torch.Size(parameter.ds_shape) if is_zero3(parameter) else parameter.shape
 
 

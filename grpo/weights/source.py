@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo.model.four_bit import dequantise, is_four_bit
 from grpo.model.text_part import tower_tensors
 from grpo.weights.buckets import Bucket, ParamMeta, aligned, bucket_limit, described, make_buckets, packed_bytes
 from grpo.weights.gather import ShardGather, gathered, has_plain_shards, is_zero3, whole_shape
@@ -51,6 +52,8 @@ class GatheredSource:
     Under ZeRO-3 `meet` and `fill` are collective over the trainer's ranks, which go through the buckets of the same
     plan in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered; nor are buffers, which are
     whole on every rank.
+
+    Weights of four bits travel as the matrices that their layers compute with, dequantised one at a time.
 
     Adapters travel beside the weights, B with its scale, under PEFT's names; or merged into the weights that they
     change.
@@ -327,7 +330,10 @@ class GatheredSource:
         with gathered([self._tensors[name] for name in left]):
             if wholes is not None:
                 for name in left:
-                    wholes[name].copy_(self._tensors[name])
+                    if is_four_bit(tensor := self._tensors[name]):
+                        dequantise(tensor, wholes[name])
+                    else:
+                        wholes[name].copy_(tensor)
         if wholes is not None and places is not None:
             self._convert(bucket, wholes, places)
 
@@ -342,7 +348,7 @@ class GatheredSource:
         }
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._wire_dtype if tensor.is_floating_point() else tensor.dtype
+        return self._wire_dtype if tensor.is_floating_point() or is_four_bit(tensor) else tensor.dtype
 
     def _convert(self, bucket: Bucket, wholes: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         to_convert = {name: whole for name, whole in wholes.items() if name not in self._as_they_are}

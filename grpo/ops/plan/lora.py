@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.model.four_bit import FourBitWeights, four_bit_weights
 from grpo.ops.plan.model_shape import meta_model
-from grpo.preflight.lora import LoraChoice, around_towers, choose_way, wrapped_without_weights
+from grpo.preflight.lora import LoraChoice, around_towers, check_head, choose_way, wrapped_without_weights
 
 if TYPE_CHECKING:
     from grpo.weights.adapters import Lora  # needs PEFT
@@ -22,6 +23,8 @@ class PlannedLora:
     choice: LoraChoice
     wrapped: Any
     """PEFT's model."""
+    four_bits: FourBitWeights | None = None
+    """Of its base; None: none of it is quantised."""
 
     @property
     def adapters(self) -> "Lora":
@@ -57,16 +60,28 @@ class PlannedLora:
         return [(down.shape[1], up.shape[0], down.shape[0]) for down, up in matrices]
 
 
-def planned_lora(peft_config: Any, args: GRPOConfig, config: Any, dtype: torch.dtype, *, has_gpus: bool) -> PlannedLora:
+def planned_lora(
+    peft_config: Any,
+    args: GRPOConfig,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    has_gpus: bool,
+    quantization: Any = None,
+) -> PlannedLora:
     """What `peft_config`, which `check_lora` has passed, makes of the model that `config` describes.
 
     Args:
         dtype: the engine's.
+        quantization: of the base; None without.
 
     Raises:
         ValueError: as `choose_way`.
     """
     peft_config = around_towers(peft_config, config._name_or_path, args)
-    wrapped = wrapped_without_weights(meta_model(config, trust_remote_code=args.trust_remote_code), peft_config)
-    choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus)
-    return PlannedLora(choice=choice, wrapped=wrapped)
+    plain = meta_model(config, trust_remote_code=args.trust_remote_code)
+    check_head(plain, quantization)
+    four_bits = None if quantization is None else four_bit_weights(plain, quantization)
+    wrapped = wrapped_without_weights(plain, peft_config)
+    choice = choose_way(wrapped, peft_config, args, dtype, has_gpus=has_gpus, four_bits=four_bits is not None)
+    return PlannedLora(choice=choice, wrapped=wrapped, four_bits=four_bits)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from grpo.config.models import base_of
+from grpo.model.four_bit import FourBitWeights
 from grpo.model.text_part import freeze_towers, model_without_weights, tower_paths, tower_tensors
 from grpo.weights.layers import has_experts
 
@@ -94,6 +95,8 @@ class ModelShape:
     """Paths of what takes no part in text."""
     tower_parameters: int = 0
     """Of `num_parameters`, those of towers beside the text part: frozen, and not in the engines."""
+    four_bits: FourBitWeights | None = None
+    """Of `frozen`, what ranks hold in four bits."""
 
     @property
     def num_layers(self) -> int:
@@ -114,11 +117,19 @@ class ModelShape:
         return self.text_parameters - self.expert_parameters * (1 - self.routed_share) ** tokens
 
 
-def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: bool = False) -> ModelShape:
+def shape_of(
+    config: Any,
+    name: str,
+    *,
+    wrapped: Any = None,
+    four_bits: FourBitWeights | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
     """The shape of the causal language model that `config` describes, in a fraction of a second and without memory.
 
     Args:
         wrapped: the same model as PEFT wraps it, on the meta device too; None without adapters.
+        four_bits: of it; None: nothing is quantised.
 
     Raises ValueError for a model that is none, or has no attention.
     """
@@ -166,6 +177,7 @@ def shape_of(config: Any, name: str, *, wrapped: Any = None, trust_remote_code: 
         layers_without_kv=without_kv,
         expert_parameters=experts,
         routed_share=_routed(text) / _num_experts(text) if experts else 1.0,
+        four_bits=four_bits,
         towers=tower_paths(model),
         tower_parameters=sum(parameter.numel() for name, parameter in model.named_parameters() if name in of_towers),
     )

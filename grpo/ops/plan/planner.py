@@ -27,12 +27,13 @@ from grpo.ops.plan.plan import Plan
 from grpo.ops.plan.push_memory import push_shape
 from grpo.ops.plan.shortfalls import fits_with, shortfalls_of
 from grpo.ops.plan.speed import advise
-from grpo.ops.train.arguments import Arguments
+from grpo.ops.train.arguments import Arguments, quantisation_of
 from grpo.ops.train.checks import CHECKS, check_rewards, check_task
 from grpo.ops.train.demo import MODEL
 from grpo.place.topology import NodeTopology
 from grpo.preflight.lora import check_lora
 from grpo.preflight.model import local_model, reason_of
+from grpo.preflight.quantisation import check_own_quantisation, four_bits_of, quantisation_inside
 from grpo.record.folder import check_writable
 
 ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # engine settings with which experts are not loaded at once
@@ -83,6 +84,8 @@ class _Planner:
         if training.local_mode:
             with plan.refusing():
                 check_class(self.config)
+            with plan.refusing():
+                check_own_quantisation(self.config)
             with plan.refusing():
                 check_init_kwargs(training, self.model.model_name_or_path)
             with plan.refusing():
@@ -175,15 +178,21 @@ class _Planner:
         """The model with its adapters, where there are any."""
         zero3 = zero_of(self.launcher, self.training).get("stage") == 3
         peft_config = get_peft_config(self.model)
-        if peft_config is None:
+        asked = quantisation_of(self.model) or quantisation_inside(self.training)
+        if peft_config is None and asked is None:
             return
-        check_lora(peft_config, self.training, zero3=zero3)
+        if peft_config is not None:
+            check_lora(peft_config, self.training, zero3=zero3)
         if self.config is None or self.training.refusal is not None:
             return
         dtype = compute_dtype(self.config._name_or_path, self.training)
+        if asked is not None:
+            asked = four_bits_of(asked, dtype, has_adapter=peft_config is not None, zero3=zero3)
         has_gpus = not self.launcher.use_cpu
         with self.plan.noting_warnings():
-            self.lora = planned_lora(peft_config, self.training, self.config, dtype, has_gpus=has_gpus)
+            self.lora = planned_lora(
+                peft_config, self.training, self.config, dtype, has_gpus=has_gpus, quantization=asked
+            )
         self.plan.lora = self.lora.choice
 
     def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> Batch:
@@ -243,6 +252,7 @@ class _Planner:
                 config,
                 self.model.model_name_or_path or "the demo's model",
                 wrapped=None if lora is None else lora.wrapped,
+                four_bits=None if lora is None else lora.four_bits,
                 trust_remote_code=remote_code,
             ),
             push=push_shape(

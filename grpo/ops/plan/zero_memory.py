@@ -137,6 +137,11 @@ def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
         return None
     element = sharding.dtype_bytes if sharding.stage else sharding.loaded_bytes
     held = shape.frozen.sharded(sharding.world_size) if sharding.stage == 3 else shape.frozen.elements
+    if (four_bits := shape.four_bits) is not None:
+        rest = shape.frozen.elements - four_bits.elements
+        how = f"{four_bits.num_bytes / four_bits.elements:.3f} B x {short_count(four_bits.elements)} in four bits with "
+        how += f"their scales, {element} B x {short_count(rest)}; on every rank"
+        return States(device_bytes=four_bits.num_bytes + element * rest, host_bytes=0, how=how)
     how = f"{element} B x {short_count(shape.frozen.elements)}"
     how += f" / {sharding.world_size}" if sharding.stage == 3 else " on every rank"
     how += "" if sharding.stage else " (DDP keeps the dtype in which it is loaded: --dtype)"

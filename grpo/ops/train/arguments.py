@@ -1,6 +1,7 @@
 """The arguments of `train.py`: TRL's own, four more, and the demo's where no model is named."""
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trl
-from trl import DatasetMixtureConfig, ModelConfig
+from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig, own_fields
@@ -110,6 +111,16 @@ class ModelArguments(ModelConfig):
     """TRL's, without dropout in adapters: two forwards of the same tokens would differ by it, as if the policy had."""
 
     lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; TRL's own script has 0.05."})
+
+
+def quantisation_of(model: ModelArguments) -> Any:
+    """TRL's `BitsAndBytesConfig` of the flags, None without them.
+
+    `dtype` does not say in which dtype its layers compute, as TRL has it (1.16): that follows from the engines'.
+    """
+    asked = copy.copy(model)
+    asked.dtype = None
+    return get_quantization_config(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from grpo.record.folder import check_writable
 
 
 def check_weights_trained(arguments: Arguments) -> None:
-    """Refuses quantised models, before TRL asks for the libraries that they need."""
+    """Refuses quantised models that are not trained here, before TRL asks for the libraries that they need."""
     model = arguments.model
     if not arguments.training.local_mode:
         return
@@ -25,12 +25,15 @@ def check_weights_trained(arguments: Arguments) -> None:
         given = [name for name in flags if getattr(model, name) != getattr(ModelArguments, name)]
         if given:
             raise ValueError(f"{', '.join(given)} without use_peft: add --use_peft, or remove them")
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, name):
+        if model.load_in_4bit:
             raise ValueError(
-                f"{name}: local mode cannot push quantised weights yet: remove it, or set vllm_mode to 'server' or "
-                "'colocate', where TRL takes it"
+                "load_in_4bit without use_peft: weights of four bits have no gradients; add --use_peft, or remove it"
             )
+    if model.load_in_8bit:
+        raise ValueError(
+            "load_in_8bit: local mode trains adapters on a base of four bits; no engine could hold what layers of 8 bits "
+            "compute with: set load_in_4bit, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
+        )
 
 
 def check_task(arguments: Arguments) -> None:

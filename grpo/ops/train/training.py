@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from grpo.ops import first_and_last, windows
-from grpo.ops.train.arguments import Arguments
+from grpo.ops.train.arguments import Arguments, quantisation_of
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, split_of
 from grpo.ops.train.demo import MODEL, demo_dataset
@@ -100,7 +100,7 @@ def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
     }
     return GRPOTrainer(
         args=training,
-        quantization_config=get_quantization_config(model),
+        quantization_config=quantisation_of(model),
         peft_config=get_peft_config(model),
         **kwargs,
     )
