@@ -30,16 +30,13 @@ def dequantise(tensor: Any, place: torch.Tensor) -> None:
     """Write the matrix that the layer's forward multiplies with, in the dtype of `place`.
 
     Args:
-        place: [out, in], contiguous.
+        place: [out, in], on any device.
     """
     from bitsandbytes.functional import dequantize_4bit
 
     state = copy.copy(tensor.quant_state)
     state.dtype = place.dtype  # that of the result: scales are in float32, and each product is rounded once
-    if place.device == tensor.device:
-        dequantize_4bit(tensor.data, state, out=place)
-    else:
-        place.copy_(dequantize_4bit(tensor.data, state))
+    place.copy_(dequantize_4bit(tensor.data, state))  # its `out` is for GPUs alone (0.50)
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

@@ -100,10 +100,11 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
             f"AWQ and GPTQ need calibration data, and come as checkpoints of their own: take {FOUR_BITS}"
         )
     if not asked.load_in_4bit:
-        bits = (
-            "load_in_8bit, whose layers compute with outliers apart and integers" if asked.load_in_8bit else "neither"
+        bits = "load_in_8bit, whose layers round what they multiply" if asked.load_in_8bit else "no load_in_4bit"
+        raise ValueError(
+            f"quantization_config has {bits}: local mode trains adapters on four bits, which an engine can hold "
+            f"dequantised: {FOUR_BITS}"
         )
-        raise ValueError(f"quantization_config has {bits}: no engine could hold what training computes; {FOUR_BITS}")
     if asked.bnb_4bit_quant_type not in ("nf4", "fp4"):
         raise ValueError(f"bnb_4bit_quant_type is {asked.bnb_4bit_quant_type!r}: it is 'nf4' or 'fp4'")
     if not has_adapter:
@@ -113,8 +114,9 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
         )
     if zero3:
         raise ValueError(
-            "quantization_config with ZeRO-3, which would cut up the bytes that a layer of four bits reads: set zero_stage "
-            "to 2 in the launcher's file, or train with DDP; a rank holds the whole base, in about 0.55 byte a weight"
+            "quantization_config with ZeRO-3, which would cut up the bytes that a layer of four bits reads: set "
+            "zero_stage to 2 in the launcher's file, or train with DDP; each rank holds the whole base, in about 0.55 "
+            "byte for each weight"
         )
     if asked.bnb_4bit_quant_storage != torch.uint8:
         raise ValueError(
@@ -124,8 +126,8 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
     computes_in = asked.bnb_4bit_compute_dtype
     if computes_in not in (dtype, torch.float32):  # the default: nothing was asked for
         raise ValueError(
-            f"bnb_4bit_compute_dtype is {computes_in}, but the engines compute in {dtype}, and would hold other weights "
-            f"than training computes with: leave it out, or set bf16, fp16 and dtype so that both are {computes_in}"
+            f"bnb_4bit_compute_dtype is {computes_in}, but the engines compute in {dtype}, and would hold other "
+            f"weights than training computes with: leave it out, or set bf16, fp16 and dtype to {computes_in}"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"quantization_config needs bitsandbytes, which is not installed: {INSTALL}")

@@ -31,8 +31,8 @@ def check_weights_trained(arguments: Arguments) -> None:
             )
     if model.load_in_8bit:
         raise ValueError(
-            "load_in_8bit: local mode trains adapters on a base of four bits; no engine could hold what layers of 8 bits "
-            "compute with: set load_in_4bit, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
+            "load_in_8bit: local mode trains adapters on a base of four bits; no engine could hold what layers of 8 "
+            "bits compute with: set load_in_4bit, or set vllm_mode to 'server' or 'colocate', where TRL takes it"
         )
 
 
