@@ -1,6 +1,7 @@
 """A training job for the tests, launched as users launch theirs; no `__main__` guard, on purpose.
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
+`four_bits` for `BitsAndBytesConfig`, `hold`
 names what to slow down so that a test can strike in the middle of it: "push", "train", or "generation-2", the one
 after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's reward
 raises after five. "stale-3": the batch after three steps is sampled with the weights of the
@@ -21,7 +22,7 @@ from grpo import GRPOConfig, GRPOTrainer  # first, as in `train.py`: it imports 
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo.engine.client import EngineClient
 
@@ -152,8 +153,10 @@ if settings["as_object"]:
 peft_config = LoraConfig(**settings["lora"]) if "lora" in settings else None
 if peft_config is not None and settings.get("wrapped"):
     model, peft_config = get_peft_model(model, peft_config), None
+four_bits = BitsAndBytesConfig(load_in_4bit=True, **settings["four_bits"]) if "four_bits" in settings else None
 trainer = Trainer(
     model=model,
+    quantization_config=four_bits,
     peft_config=peft_config,
     processing_class=tokenizer,
     reward_funcs=reward,
