@@ -269,11 +269,18 @@ def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], *, use_cpu: bool) -> 
             "speculative_config has rejection_sample_method 'synthetic', which accepts drafts whatever the policy "
             "thinks of them: take 'standard' or 'block'"
         )
-    _check_quantised_engine(str(engine_kwargs.get("quantization") or "").lower(), use_cpu=use_cpu)
+    check_quantised_engine(str(engine_kwargs.get("quantization") or "").lower(), use_cpu=use_cpu)
 
 
-def _check_quantised_engine(method: str, *, use_cpu: bool) -> None:
-    """Args: method: vLLM's name of it; '' for none."""
+def check_quantised_engine(method: str, *, use_cpu: bool) -> None:
+    """Refuse engines that hold less than they are sent, where that cannot be.
+
+    Args:
+        method: vLLM's name of it; '' for none.
+
+    Raises:
+        ValueError: says why.
+    """
     if "awq" in method or "gptq" in method:
         raise ValueError(
             f"vllm_engine_kwargs holds quantization {method!r} [GRPO-419]: AWQ and GPTQ choose their scales by "

@@ -32,14 +32,11 @@ def settle_quantisation(arguments: dict[str, Any]) -> None:
         ValueError: names what local mode does not serve, and the way out.
     """
     args: GRPOConfig = arguments["args"]
-    model, asked = arguments["model"], arguments["quantization_config"]
+    model = arguments["model"]
     base = base_of(model)
-    inside = quantisation_inside(args)
-    if inside is not None:
-        if asked is not None:
-            raise ValueError("quantization_config is given beside the model and in model_init_kwargs: give one of them")
-        args.model_init_kwargs = {k: v for k, v in (args.model_init_kwargs or {}).items() if k != "quantization_config"}
-    asked = inside if asked is None else asked
+    asked = given_once(arguments["quantization_config"], args.model_init_kwargs)
+    if args.model_init_kwargs:
+        args.model_init_kwargs = {k: v for k, v in args.model_init_kwargs.items() if k != "quantization_config"}
     if isinstance(model, str):
         check_own_quantisation(readable_config(model, args))
     elif asked is not None:
@@ -56,9 +53,16 @@ def settle_quantisation(arguments: dict[str, Any]) -> None:
     arguments["quantization_config"] = found if isinstance(model, str) else None
 
 
-def quantisation_inside(args: Any) -> Any:
-    """What `model_init_kwargs` has of it; None for nothing."""
-    return (args.model_init_kwargs or {}).get("quantization_config")
+def given_once(beside: Any, model_init_kwargs: Mapping[str, Any] | None) -> Any:
+    """The quantisation that is asked for beside the model, or in `model_init_kwargs`; None for none.
+
+    Raises:
+        ValueError: both have one.
+    """
+    inside = (model_init_kwargs or {}).get("quantization_config")
+    if beside is not None and inside is not None:
+        raise ValueError("quantization_config is given beside the model and in model_init_kwargs: give one of the two")
+    return inside if beside is None else beside
 
 
 def check_own_quantisation(config: PretrainedConfig | None) -> None:
@@ -140,7 +144,8 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
 
 def _read(asked: Mapping[str, Any]) -> Any:
     """Of a YAML file, or of a checkpoint's configuration."""
-    method = str(asked.get("quant_method", "bitsandbytes"))
+    method = asked.get("quant_method", "bitsandbytes")
+    method = getattr(method, "value", method)
     if method != "bitsandbytes":
         raise ValueError(
             f"quantization_config has quant_method {method!r}: local mode trains adapters on bitsandbytes' four bits; "

@@ -33,7 +33,7 @@ from grpo.ops.train.demo import MODEL
 from grpo.place.topology import NodeTopology
 from grpo.preflight.lora import check_lora
 from grpo.preflight.model import local_model, reason_of
-from grpo.preflight.quantisation import check_own_quantisation, four_bits_of, quantisation_inside
+from grpo.preflight.quantisation import check_own_quantisation, four_bits_of, given_once
 from grpo.record.folder import check_writable
 
 ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # engine settings with which experts are not loaded at once
@@ -178,7 +178,8 @@ class _Planner:
         """The model with its adapters, where there are any."""
         zero3 = zero_of(self.launcher, self.training).get("stage") == 3
         peft_config = get_peft_config(self.model)
-        asked = quantisation_of(self.model) or quantisation_inside(self.training)
+        is_told = self.model.load_in_8bit or peft_config is None  # by `CHECKS`
+        asked = given_once(None if is_told else quantisation_of(self.model), self.training.model_init_kwargs)
         if peft_config is None and asked is None:
             return
         if peft_config is not None:

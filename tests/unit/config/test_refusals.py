@@ -50,7 +50,6 @@ REFUSED = {
         {"rollout_func": print, "tools": [tool]},
         r"rollout_func and tools: a rollout function holds its conversations itself",
     ),
-    "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
     "images": (
         {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
         r"data set has the column 'image': local mode takes text alone",
@@ -147,11 +146,6 @@ def test_a_configuration_that_engines_would_not_see_is_refused(tiny_model: Path)
     check_init_kwargs(config(model_init_kwargs=harmless), str(tiny_model))
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     check_init_kwargs(config(model_init_kwargs={"rms_norm_eps": 1e-3}), model)  # which TRL leaves as it is
-
-
-def test_weights_that_are_quantised_as_they_are_loaded_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model_init_kwargs holds 'quantization_config'.*quantised weights"):
-        check_init_kwargs(config(model_init_kwargs={"quantization_config": {"load_in_4bit": True}}), "some-model")
 
 
 def test_ddp_warns_of_a_model_that_cannot_fit() -> None:

@@ -1,7 +1,6 @@
 """On which way adapters reach the engines, and what is said no to before anything starts."""
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -104,9 +103,7 @@ def test_a_model_that_is_wrapped_already(folders: dict[str, str], tmp_path: Path
         choose_lora(model, lora(), None, args_of(tmp_path), has_gpus=False)
 
 
-def test_quantised_bases_and_dropout(folders: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"QLoRA.*train the adapter on a base in bfloat16"):
-        choose_lora(folders["llama-untied"], lora(), object(), args_of(tmp_path), has_gpus=True)
+def test_dropout(folders: dict[str, str], tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"lora_dropout is 0\.1: .*noise in the importance ratio"):
         choose_lora(folders["llama-untied"], lora(lora_dropout=0.1), None, args_of(tmp_path), has_gpus=False)
     assert choose_lora(folders["llama-untied"], None, None, args_of(tmp_path), has_gpus=False) is None
@@ -123,15 +120,6 @@ def test_adapters_that_cannot_be_trained_or_saved(folders: dict[str, str], tmp_p
     frozen.requires_grad_(False)
     with pytest.raises(ValueError, match="is_trainable=True"):
         choose_lora(frozen, None, None, args_of(tmp_path), has_gpus=False)
-
-
-def test_a_base_that_is_quantised_by_its_own_configuration(tmp_path: Path) -> None:
-    folder = save_tiny_model("llama-untied", tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"the base of peft_config is quantised \(QLoRA\)"):
-        choose_lora(str(folder), lora(), None, args_of(tmp_path), has_gpus=True)
 
 
 def test_the_bases_revision_is_written_down(tmp_path: Path) -> None:

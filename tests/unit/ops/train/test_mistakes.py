@@ -100,7 +100,8 @@ MISTAKES = {
     "a misspelt folder offline": Mistake(settings={"model_name_or_path": "modle"}, env={"HF_HUB_OFFLINE": "1"}, says=("'modle'", "did you mean model?")),
     "a model without a tokenizer": Mistake(files={"mute/": ""}, settings={"model_name_or_path": "mute"}, says=("'mute'", "tokenizer.json")),
     "LoRA half asked for": Mistake(flags=("--lora_r", "8"), says=("lora_r without use_peft", "add --use_peft")),
-    "a quantised model": Mistake(flags=("--load_in_4bit",), says=("load_in_4bit", "remove it")),
+    "four bits without LoRA": Mistake(flags=("--load_in_4bit",), says=("load_in_4bit without use_peft", "remove it")),
+    "8 bits": Mistake(flags=("--load_in_8bit", "--use_peft"), says=("load_in_8bit", "set load_in_4bit")),
     "no model for the data": Mistake(settings={"model_name_or_path": None}, says=("a data set is given, but no model", "--model_name_or_path")),
     # data
     "no data": Mistake(settings={"dataset_name": None}, says=("no data", "--dataset_name")),
