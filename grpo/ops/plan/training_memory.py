@@ -118,6 +118,21 @@ def head_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
     ]
 
 
+def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+    """A layer of four bits makes the matrix that it multiplies with each time anew, as does a push."""
+    if shape.four_bits is None:
+        return []
+    num_bytes = shape.four_bits.largest * batch.dtype_bytes
+    what, how = (
+        "one matrix, dequantised",
+        f"{short_count(shape.four_bits.largest)} x {batch.dtype_bytes} B, the largest",
+    )
+    return [
+        Line("dequantised", what, PASS, num_bytes, how),
+        Line("push_dequantised", what, "push", num_bytes, how, holder="local main"),
+    ]
+
+
 def at_the_worst_moment(lines: Sequence[Line]) -> list[Line]:
     """The lines of two moments of one phase, of which only those of the worse one are counted."""
 
@@ -162,6 +177,7 @@ def training_budget(
         *gather_lines(shape, sharding),
         *activation_lines(shape, batch),
         *head_lines(shape, batch),
+        *dequantised_lines(shape, batch),
         *step_lines(shape, sharding),
         *push,
     ]

@@ -1,0 +1,78 @@
+"""`grpo plan` of a base of four bits, against numbers worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.planned_cluster import Cluster, lines_of
+
+HIDDEN, MLP, KEYS, LAYERS, VOCABULARY = 3584, 18944, 512, 28, 152064
+QWEN_7B = {  # Qwen/Qwen2.5-7B-Instruct
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+BASE = 7_615_616_512
+LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * MLP)  # but for the head
+LORA = {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear", "load_in_4bit": True}
+
+
+def plan(cluster: Cluster, zero: int, *words: str, **settings: Any) -> dict[str, Any]:
+    file = cluster.accelerate(1, 7, deepspeed_config={"zero_stage": zero})
+    return cluster.read("--config_file", file, "--config", cluster.training(QWEN_7B, **LORA | settings), *words)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("double", "each"), [(False, 0.5 + 4 / 64), (True, 0.5 + 1 / 64 + 4 / (64 * 256))])
+def test_the_base_takes_half_a_byte_and_its_scales(cluster: Cluster, zero: int, double: bool, each: float) -> None:
+    found = plan(cluster, zero, use_bnb_nested_quant=double)
+    assert found["errors"] == []
+    memory = lines_of(found["estimates"]["training"])
+    assert memory["base"] == pytest.approx(each * LINEAR + 2 * (BASE - LINEAR), rel=1e-6)
+    assert each == pytest.approx(0.55, abs=0.04)
+    assert memory["dequantised"] == memory["push_dequantised"] == 2 * HIDDEN * MLP
+
+
+def test_the_engines_get_all_of_it_once(cluster: Cluster) -> None:
+    found = plan(cluster, 2)["estimates"]
+    without = plan(cluster, 2, load_in_4bit=False)["estimates"]
+    for name in ("first_push", "push", "engine"):
+        assert found[name] == without[name], name
+    assert found["first_push"]["engine_bytes"] > 2 * BASE
+
+
+def test_without_deepspeed_the_rest_stays_as_it_is_loaded(cluster: Cluster) -> None:
+    training = cluster.training(QWEN_7B, **LORA, bf16=True)
+    found = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--config", training)
+    assert found["errors"] == []
+    memory = lines_of(found["estimates"]["training"])
+    assert memory["base"] == pytest.approx(0.5625 * LINEAR + 4 * (BASE - LINEAR), rel=1e-6)
+
+
+def test_it_is_read_from_the_file_too(cluster: Cluster) -> None:
+    inside = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+    found = plan(cluster, 2, load_in_4bit=False, model_init_kwargs=inside)
+    assert found["errors"] == []
+    assert found["estimates"]["training"] == plan(cluster, 2)["estimates"]["training"]
+    (error,) = plan(cluster, 2, model_init_kwargs=inside)["errors"]
+    assert "give one of the two" in error
+
+
+def test_what_would_be_merged_is_refused(cluster: Cluster) -> None:
+    (error,) = plan(cluster, 2, use_dora=True)["errors"]
+    assert "vLLM has no DoRA [GRPO-218]" in error
+    (error,) = plan(cluster, 3)["errors"]
+    assert "set zero_stage to 2" in error
+
+
+def test_a_checkpoint_that_is_quantised_is_refused(cluster: Cluster) -> None:
+    own = {**QWEN_7B, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    errors = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--config", cluster.training(own))["errors"]
+    assert any("by 'gptq' [GRPO-217]" in error for error in errors)
