@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo.config import GRPOConfig
 from grpo.model.text_part import is_hybrid, is_multimodal
@@ -28,7 +28,8 @@ class EngineModel:
     revision: str | None
     dtype: torch.dtype
     is_multimodal: bool = False
-    """Of which the engines build the text part alone."""
+    takes_images: bool = False
+    """Of a multimodal one the engines build the text part alone otherwise."""
     is_hybrid: bool = False
     """With layers that keep a recurrent state."""
 
@@ -51,12 +52,14 @@ class PrivateFolder:
 def describe_model(
     model: "str | PreTrainedModel",
     args: GRPOConfig,
-    processing_class: PreTrainedTokenizerBase | None,
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None",
     topology: NodeTopology,
+    *,
+    takes_images: bool = False,
 ) -> tuple[EngineModel, PrivateFolder | None]:
     """The engines' model.
 
-    A model given as an object, or a tokenizer given beside a path, is written to a private folder under
+    A model given as an object, or a tokenizer or processor given beside a path, is written to a private folder under
     `<output_dir>`: configurations and tokenizer, never weights.
 
     Returns:
@@ -72,6 +75,9 @@ def describe_model(
     folder = None
     if topology.is_local_main and (not isinstance(model, str) or processing_class is not None):
         folder = PrivateFolder(Path(args.output_dir) / "engine" / f"node{topology.node}")
+        if takes_images and isinstance(model, str):  # vLLM reads a processor beside the model, not beside a tokenizer
+            model_config(model, args).save_pretrained(folder.path)
+            path, revision = str(folder.path), None
         if not isinstance(model, str):
             config = type(model.config).from_dict(model.config.to_dict())
             config.architectures = config.architectures or [_architecture(model)]
@@ -90,6 +96,7 @@ def describe_model(
         revision=revision,
         dtype=dtype,
         is_multimodal=is_multimodal(config),
+        takes_images=takes_images,
         is_hybrid=is_hybrid(config),
     )
     return described, folder
@@ -216,7 +223,9 @@ def engine_args(
         settings["enable_chunked_prefill"] = False
         if model.is_hybrid:
             settings["enable_prefix_caching"] = False  # of recurrent states vLLM caches prefixes by chunks alone (0.31)
-    if model.is_multimodal:
+    if model.takes_images:
+        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}  # vLLM would keep room for the largest ones
+    elif model.is_multimodal:
         settings["language_model_only"] = True
     if adapters is not None:
         settings |= adapters.engine_args

@@ -33,11 +33,25 @@ def kinds_of_parts(prompt: Any) -> set[str]:
     return {part["type"] for part in parts_of(prompt) if "type" in part}
 
 
-def images_of_row(row: Mapping[str, Any]) -> list[Any]:
-    """A row's own images: PIL images, or what transformers loads one from."""
-    in_columns = row.get("images") or ([] if row.get("image") is None else [row["image"]])
-    in_parts = [part["image"] for part in parts_of(row.get("prompt")) if part.get("image") is not None]
-    return [*in_columns, *in_parts]
+def with_list_of_images(row: Mapping[str, Any]) -> dict[str, Any]:
+    """With `images`, where there are columns of images: TRL hands processors None for a row without one (1.16)."""
+    row = {**row, "prompt": _without_empty(row["prompt"])}
+    if "images" in row:
+        return {**row, "images": row["images"] or []}
+    return {**row, "images": [] if row["image"] is None else [row["image"]]} if "image" in row else row
+
+
+def in_rgb(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation whose images are PIL images in RGB."""
+    return [
+        {
+            **message,
+            "content": [{**part, "image": as_rgb(part["image"])} if "image" in part else part for part in content],
+        }
+        if isinstance(content := message.get("content"), list)
+        else {**message}
+        for message in prompt
+    ]
 
 
 def as_rgb(image: Any) -> "Image":
@@ -84,3 +98,13 @@ def shared(files: Iterable[bytes]) -> tuple[list[bytes], list[int]]:
     numbers: dict[bytes, int] = {}
     places = [numbers.setdefault(file, len(numbers)) for file in files]
     return [*numbers], places
+
+
+def _without_empty(prompt: Any) -> Any:
+    """Arrow gives all parts of all messages the same keys."""
+    return [
+        {**message, "content": [{name: value for name, value in part.items() if value is not None} for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in prompt
+    ]
