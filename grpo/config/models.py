@@ -3,6 +3,7 @@
 import os
 import shutil
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,10 +12,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo.config import GRPOConfig
-from grpo.model.text_part import is_hybrid, is_multimodal
+from grpo.model.text_part import is_hybrid, is_multimodal, placeholder_ids
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
+NEVER = -100.0  # the least that vLLM's logit_bias takes (0.31)
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank may be (0.31)
 
 
@@ -30,6 +32,8 @@ class EngineModel:
     is_multimodal: bool = False
     takes_images: bool = False
     """Of a multimodal one the engines build the text part alone otherwise."""
+    never_sampled: frozenset[int] = frozenset()
+    """Tokens that stand for images: a completion with one would have a place for an image that is not there."""
     is_hybrid: bool = False
     """With layers that keep a recurrent state."""
 
@@ -97,6 +101,7 @@ def describe_model(
         dtype=dtype,
         is_multimodal=is_multimodal(config),
         takes_images=takes_images,
+        never_sampled=frozenset(placeholder_ids(config) if takes_images else ()),
         is_hybrid=is_hybrid(config),
     )
     return described, folder
@@ -246,6 +251,14 @@ def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
     if args.vllm_structured_outputs_regex is not None:
         settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return settings
+
+
+def without_tokens(settings: dict[str, Any], never_sampled: Collection[int]) -> dict[str, Any]:
+    """Sampling arguments by which no engine samples one of these tokens."""
+    if not never_sampled:
+        return settings
+    bias = {token: NEVER for token in sorted(never_sampled)}
+    return {**settings, "logit_bias": {**(settings.get("logit_bias") or {}), **bias}}
 
 
 def samples_as_scored(args: GRPOConfig) -> bool:

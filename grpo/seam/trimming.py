@@ -70,7 +70,8 @@ class TrimmingTrainer(TRLTrainer):
         of their lengths, each chunk as wide as its rows; [rows, logits_to_keep] in the order given, 0 where a chunk had
         no column."""
         score = partial(super()._get_per_token_logps_and_entropies, model)
-        is_plain = not any(value for name, value in kwargs.items() if name != "compute_entropy" and value is not None)
+        more = [value for name, value in kwargs.items() if name != "compute_entropy"]
+        is_plain = all(value is None or value is False for value in more)
         if not self._trims or not is_plain or batch_size is None or batch_size >= len(input_ids):
             return score(input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         found: list[torch.Tensor] = []

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
+from grpo.model.text_part import placeholder_ids
 from tests.families.families import CLIP
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -160,6 +161,18 @@ MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], An
 }
 
 
+def _say_no_placeholder(model: PreTrainedModel) -> None:
+    """As checkpoints have learnt: tokens that stand for images have no probability. Engines leave them out, and the
+    trainer's log-probabilities count them."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        embeddings[:, 0] = 0.1
+        for name, parameter in model.get_decoder().named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                parameter[0] = 0  # what is in place 0 stays there, whatever follows
+        head[[*placeholder_ids(model.config)], 0] = -10.0  # embeddings too, where they are tied: of no use
+
+
 def engines_environment() -> dict[str, str]:
     """In which a job's engines can load them without torchvision."""
     return {"PYTHONPATH": f"{ROOT}:{STAND_IN}"}
@@ -174,6 +187,7 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
     config, model_class, processor = MAKERS[family]()
     torch.manual_seed(0)
     model = model_class(config).float()
+    _say_no_placeholder(model)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     if OF_TOWER + "embeddings.patch_embedding.weight" in weights:
