@@ -11,6 +11,8 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -21,7 +23,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen2VLImageProcessorPil,
     Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 from grpo.model.text_part import placeholder_ids
@@ -51,9 +58,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def _with_tokens(*special: str) -> PreTrainedTokenizerFast:
+def _with_tokens(*special: str, **named: str) -> PreTrainedTokenizerFast:
+    """Tiny tokenizer with more tokens; of those with a name it keeps the id."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, *named.values()]})
+    tokenizer._set_model_specific_special_tokens(named)
     return tokenizer
 
 
@@ -119,7 +128,8 @@ def _qwen3_5() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
 
 def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     """SigLIP beside Gemma 3, tied; a sliding layer and a full one."""
-    tokenizer = _with_tokens("<image>", "<start_of_image>", "<end_of_image>")
+    marks = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = _with_tokens("\n", "\n\n", "\n\n\n", "\n\n\n\n", **marks)  # vLLM's processor looks for them
     ids = tokenizer.convert_tokens_to_ids
     config = Gemma3Config(
         text_config={
@@ -135,8 +145,49 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
         eoi_token_index=ids("<end_of_image>"),
         mm_tokens_per_image=4,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return config, Gemma3ForConditionalGeneration, tokenizer
+    size = {"height": 32, "width": 32}
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=tokenizer,
+        image_seq_length=4,
+        chat_template=CHAT_TEMPLATE.replace("<image>", "<start_of_image>"),
+    )
+    return config, Gemma3ForConditionalGeneration, processor
+
+
+def _qwen3_vl() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """Three positions for each token of an image (M-RoPE), and features of the tower in several layers. Processor and
+    engine need torchvision."""
+    tokenizer = _with_tokens("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen3VLConfig(
+        text_config={**_TEXT, "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(patch_size=8, temporal_patch_size=2, merge_size=2, size=size),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(patch_size=8, temporal_patch_size=2, merge_size=2, size=size),
+        chat_template=CHAT_TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    )
+    return config, Qwen3VLForConditionalGeneration, processor
 
 
 def _mistral3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
@@ -158,6 +209,7 @@ MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], An
     "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
     "mistral3": _mistral3,
+    "qwen3_vl": _qwen3_vl,
 }
 
 
@@ -187,6 +239,9 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
     config, model_class, processor = MAKERS[family]()
     torch.manual_seed(0)
     model = model_class(config).float()
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and not parameter.any():  # Gemma's projector begins so: every picture would be as any other
+            torch.nn.init.normal_(parameter, std=0.02)
     _say_no_placeholder(model)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
