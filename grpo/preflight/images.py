@@ -8,7 +8,7 @@ from trl.data_utils import is_conversational
 
 from grpo.config import GRPOConfig
 from grpo.config.models import base_of, readable_config
-from grpo.model.pictures import column_of_images, kinds_of_parts
+from grpo.model.pictures import column_of_images, has_image_parts, kinds_of_parts
 from grpo.model.text_part import is_multimodal
 from grpo.preflight.data import first_row
 
@@ -25,11 +25,12 @@ def takes_images(inputs: Mapping[str, Any]) -> bool:
     """
     args: GRPOConfig = inputs["args"]
     config = readable_config(base_of(inputs["model"]), args)
-    where = _where(inputs)
+    is_of_text = config is not None and not is_multimodal(config)  # one that cannot be read fails later, in words
+    where = _where(inputs, may_say_so=not is_of_text)
     if where is None:
         return False
-    if config is not None and not is_multimodal(config):
-        name = (config.architectures or [type(config).__name__])[0]
+    if is_of_text:
+        name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
         raise ValueError(
             f"{where}, but the model, a {name}, takes text alone: take a multimodal one (…ForConditionalGeneration), "
             "or leave images out: dataset.remove_columns"
@@ -57,8 +58,12 @@ def takes_images(inputs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _where(inputs: Mapping[str, Any]) -> str | None:
-    """Where there are images, in words."""
+def _where(inputs: Mapping[str, Any], *, may_say_so: bool) -> str | None:
+    """Where there are images, in words.
+
+    Args:
+        may_say_so: whether it is enough that a data set's types leave room for images in messages.
+    """
     for setting in ("train_dataset", "eval_dataset"):
         data = inputs[setting]
         for part in data.values() if isinstance(data, Mapping) else [data]:
@@ -67,4 +72,6 @@ def _where(inputs: Mapping[str, Any]) -> str | None:
     dataset = inputs["train_dataset"]
     if dataset is None or inputs["environment_factory"]:  # which gives the prompts
         return None
-    return "prompts have images in their messages" if "image" in kinds_of_parts(first_row(dataset)["prompt"]) else None
+    in_first_row = "image" in kinds_of_parts(first_row(dataset)["prompt"])
+    in_types = may_say_so and has_image_parts(dataset)
+    return "prompts have images in their messages" if in_first_row or in_types else None

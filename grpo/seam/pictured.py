@@ -92,7 +92,7 @@ class PicturedTrainer(TrimmingTrainer):
         """TRL's, with images in RGB, as engines get them; of a prompt without one an empty list in place of None, which
         processors do not take."""
         if self._stand_in is None:
-            return super()._tokenize_prompts(prompts)
+            return self._without_images(super()._tokenize_prompts(prompts))
         prompts = [in_rgb(prepare_multimodal_messages(prompt)) for prompt in prompts]
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         self._images = [[]] * len(prompts) if images is None else [each or [] for each in images]
@@ -106,6 +106,15 @@ class PicturedTrainer(TrimmingTrainer):
         ]
         return prompt_ids, self._images, fields
 
+    def _without_images(self, tokenized: Any) -> Any:
+        """Of text alone; `tokenized` as it is."""
+        if self.args.local_mode and tokenized[1] is not None:
+            raise ValueError(
+                "a prompt has an image in its messages, but the first row has none, and so text alone is trained: "
+                "put a row with an image first, or give images in a column of their own"
+            )
+        return tokenized
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """TRL's, which gathers images for its logs where a rank has some: some ranks may have none."""
         if self._stand_in is None:
@@ -117,6 +126,8 @@ class PicturedTrainer(TrimmingTrainer):
             self.log_multimodal = logs
         if logs and self.log_completions:
             self._logs["images"].extend(gather_object([*self._images]))
+        for number, prompt in enumerate(self._logs["prompt"]):  # in parts, as those with images are, for TRL's tables
+            self._logs["prompt"][number] = prepare_multimodal_messages(prompt)
         return scored
 
     # -- forward passes -------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen3_5Config,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -158,10 +158,22 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
 def _qwen3_vl() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     """Three positions for each token of an image (M-RoPE), and features of the tower in several layers. Processor and
     engine need torchvision."""
-    tokenizer = _with_tokens("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    tokenizer = _with_tokens(
+        "<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>"
+    )
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen3VLConfig(
-        text_config={**_TEXT, "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        text_config={
+            **_TEXT,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -240,7 +252,9 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = model_class(config).float()
     for parameter in model.parameters():
-        if parameter.ndim == 2 and not parameter.any():  # Gemma's projector begins so: every picture would be as any other
+        if (
+            parameter.ndim == 2 and not parameter.any()
+        ):  # Gemma's projector begins so: every picture would be as any other
             torch.nn.init.normal_(parameter, std=0.02)
     _say_no_placeholder(model)
     model.save_pretrained(folder)
