@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -129,7 +129,8 @@ class Prover:
         if limit is None and self.first_gap is not None:
             of += f" after a first gap of {self.first_gap.judged:.3g}, and from {self.hard_limit:.3g} on the job ends"
         what = _STATEMENTS[verdict].format(number=push_number)
-        return f"{what}: log-probabilities of the same tokens differ by {gap}, {of}; vllm_max_logprob_gap sets another"
+        tokens = "the same tokens behind an image" if gap.behind_image else "the same tokens"
+        return f"{what}: log-probabilities of {tokens} differ by {gap}, {of}; vllm_max_logprob_gap sets another"
 
     def trainer_logprobs(self, num_pads: int = 0) -> np.ndarray:
         """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
@@ -159,7 +160,7 @@ class Prover:
         if (held := len(scored[0]) + 1) != wanted:
             raise client.error(f"cannot be verified with pictures: {other_expansion(held, wanted)}", FailureKind.USER)
         behind = [row[-self.pictures.num_scored :] for row in scored]
-        return gap_between(behind, expected, has_routers=self.has_routers)
+        return replace(gap_between(behind, expected, has_routers=self.has_routers), behind_image=True)
 
     def _warn_of_blind_pictures(self, found: np.ndarray, limit: float) -> None:
         """Where two pictures are as one, no gap shows whether the engine's towers hold the trainer's weights."""

@@ -221,8 +221,9 @@ MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], An
     "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
     "mistral3": _mistral3,
-    "qwen3_vl": _qwen3_vl,
 }
+WITH_TORCHVISION = {"qwen3_vl": _qwen3_vl}
+"""Not only their engines need it, but those who make them too."""
 
 
 def _say_no_placeholder(model: PreTrainedModel) -> None:
@@ -248,14 +249,12 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
     Towers stand in it under the names that checkpoints on the hub have, which transformers gives back only to models
     that it has loaded so (5.17).
     """
-    config, model_class, processor = MAKERS[family]()
+    config, model_class, processor = (MAKERS | WITH_TORCHVISION)[family]()
     torch.manual_seed(0)
     model = model_class(config).float()
     for parameter in model.parameters():
-        if (
-            parameter.ndim == 2 and not parameter.any()
-        ):  # Gemma's projector begins so: every picture would be as any other
-            torch.nn.init.normal_(parameter, std=0.02)
+        if parameter.ndim == 2 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)  # Gemma's projector, with which all pictures would be the same
     _say_no_placeholder(model)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

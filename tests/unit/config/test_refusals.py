@@ -51,17 +51,9 @@ REFUSED = {
         r"rollout_func and tools: a rollout function holds its conversations itself",
     ),
     "quantised": ({"quantization_config": object()}, r"quantization_config: .*quantised weights"),
-    "images": (
-        {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
-        r"data set has the column 'image': local mode takes text alone",
-    ),
     "a streamed data set ahead": (
         {"train_dataset": DATA.to_iterable_dataset(), "args": config(generation_lookahead=1, max_steps=1)},
         r"a streamed data set does not have: .*generation_lookahead to 0",
-    ),
-    "images in evaluation": (
-        {"eval_dataset": {"one": Dataset.from_dict({"prompt": ["a"], "images": [1]})}},
-        r"data set has the column 'images'",
     ),
 }
 
