@@ -263,3 +263,10 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(folder)
     return folder
+
+
+def towers_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint."""
+    files = sorted(folder.glob("model*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in weights.items() if "language_model" not in name and "lm_head" not in name}
