@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.config import GRPOConfig
-from grpo.config.models import AdapterSlot, EngineModel, choose_backend, engine_args, sampling_settings
+from grpo.config.models import AdapterSlot, EngineModel, choose_backend, engine_args, sampling_settings, without_tokens
 from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import START_PHASE, EngineSupervisor, Respawn
 from grpo.faults.failure import JobFailed
@@ -49,7 +49,7 @@ def engine_spec(
         _log.warning("WARNING: %s: %s", *doubt)
     return EngineSpec(
         engine_args=engine_args(args, model, topology, adapters) | transfer_args(backend),
-        sampling=sampling_settings(args),
+        sampling=without_tokens(sampling_settings(args), model.never_sampled),
     )
 
 

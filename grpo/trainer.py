@@ -34,14 +34,12 @@ from grpo.groups.agreement import agree_on_topology
 from grpo.groups.process_groups import join_deepspeed
 from grpo.local_vllm import LocalVLLM
 from grpo.model.four_bit import compute_in
-from grpo.model.text_part import freeze_towers, tower_paths, what_is_trained
 from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, log_name, open_log
 from grpo.place.same_everywhere import read_versions
 from grpo.place.topology import NodeTopology, read_topology
 from grpo.preflight.inputs import check_inputs, try_first_row
 from grpo.preflight.lora import around_towers, choose_lora, with_revision
-from grpo.preflight.processor import processor_of
 from grpo.preflight.quantisation import settle_quantisation
 from grpo.record.folder import make_run_folder
 from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
@@ -65,8 +63,9 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
 class GRPOTrainer(GuardedTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
-    In local mode every rank of the job makes one at the same time, from the main thread. Images and FSDP are refused
-    there, and of quantised models all but four bits below LoRA; of a multimodal model the text part is trained.
+    In local mode every rank of the job makes one at the same time, from the main thread. FSDP is refused there, and of
+    quantised models all but four bits below LoRA; of a multimodal model the text part is trained, unless the data have
+    images.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
@@ -136,10 +135,9 @@ class GRPOTrainer(GuardedTrainer):
         """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
         args: GRPOConfig = inherited["args"]
         given = inherited["processing_class"]
-        if (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
-            inherited["processing_class"], self._processor = processor.tokenizer, processor
         settle_quantisation(inherited)
         plain = base_of(inherited["model"])
+        self.choose_processor(inherited)
         inherited["peft_config"] = around_towers(with_revision(inherited["peft_config"], args), plain, args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
         if not self.topology.launched and len(self.topology.devices) > 1:
@@ -171,9 +169,11 @@ class GRPOTrainer(GuardedTrainer):
             self.timeline = open_timeline(
                 Path(args.output_dir), self.topology, self._node_groups, self._watch, attempt=self.attempt
             )
-            engine_model, self._private_folder = describe_model(plain, args, given, self.topology)  # removed with us
-            if self._private_folder is not None and processor is not None:  # some of vLLM's classes read it even so
-                processor.save(self._private_folder.path)
+            engine_model, self._private_folder = describe_model(  # a folder that is removed with us
+                plain, args, given, self.topology, takes_images=self._takes_images
+            )
+            if self._private_folder is not None and self._processor is not None:  # some of vLLM's classes read it
+                self._processor.save(self._private_folder.path)
             slot = None if choice is None or choice.way == "merge" else choice.slot
             engines = EngineSupervisor(
                 engine_spec(args, engine_model, self.topology, slot),
@@ -212,11 +212,13 @@ class GRPOTrainer(GuardedTrainer):
                     reference=None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model),
                     end_tokens=tuple(self.eos_token_ids),
                     autocast=self.accelerator.autocast,
+                    pictures=self.find_pictures(text),
                 ),
                 self._node_groups,
                 self._watch,
                 self._progress,
                 prompts_of_batch=self._prompts_of_batch,
+                engine_ids=lambda: self._engine_ids,
                 on_respawn=lambda respawn: self.record_respawn(str(respawn)),
                 rollouts=self._take_rollouts(),
                 timeline=self.timeline,
@@ -236,7 +238,7 @@ class GRPOTrainer(GuardedTrainer):
         """On rank 0; ordinary text, of which a verification takes no more."""
         first = try_first_row(inherited)
         self._reward_loop = first.reward_loop
-        return first.prompt_ids[:TEXT_TOKENS]
+        return first.text[:TEXT_TOKENS]
 
     def _find_place(self, model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, FailureWatch]:
         num_heads, num_kv_heads = attention_heads(base_of(model), args)
@@ -284,8 +286,8 @@ class GRPOTrainer(GuardedTrainer):
             import_deepspeeds_muon()
         base = base_of(self.model)
         gather_convolutions_with_their_layers(base)
-        if tower_elements := freeze_towers(base):
-            self._say(what_is_trained(type(base).__name__, tower_paths(base), tower_elements))
+        if (line := self.settle_towers(base)) is not None:
+            self._say(line)
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
         self._score_beside()

@@ -105,6 +105,13 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             "left out, and vllm_importance_sampling_* have no effect."
         },
     )
+    freeze_towers: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether vision towers and their projectors stay as they are where prompts come with images. With "
+            "text alone they always do, and with LoRA, which leaves them out."
+        },
+    )
     trim_padding: bool = field(
         default=True,
         metadata={

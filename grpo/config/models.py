@@ -3,18 +3,20 @@
 import os
 import shutil
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo.config import GRPOConfig
-from grpo.model.text_part import is_hybrid, is_multimodal
+from grpo.model.text_part import is_hybrid, is_multimodal, placeholder_ids
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
+NEVER = -100.0  # the least that vLLM's logit_bias takes (0.31)
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank may be (0.31)
 
 
@@ -28,7 +30,10 @@ class EngineModel:
     revision: str | None
     dtype: torch.dtype
     is_multimodal: bool = False
-    """Of which the engines build the text part alone."""
+    takes_images: bool = False
+    """Of a multimodal one the engines build the text part alone otherwise."""
+    never_sampled: frozenset[int] = frozenset()
+    """Tokens that stand for images: a completion with one would have a place for an image that is not there."""
     is_hybrid: bool = False
     """With layers that keep a recurrent state."""
 
@@ -51,12 +56,14 @@ class PrivateFolder:
 def describe_model(
     model: "str | PreTrainedModel",
     args: GRPOConfig,
-    processing_class: PreTrainedTokenizerBase | None,
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None",
     topology: NodeTopology,
+    *,
+    takes_images: bool = False,
 ) -> tuple[EngineModel, PrivateFolder | None]:
     """The engines' model.
 
-    A model given as an object, or a tokenizer given beside a path, is written to a private folder under
+    A model given as an object, or a tokenizer or processor given beside a path, is written to a private folder under
     `<output_dir>`: configurations and tokenizer, never weights.
 
     Returns:
@@ -72,6 +79,9 @@ def describe_model(
     folder = None
     if topology.is_local_main and (not isinstance(model, str) or processing_class is not None):
         folder = PrivateFolder(Path(args.output_dir) / "engine" / f"node{topology.node}")
+        if takes_images and isinstance(model, str):  # vLLM reads a processor beside the model, not beside a tokenizer
+            model_config(model, args).save_pretrained(folder.path)
+            path, revision = str(folder.path), None
         if not isinstance(model, str):
             config = type(model.config).from_dict(model.config.to_dict())
             config.architectures = config.architectures or [_architecture(model)]
@@ -91,6 +101,8 @@ def describe_model(
         revision=revision,
         dtype=dtype,
         is_multimodal=is_multimodal(config),
+        takes_images=takes_images,
+        never_sampled=frozenset(placeholder_ids(config) if takes_images else ()),
         is_hybrid=is_hybrid(config),
     )
     return described, folder
@@ -217,7 +229,9 @@ def engine_args(
         settings["enable_chunked_prefill"] = False
         if model.is_hybrid:
             settings["enable_prefix_caching"] = False  # of recurrent states vLLM caches prefixes by chunks alone (0.31)
-    if model.is_multimodal:
+    if model.takes_images:
+        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}  # vLLM would keep room for the largest ones
+    elif model.is_multimodal:
         settings["language_model_only"] = True
     if adapters is not None:
         settings |= adapters.engine_args
@@ -238,6 +252,14 @@ def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
     if args.vllm_structured_outputs_regex is not None:
         settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return settings
+
+
+def without_tokens(settings: dict[str, Any], never_sampled: Collection[int]) -> dict[str, Any]:
+    """Sampling arguments by which no engine samples one of these tokens."""
+    if not never_sampled:
+        return settings
+    bias = {token: NEVER for token in sorted(never_sampled)}
+    return {**settings, "logit_bias": {**(settings.get("logit_bias") or {}), **bias}}
 
 
 def samples_as_scored(args: GRPOConfig) -> bool:

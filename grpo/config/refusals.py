@@ -69,7 +69,6 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         )
     check_init_kwargs(args, arguments["model"])
     check_class(readable_config(base_of(arguments["model"]), args))
-    check_text_only(arguments["train_dataset"], arguments["eval_dataset"])
 
 
 def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -> None:
@@ -114,22 +113,6 @@ def check_class(config: Any) -> None:
             f"the model is a {name}, into which no weight sync gets: {WITHOUT_RELOAD[name]}; set vllm_mode to 'server' "
             "or 'colocate', and look at the first steps' rewards"
         )
-
-
-def check_text_only(*datasets: Any) -> None:
-    """Refuse images, before anything is started.
-
-    Raises:
-        ValueError: names what would bring them.
-    """
-    for dataset in datasets:
-        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            found = {"image", "images"} & set(getattr(part, "column_names", None) or [])
-            if found:
-                raise ValueError(
-                    f"the data set has the column {sorted(found)[0]!r}: local mode takes text alone; remove the "
-                    "column, or set vllm_mode to 'server' or 'colocate'"
-                )
 
 
 def ddp_bytes(loaded_bytes: int, *, world_size: int) -> int:

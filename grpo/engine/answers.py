@@ -54,10 +54,15 @@ def check_expansion(held: Sequence[int], wanted: Sequence[int]) -> None:
         ValueError: it has expanded the images otherwise than the trainer's processor.
     """
     if list(held) != list(wanted):
-        raise ValueError(
-            f"the engine makes {len(held)} tokens of a prompt with images, the trainer's processor {len(wanted)} "
-            "[GRPO-418]: both have to read the same processor files and chat template"
-        )
+        raise ValueError(other_expansion(len(held), len(wanted)))
+
+
+def other_expansion(held: int, wanted: int) -> str:
+    """What to say where engine and processor make other tokens of a prompt with images: how many each."""
+    return (
+        f"the engine makes {held} tokens of a prompt with images, the trainer's processor {wanted} [GRPO-418]: both "
+        "have to read the same processor files and chat template"
+    )
 
 
 def refusal(completion_id: int, error: BaseException) -> Sampled:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -228,9 +228,7 @@ class Host:
         # counts may be low then. Nothing but metrics is made of them.
         return tokens_so_far(self._engine.output_processor.request_states.values())
 
-    async def _prompt_logprobs(
-        self, prompts: list[list[int]], pictures: list[bytes] | None = None
-    ) -> list[list[float]]:
+    async def _prompt_logprobs(self, prompts: list[list[int]], pictures: Sequence[bytes] = ()) -> list[list[float]]:
         """Raw log-probability of each prompt token but the first, by one forward of the engine.
 
         Args:
@@ -240,7 +238,7 @@ class Host:
 
         async def score(index: int, token_ids: list[int]) -> list[float]:
             params = sampling_params({"temperature": 1.0, "max_tokens": 1}, seed=0, prompt_logprobs=0)
-            prompt = engine_prompt(token_ids, () if pictures is None else (pictures[index],))
+            prompt = engine_prompt(token_ids, pictures[index : index + 1] if pictures else ())
             final = await self._last_output(prompt, params, f"probe-{index}")
             scored, held = final.prompt_logprobs, final.prompt_token_ids
             return [scored[position][token].logprob for position, token in enumerate(held) if position > 0]

@@ -25,6 +25,8 @@ class PictureProbe:
     """One for each row of `inputs`, as files."""
     inputs: dict[str, torch.Tensor]
     """What the processor makes of the rows, for the model's forward; `input_ids` and `attention_mask` [2, L]."""
+    stand_in: dict[str, torch.Tensor]
+    """Of the first row alone."""
     num_scored: int
     """Tokens behind the image, whose log-probabilities depend on it."""
 
@@ -63,10 +65,14 @@ def picture_probe(processor: ProcessorMixin, text: str, **template: Any) -> Pict
         for image in images
     ]
     (given,) = set(map(tuple, engine_ids(processor, rendered(processor, prompts, **template))))
-    made = processor.apply_chat_template(
-        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
-    )
-    inputs = {name: torch.as_tensor(value) for name, value in made.items()}
+
+    def of(some: list[Any]) -> dict[str, torch.Tensor]:
+        made = processor.apply_chat_template(
+            some, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
+        )
+        return {name: torch.as_tensor(value) for name, value in made.items()}
+
+    inputs = of(prompts)
     expanded = inputs["input_ids"][0].tolist()
     num_scored = _equal_at_the_end(expanded, given) - 1  # the placeholder itself may be among them
     if num_scored < 1 or len(expanded) == len(given):
@@ -75,7 +81,11 @@ def picture_probe(processor: ProcessorMixin, text: str, **template: Any) -> Pict
             "of its checkpoint (chat_template.jinja)"
         )
     return PictureProbe(
-        token_ids=list(given), pictures=tuple(map(encoded, images)), inputs=inputs, num_scored=num_scored
+        token_ids=list(given),
+        pictures=tuple(map(encoded, images)),
+        inputs=inputs,
+        stand_in=of(prompts[:1]),
+        num_scored=num_scored,
     )
 
 

@@ -21,6 +21,19 @@ def column_of_images(dataset: Any) -> str | None:
     return next((name for name in COLUMNS if name in (getattr(dataset, "column_names", None) or ())), None)
 
 
+def has_image_parts(dataset: Any) -> bool:
+    """Whether a data set says that parts of its prompts' messages may be images."""
+    return "image" in _names_in((getattr(dataset, "features", None) or {}).get("prompt"))
+
+
+def _names_in(feature: Any) -> set[str]:
+    """Of all fields inside of one."""
+    inner = getattr(feature, "feature", feature)  # of a list
+    if not isinstance(inner, Mapping):
+        return set() if inner is feature else _names_in(inner)
+    return {*inner}.union(*map(_names_in, inner.values()))
+
+
 def parts_of(prompt: Any) -> list[Mapping[str, Any]]:
     """The parts of which a conversation's messages are made; none of plain text."""
     messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, Sequence) else []
@@ -33,18 +46,35 @@ def kinds_of_parts(prompt: Any) -> set[str]:
     return {part["type"] for part in parts_of(prompt) if "type" in part}
 
 
-def images_of_row(row: Mapping[str, Any]) -> list[Any]:
-    """A row's own images: PIL images, or what transformers loads one from."""
-    in_columns = row.get("images") or ([] if row.get("image") is None else [row["image"]])
-    in_parts = [part["image"] for part in parts_of(row.get("prompt")) if part.get("image") is not None]
-    return [*in_columns, *in_parts]
+def with_list_of_images(row: Mapping[str, Any]) -> dict[str, Any]:
+    """With `images`, where there are columns of images: TRL hands processors None for a row without one (1.16)."""
+    row = {**row, "prompt": _without_empty(row["prompt"])}
+    if "images" in row:
+        return {**row, "images": row["images"] or []}
+    return {**row, "images": [] if row["image"] is None else [row["image"]]} if "image" in row else row
+
+
+def in_rgb(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation whose images are PIL images in RGB."""
+    return [
+        {
+            **message,
+            "content": [{**part, "image": as_rgb(part["image"])} if "image" in part else part for part in content],
+        }
+        if isinstance(content := message.get("content"), list)
+        else {**message}
+        for message in prompt
+    ]
 
 
 def as_rgb(image: Any) -> "Image":
-    """A PIL image in RGB, of one in any mode, a path or an address; transparent parts are white, as vLLM has them."""
+    """A PIL image in RGB, of one in any mode, a path or an address, or what datasets makes of one inside of messages;
+    transparent parts are white, as vLLM has them."""
     from PIL import Image
     from transformers.image_utils import load_image
 
+    if isinstance(image, Mapping):
+        image = image["path"] if image.get("bytes") is None else decoded(image["bytes"])
     if not isinstance(image, Image.Image):
         image = load_image(image)
     if image.mode != "RGBA":
@@ -84,3 +114,15 @@ def shared(files: Iterable[bytes]) -> tuple[list[bytes], list[int]]:
     numbers: dict[bytes, int] = {}
     places = [numbers.setdefault(file, len(numbers)) for file in files]
     return [*numbers], places
+
+
+def _without_empty(prompt: Any) -> Any:
+    """Arrow gives all parts of all messages the same keys."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {**message, "content": [{name: value for name, value in part.items() if value is not None} for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in prompt
+    ]

@@ -75,17 +75,20 @@ def tower_tensors(model: Any) -> frozenset[str]:
     return frozenset(name for name, tensor in named if id(tensor) not in text)
 
 
+def count_towers(model: Any) -> int:
+    """How many parameters stand outside of the text part."""
+    return sum(_whole_size(parameter) for parameter in _tower_parameters(model))
+
+
 def freeze_towers(model: Any) -> int:
     """Let nothing outside of the text part be trained.
 
     Returns:
         How many parameters, of which none is trained now.
     """
-    names = tower_tensors(model)
-    towers = [parameter for name, parameter in model.named_parameters() if name in names]
-    for parameter in towers:
+    for parameter in _tower_parameters(model):
         parameter.requires_grad_(False)
-    return sum(_whole_size(parameter) for parameter in towers)
+    return count_towers(model)
 
 
 def placeholder_ids(config: Any) -> set[int]:
@@ -96,17 +99,23 @@ def placeholder_ids(config: Any) -> set[int]:
     return {value for value in named.values() if isinstance(value, int)}
 
 
-def what_is_trained(class_name: str, towers: Sequence[str], tower_elements: int) -> str:
+def what_is_trained(
+    class_name: str, towers: Sequence[str], tower_elements: int, *, takes_images: bool = False, freezes: bool = True
+) -> str:
     """One line for the screen.
 
     Args:
         class_name: of a multimodal model.
         towers: as `tower_paths` gives them.
         tower_elements: parameters of these.
+        freezes: whether these stay as they are.
     """
     size = f"{tower_elements / 1e9:.1f} B" if tower_elements >= 5e7 else f"{tower_elements:,}"
     names = " and ".join(path.rpartition(".")[2] for path in towers)
-    return f"trains the text part of {class_name}: {names} ({size} parameters) stay frozen, in no engine"
+    if not takes_images:
+        return f"trains the text part of {class_name}: {names} ({size} parameters) stay frozen, in no engine"
+    what = "stay frozen" if freezes else "are trained too"
+    return f"trains {class_name} on prompts with images: {names} ({size} parameters) {what}"
 
 
 def _has_towers(model: Any) -> bool:
@@ -116,6 +125,11 @@ def _has_towers(model: Any) -> bool:
 def _text_parts(model: Any) -> list[nn.Module]:
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     return [part for part in parts if part is not None]
+
+
+def _tower_parameters(model: Any) -> list[nn.Parameter]:
+    names = tower_tensors(model)
+    return [parameter for name, parameter in model.named_parameters() if name in names]
 
 
 def _whole_size(parameter: nn.Parameter) -> int:

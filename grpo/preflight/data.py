@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trl.data_utils import is_conversational
+from transformers import ProcessorMixin
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from grpo.config import GRPOConfig
+from grpo.model.pictures import in_rgb, kinds_of_parts
 
 LONG_PROMPTS_S = 30.0
 SAMPLED_ROWS = 256
@@ -72,10 +74,10 @@ def first_row(dataset: Any) -> dict[str, Any]:
         )
     if not prompt:
         raise ValueError("the first prompt of train_dataset is empty")
-    if kinds := _kinds_of_parts(prompt) - {"text"}:
+    if kinds := kinds_of_parts(prompt) - {"text", "image"}:
         raise ValueError(
             f"the first prompt of train_dataset has a part of type {sorted(kinds)[0]!r} [GRPO-214]: local mode takes "
-            "text alone; leave such parts out, or set vllm_mode to 'server' or 'colocate'"
+            "text and images; leave such parts out"
         )
     return row
 
@@ -86,37 +88,38 @@ def prompt_ids(
     """The first prompt as tokens, of which there are not too many.
 
     Args:
+        tokenizer: or a processor, where prompts come with images.
         tools: what the template describes beside the prompt.
 
     Raises:
         ValueError: no chat template for a conversation, or a prompt that leaves no room for a completion.
     """
     prompt, limit = row["prompt"], args.vllm_max_model_length
+    name = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
     is_chat, kwargs = is_conversational({"prompt": prompt}), args.chat_template_kwargs or {}
     if is_chat and not (tokenizer.chat_template or kwargs.get("chat_template")):
         raise ValueError(
-            f"the prompts are conversations, but the tokenizer of {tokenizer.name_or_path} has no chat template "
+            f"the prompts are conversations, but the tokenizer of {name} has no chat template "
             "[GRPO-204]: take an instruct model, make the prompts plain text (without --system_prompt), or give a "
             "tokenizer with a template as processing_class"
         )
     try:
+        if isinstance(tokenizer, ProcessorMixin):
+            prompt = in_rgb(prepare_multimodal_messages(prompt, row.get("images")))
         ids = _tokens_of(prompt, tokenizer, args, tools)
     except Exception as error:
         what = "the chat template" if is_chat else "the tokenizer"
         raise ValueError(
-            f"{what} of {tokenizer.name_or_path} does not take the first prompt, {_shown(prompt)}: "
-            f"{type(error).__name__}: {error}"
+            f"{what} of {name} does not take the first prompt, {_shown(prompt)}: {type(error).__name__}: {error}"
         ) from error
     if is_chat and not _keeps_content(prompt, tokenizer, kwargs):
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} leaves out what the first prompt says, {_shown(prompt)} "
+            f"the chat template of {name} leaves out what the first prompt says, {_shown(prompt)} "
             "[GRPO-215]: some templates of multimodal models take contents in parts alone: make each content a list, "
             "[{'type': 'text', 'text': …}]"
         )
     if not ids:
-        raise ValueError(
-            f"the first prompt, {_shown(prompt)}, becomes no tokens: is {tokenizer.name_or_path} the right tokenizer?"
-        )
+        raise ValueError(f"the first prompt, {_shown(prompt)}, becomes no tokens: is {name} the right tokenizer?")
     if limit is not None and len(ids) >= limit:
         raise ValueError(
             f"the first prompt has {len(ids)} tokens, but vllm_max_model_length, prompt and completion together, is "
@@ -172,8 +175,9 @@ def _most_tokens(prompt: Any) -> int:
 def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None) -> list[int]:
     if not is_conversational({"prompt": prompt}):
         return tokenizer(prompt)["input_ids"]
-    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tools": tools or None}
-    return tokenizer.apply_chat_template(prompt, **settings, **(args.chat_template_kwargs or {}))
+    settings = {"add_generation_prompt": True, "tokenize": True, "tools": tools or None}
+    made = tokenizer.apply_chat_template([prompt], return_dict=True, **settings, **(args.chat_template_kwargs or {}))
+    return made["input_ids"][0]
 
 
 def _keeps_content(prompt: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -181,13 +185,6 @@ def _keeps_content(prompt: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> bo
     contents = [content.strip() for message in prompt if isinstance(content := message.get("content"), str)]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs)
     return not any(contents) or any(content in text for content in contents if content)
-
-
-def _kinds_of_parts(prompt: Any) -> set[str]:
-    """Of a conversation whose messages come in parts; empty for plain text."""
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
 
 
 def _is_conversation(prompt: Any) -> bool:

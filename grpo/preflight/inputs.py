@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import ProcessorMixin
+
 from grpo.config import GRPOConfig
+from grpo.config.models import base_of, readable_config
+from grpo.model.pictures import with_list_of_images
+from grpo.model.text_part import placeholder_ids
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, local_model
 from grpo.preflight.processor import load_tokenizer
@@ -52,8 +57,8 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 class FirstRow:
     """What became of the first row."""
 
-    prompt_ids: list[int] = field(default_factory=list)
-    """Token ids of its prompt; none where an environment gives the prompts."""
+    text: list[int] = field(default_factory=list)
+    """Token ids of its prompt, without those that stand for images; none where an environment gives the prompts."""
     reward_loop: asyncio.AbstractEventLoop | None = None
     """As `try_rewards` returns it."""
 
@@ -69,16 +74,22 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     revision = (args.model_init_kwargs or {}).get("revision")
     if isinstance(inputs["model"], str):
         check_model(inputs["model"], "the model", revision=revision, trust_remote_code=args.trust_remote_code)
-    tokenizer = inputs["processing_class"] or load_tokenizer(inputs["model"], args)
+    tokenizer = inputs["processing_class"] or load_tokenizer(inputs["model"], args)  # or a processor
     if inputs["tools"] or inputs["environment_factory"]:
         check_tools(inputs["tools"] or [], tokenizer)
     if inputs["environment_factory"]:
         return FirstRow()  # which gives prompts, and what rewards read, only where there are engines
-    row = first_row(inputs["train_dataset"])
+    row = with_list_of_images(first_row(inputs["train_dataset"]))
     if inputs["tools"]:
         check_conversational(row)
     ids = prompt_ids(row, tokenizer, args, inputs["tools"])
-    check_prompt_lengths(inputs["train_dataset"], tokenizer, args, inputs["tools"])
+    text = ids
+    if isinstance(tokenizer, ProcessorMixin):  # how long a prompt with images is, its text does not say
+        config = readable_config(base_of(inputs["model"]), args)
+        marks = {*tokenizer.tokenizer.all_special_ids, *(set() if config is None else placeholder_ids(config))}
+        text = [token for token in ids if token not in marks]
+    else:
+        check_prompt_lengths(inputs["train_dataset"], tokenizer, args, inputs["tools"])
     if inputs["rollout_func"] is not None or not args.check_rewards:
-        return FirstRow(prompt_ids=ids)  # a rollout function gives rewards more than the data set has
-    return FirstRow(prompt_ids=ids, reward_loop=try_rewards(inputs["reward_funcs"], row, ids, args))
+        return FirstRow(text=text)  # a rollout function gives rewards more than the data set has
+    return FirstRow(text=text, reward_loop=try_rewards(inputs["reward_funcs"], row, ids, args))

@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from transformers import AutoTokenizer, ProcessorMixin
+from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 from trl.trainer.utils import get_config_model_id
 
@@ -36,6 +36,32 @@ class Processor:
             self.given.save_pretrained(folder)
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
+
+
+def load_processor(model: Any, args: GRPOConfig) -> ProcessorMixin:
+    """As TRL loads one, which pads on the left (1.16).
+
+    Raises:
+        ValueError: there is none to be had.
+    """
+    name, revision = model_id(model, args)
+    sides = {"truncation_side": "left", "padding_side": "left"}
+    why = "there are no files of one"
+    try:
+        found = AutoProcessor.from_pretrained(
+            name, revision=revision, trust_remote_code=args.trust_remote_code, **sides
+        )
+    except Exception as error:
+        if not is_users(error):
+            raise
+        found, why = None, reason_of(error)
+    if not isinstance(found, ProcessorMixin):  # of a folder without its files there is a tokenizer
+        raise ValueError(
+            f"the processor of {name!r}, which prompts with images need, cannot be loaded ({why}): put "
+            "processor_config.json and preprocessor_config.json beside the model, or give the trainer a "
+            "processing_class"
+        )
+    return found
 
 
 def processor_of(inputs: Mapping[str, Any]) -> Processor | None:

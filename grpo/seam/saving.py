@@ -34,10 +34,9 @@ from grpo.faults.signals import StopLead, StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
-from grpo.preflight.processor import Processor
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
-from grpo.seam.trimming import TrimmingTrainer
+from grpo.seam.pictured import PicturedTrainer
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def sampling_of(args: TrainingArguments) -> dict[str, int]:
     }
 
 
-class SavingTrainer(TrimmingTrainer):
+class SavingTrainer(PicturedTrainer):
     """TRL's trainer with checkpoints that say when they are complete."""
 
     _node_groups: NodeGroups
@@ -88,8 +87,6 @@ class SavingTrainer(TrimmingTrainer):
     """The last save, as long as it may be on its way to the disk."""
     _must_resume = False
     """Whether the job is about to end for want of engines."""
-    _processor: Processor | None = None
-    """Of a multimodal model."""
     _is_saving = False
     """Whether transformers is writing a checkpoint."""
     _saved_step: int = 0

@@ -62,6 +62,7 @@ TABLE: tuple[PrivateName, ...] = (
         _load_optimizer_and_scheduler(self, checkpoint)
         _prepare_inputs(self, generation_batch)
         _save_checkpoint(self, model, trial)
+        _tokenize_prompts(self, prompts)
         _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields)
         compute_loss(self, model, inputs, ...)
         log(self, logs, start_time=None)
@@ -73,18 +74,18 @@ TABLE: tuple[PrivateName, ...] = (
         """
         _compute_loss(self, model, inputs)
         _get_tool_suffix_ids(self, tool_messages)
-        _tokenize_prompts(self, prompts)
         """,
     ),
     *_values(_TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _logs _metrics"),
     *_values(
         _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"
     ),
+    *_values(_TRL, "reads", "_is_vlm chat_template chat_template_kwargs"),
     *_values(_TRL, "reads", "_sync_tool_dicts _tokenizer environment_factories environments eos_token_ids"),
     *_values(_TRL, "reads", "log_completions max_completion_length max_tool_calling_iterations num_generations"),
     *_values(_TRL, "reads", "num_generations_eval num_iterations ref_model reward_weights shuffle_dataset tools"),
     *_values(_TRL, "assigns", "_buffered_inputs _last_loaded_step _step async_loop reward_funcs rollout_func use_vllm"),
-    *_values(_TRL, "assigns", "vllm_generation vllm_importance_sampling_correction"),
+    *_values(_TRL, "assigns", "log_multimodal vllm_generation vllm_importance_sampling_correction"),
     *_values("trl.trainer.grpo_config.GRPOConfig", "reads", "_VALID_DICT_FIELDS"),
     # `LocalVLLM` stands where an object of this class does.
     *_functions(
@@ -115,6 +116,7 @@ TABLE: tuple[PrivateName, ...] = (
         "calls",
         """
         _get_output_dir(self, trial)
+        _prepare_input(self, data)
         _save(self, output_dir=None, state_dict=None)
         add_callback(self, callback)
         is_world_process_zero(self)

@@ -16,7 +16,6 @@ from trl.trainer.utils import split_tensor_dict
 from grpo.seam.lazy_vllm import TRLTrainer
 
 Batch = dict[str, Any]
-_NOT_OF_TEXT = ("num_images", "pixel_values", "token_type_ids", "mm_token_type_ids")
 
 
 class TrimmingTrainer(TRLTrainer):
@@ -34,7 +33,7 @@ class TrimmingTrainer(TRLTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         batches = self._buffered_inputs
-        if batches is None or batches is before or not _is_of_text(inputs):
+        if batches is None or batches is before or self._is_vlm:  # of which a rank may have images, and another none
             return inputs
         if self._trims:
             if not self._depends_on_grouping():
@@ -71,16 +70,13 @@ class TrimmingTrainer(TRLTrainer):
         of their lengths, each chunk as wide as its rows; [rows, logits_to_keep] in the order given, 0 where a chunk had
         no column."""
         score = partial(super()._get_per_token_logps_and_entropies, model)
-        is_plain = not any(value for name, value in kwargs.items() if name != "compute_entropy" and value is not None)
+        more = [value for name, value in kwargs.items() if name != "compute_entropy"]
+        is_plain = all(value is None or value is False for value in more)
         if not self._trims or not is_plain or batch_size is None or batch_size >= len(input_ids):
             return score(input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        num_prompt = input_ids.shape[1] - logits_to_keep
-        prompt_mask, completion_mask = attention_mask[:, :num_prompt], attention_mask[:, num_prompt:]
         found: list[torch.Tensor] = []
         for rows in by_length(attention_mask).split(batch_size):
-            width = _width(prompt_mask[rows].flip(1), self.pad_to_multiple_of)
-            kept = _width(completion_mask[rows], self.pad_to_multiple_of)
-            columns = slice(num_prompt - width, num_prompt + kept)
+            columns, kept = used_columns(attention_mask[rows], logits_to_keep, self.pad_to_multiple_of)
             chunk = score(input_ids[rows, columns], attention_mask[rows, columns], kept, **kwargs)
             of_chunk = [each for each in chunk[:2] if each is not None]
             found = found or [each.new_zeros(len(input_ids), logits_to_keep) for each in of_chunk]
@@ -128,8 +124,18 @@ def by_length(mask: torch.Tensor) -> torch.Tensor:
     return mask.sum(1).argsort(descending=True, stable=True)
 
 
-def _is_of_text(batch: Mapping[str, Any]) -> bool:
-    return all(batch.get(name) is None for name in _NOT_OF_TEXT)
+def used_columns(mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None) -> tuple[slice, int]:
+    """Columns in which a row has a token, and how many of these are completions'.
+
+    Args:
+        mask: attention mask [rows, columns], of prompts that are padded on the left, and of so many columns of
+            completions, that are padded on the right.
+        multiple: of which the number of columns of either is one, as far as there are so many.
+    """
+    num_prompt = mask.shape[1] - logits_to_keep
+    width = _width(mask[:, :num_prompt].flip(1), multiple)
+    kept = _width(mask[:, num_prompt:], multiple)
+    return slice(num_prompt - width, num_prompt + kept), kept
 
 
 def _width(mask: torch.Tensor, multiple: int | None) -> int:

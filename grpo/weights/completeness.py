@@ -5,7 +5,7 @@ built-in worker throws that return value away, a layer that received nothing kee
 and a layer that received a part is completed with uninitialised memory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -83,19 +83,14 @@ def _padding_numel(layer: torch.nn.Module) -> int:
     )
 
 
-def _missing_parts(layer_name: str, mapping: dict[str, list[str]], received: set[str]) -> list[str]:
-    """Which checkpoint modules of a fused layer did not arrive: `v_proj` of `…self_attn.qkv_proj`."""
-    parent, _, leaf = layer_name.rpartition(".")
-    # Prefixes differ between checkpoint and vLLM, layer paths do not.
-    anchor = f".{parent.partition('layers.')[2] or parent}".rstrip(".")
-    return [
-        f"{parent}.{part}"
-        for part in mapping.get(leaf, [leaf])
-        if not any(f"{anchor}.{part}." in f".{name}" for name in received)
-    ]
-
-
-def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str], pushed_before: bool) -> list[str]:
+def incomplete_layers(
+    model: torch.nn.Module,
+    *,
+    tied: bool,
+    received: set[str],
+    pushed_before: bool,
+    sources: Mapping[str, Collection[str]],
+) -> list[str]:
     """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
 
     Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
@@ -106,8 +101,8 @@ def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str],
         tied: whether the model's configuration ties the head to the embedding.
         received: names, as in the checkpoint, of all that was sent.
         pushed_before: whether an earlier push was completed.
+        sources: by a layer's path, the names, as in the checkpoint, of what fills it; see `arrivals_of`.
     """
-    mapping = getattr(model, "packed_modules_mapping", None) or {}
     received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}  # vLLM counts none
     done: set[int] = set()
     for layer in model.modules():
@@ -125,9 +120,8 @@ def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str],
         )
         if info.load_numel >= expected - _padding_numel(layer):
             continue
-        missing = _missing_parts(name, mapping, received)
-        nothing_sent = info.load_numel == 0 and len(missing) == len(mapping.get(name.rpartition(".")[2], [name]))
-        if nothing_sent and pushed_before:
+        wanted = {*sources.get(name, ())}
+        if info.load_numel == 0 and wanted.isdisjoint(received) and pushed_before:
             continue
         if tied and isinstance(layer, ParallelLMHead) and info.load_numel == 0 and info.kernel_tensors is not None:
             weight = info.kernel_tensors[0].get("weight")
@@ -136,6 +130,6 @@ def incomplete_layers(model: torch.nn.Module, *, tied: bool, received: set[str],
                 continue
         lines.append(
             f"{name}: {info.load_numel} of {expected} elements arrived"
-            + (f", none from {', '.join(missing)}" if missing else "")
+            + (f", without {', '.join(missing)}" if (missing := sorted(wanted - received)) else "")
         )
     return lines

@@ -150,7 +150,7 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 
 def arrivals_of(
     model: torch.nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str]
-) -> tuple[dict[str, list[Arrival]], set[str]]:
+) -> tuple[dict[str, list[Arrival]], dict[str, set[str]]]:
     """Which loaders `load_weights` calls for each name; none of them runs.
 
     The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
@@ -160,14 +160,14 @@ def arrivals_of(
         optional: those that this model need not know.
 
     Returns:
-        The calls that get a tensor or a view of it; and the names of all that any call gets something of, which may
-        be computed from it.
+        The calls that get a tensor or a view of it; and by the path of each layer the names of all that a call for it
+        gets something of, which may be computed from it.
 
     Raises:
         ValueError, KeyError: the model's own, of any other name that it does not know.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
-    reached: set[str] = set()
+    sources: dict[str, set[str]] = defaultdict(set)
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in weights.items()}
     origins = _Origins(weights)
 
@@ -176,7 +176,7 @@ def arrivals_of(
 
         def note(*args: Any, **kwargs: Any) -> bool:
             weight = loaded_weight(args, kwargs)
-            reached.update(origins.of(weight))
+            sources[destination.path.rpartition(".")[0]].update(origins.of(weight))
             name = by_storage.get(weight.untyped_storage()._cdata)
             if name is not None:
                 details = dict(list(signature.bind(*args, **kwargs).arguments.items())[2:])
@@ -190,7 +190,7 @@ def arrivals_of(
         for name in optional:
             with contextlib.suppress(ValueError, KeyError, AttributeError):  # models differ in how they refuse
                 model.load_weights(iter([(name, weights[name])]))
-    return dict(arrivals), reached
+    return dict(arrivals), dict(sources)
 
 
 def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:

@@ -5,7 +5,7 @@ raw, so a fixed probe is scored by one forward on each side.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def _scoring_at_temperature_1(model: nn.Module, cast_lm_head_to_fp32: bool) -> I
 @torch.no_grad()
 def trainer_logprobs(
     model: nn.Module,
-    prompts: list[list[int]],
+    inputs: Mapping[str, torch.Tensor],
     autocast: contextlib.AbstractContextManager,
     *,
     cast_lm_head_to_fp32: bool = False,
@@ -82,18 +82,22 @@ def trainer_logprobs(
     Collective under ZeRO-3, whose forward gathers: every rank calls it.
 
     Args:
+        inputs: of the model's forward: `input_ids` [P, L], and what a processor has made of pictures.
         num_pads: to the left of each prompt, as TRL pads.
     """
     was_training = model.training
     model.eval()  # no dropout
     try:
-        padding = (num_pads, 0)
-        token_ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        mask = nn.functional.pad(torch.ones_like(token_ids), padding)
-        labels = nn.functional.pad(token_ids, padding, value=-100)
-        padded = nn.functional.pad(token_ids, padding)
+        padding, weight = (num_pads, 0), next(model.parameters())
+        token_ids = inputs["input_ids"]
+        padded = {"attention_mask": torch.ones_like(token_ids), **inputs}
+        for name, tensor in padded.items():
+            on_device = tensor.to(weight.device, dtype=weight.dtype if tensor.is_floating_point() else None)
+            is_of_tokens = tensor.shape == token_ids.shape
+            padded[name] = nn.functional.pad(on_device, padding) if is_of_tokens else on_device
+        labels = nn.functional.pad(token_ids.to(weight.device), padding, value=-100)
         with _scoring_at_temperature_1(model, cast_lm_head_to_fp32), autocast:
-            scored = model(input_ids=padded, attention_mask=mask, labels=labels, fused_lm_head=True)
+            scored = model(**padded, labels=labels, fused_lm_head=True)
         return scored.log_probs[:, num_pads:].float().cpu().numpy()
     finally:
         model.train(was_training)

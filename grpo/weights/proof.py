@@ -1,18 +1,24 @@
 """The verification of a weight sync: engine and trainer score the same tokens."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import nn
 
+from grpo.engine.answers import other_expansion
 from grpo.engine.like import EngineLike
+from grpo.faults.failure import FailureKind
+from grpo.model.picture_probe import PictureProbe
 from grpo.weights.limits import Verdict, gap_between, judge, rounding_limit, tight_limit
 from grpo.weights.positions import NUM_PADS, make_padding_harmless
 from grpo.weights.probe import trainer_logprobs
 from grpo.weights.report import LogprobGap
+
+_log = logging.getLogger(__name__)
 
 _STATEMENTS = {
     Verdict.REFUSE: "does not compute what the trainer does after weight sync {number} [GRPO-504]",
@@ -49,6 +55,8 @@ class Prover:
     """Whether tokens of the model go to experts."""
     reference: nn.Module | None = None
     """Another model that TRL scores with, unwrapped."""
+    pictures: PictureProbe | None = None
+    """Scored too, where prompts have images: what towers make of them is verified so."""
     first_gap: LogprobGap | None = None
     """Of the first weight sync, which is always verified; the worst engine's of the job."""
     _knows_padding: bool = field(default=False, init=False)
@@ -83,7 +91,8 @@ class Prover:
             ValueError: on every rank; see `make_padding_harmless`.
         """
         expected = self.trainer_logprobs()
-        if not np.isfinite(expected).all():
+        of_pictures = self._picture_logprobs()
+        if not (np.isfinite(expected).all() and np.isfinite(of_pictures).all()):
             raise FloatingPointError(
                 f"the trainer's own log-probabilities are not finite in push {push_number}: its weights hold NaN or "
                 "infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
@@ -91,14 +100,17 @@ class Prover:
         if not self._knows_padding:
             models = [self.model] if self.reference is None else [self.model, self.reference]
             limit = rounding_limit(self._own_dtype(), on_gpus=self.on_gpus)
-            make_padding_harmless(models, lambda: self._apart_by_padding(expected), limit)
+            make_padding_harmless(models, lambda: self._apart_by_padding(expected, of_pictures), limit)
             self._knows_padding = True
+            self._warn_of_blind_pictures(of_pictures, limit)
         if not engines_work or not self.clients:
             return None
         found: list[tuple[LogprobGap, EngineLike]] = []
         for client in self.clients:
             scored = client.call("prompt_logprobs", self.timeout_s, prompts=self.probe)
             found.append((gap_between(scored, expected, has_routers=self.has_routers), client))
+            if self.pictures is not None:
+                found.append((self._picture_gap(client, of_pictures), client))
         return max(found, key=lambda each: each[0].judged)
 
     def judge(self, gap: LogprobGap, *, limit: float | None = None, was_sent_again: bool) -> Verdict:
@@ -117,21 +129,55 @@ class Prover:
         if limit is None and self.first_gap is not None:
             of += f" after a first gap of {self.first_gap.judged:.3g}, and from {self.hard_limit:.3g} on the job ends"
         what = _STATEMENTS[verdict].format(number=push_number)
-        return f"{what}: log-probabilities of the same tokens differ by {gap}, {of}; vllm_max_logprob_gap sets another"
+        tokens = "the same tokens behind an image" if gap.behind_image else "the same tokens"
+        return f"{what}: log-probabilities of {tokens} differ by {gap}, {of}; vllm_max_logprob_gap sets another"
 
     def trainer_logprobs(self, num_pads: int = 0) -> np.ndarray:
         """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
+        return self._scored({"input_ids": torch.tensor(self.probe)}, num_pads)
+
+    def _picture_logprobs(self, num_pads: int = 0) -> np.ndarray:
+        """[pictures, tokens] float32, of the tokens behind each picture. Collective under ZeRO-3."""
+        if self.pictures is None:
+            return np.empty((0, 0), np.float32)
+        return self._scored(self.pictures.inputs, num_pads)[:, -self.pictures.num_scored :]
+
+    def _scored(self, inputs: Mapping[str, torch.Tensor], num_pads: int) -> np.ndarray:
         return trainer_logprobs(
             self.model,
-            self.probe,
+            inputs,
             self.autocast(),
             cast_lm_head_to_fp32=self.cast_lm_head_to_fp32,
             num_pads=num_pads,
         )
 
-    def _apart_by_padding(self, expected: np.ndarray) -> float:
-        padded = self.trainer_logprobs(NUM_PADS)
-        return self.largest(gap_between(padded.tolist(), expected, has_routers=self.has_routers).judged)
+    def _picture_gap(self, client: EngineLike, expected: np.ndarray) -> LogprobGap:
+        assert self.pictures is not None
+        pictures = [*self.pictures.pictures]
+        prompts = [self.pictures.token_ids] * len(pictures)
+        scored = client.call("prompt_logprobs", self.timeout_s, prompts=prompts, pictures=pictures)
+        wanted = self.pictures.inputs["input_ids"].shape[1]
+        if (held := len(scored[0]) + 1) != wanted:
+            raise client.error(f"cannot be verified with pictures: {other_expansion(held, wanted)}", FailureKind.USER)
+        behind = [row[-self.pictures.num_scored :] for row in scored]
+        return replace(gap_between(behind, expected, has_routers=self.has_routers), behind_image=True)
+
+    def _warn_of_blind_pictures(self, found: np.ndarray, limit: float) -> None:
+        """Where two pictures are as one, no gap shows whether the engine's towers hold the trainer's weights."""
+        if len(found) and (apart := float(np.abs(found[0] - found[1]).max())) <= limit:
+            _log.warning(
+                "WARNING: two different pictures change the log-probabilities of a verification by %.2g nats, no more "
+                "than rounding (%.2g): it cannot show whether an engine's towers hold the trainer's weights",
+                apart,
+                limit,
+            )
+
+    def _apart_by_padding(self, expected: np.ndarray, of_pictures: np.ndarray) -> float:
+        mine = gap_between(self.trainer_logprobs(NUM_PADS).tolist(), expected, has_routers=self.has_routers).judged
+        if self.pictures is not None:
+            padded = self._picture_logprobs(NUM_PADS).tolist()
+            mine = max(mine, gap_between(padded, of_pictures, has_routers=self.has_routers).judged)
+        return self.largest(mine)
 
     def _own_dtype(self) -> torch.dtype:
         """In which the trainer's forwards compute."""

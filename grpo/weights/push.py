@@ -342,6 +342,8 @@ class Pusher:
             # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
             if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
+            if self.source.takes_images:  # what towers made of pictures is kept under the pictures' names
+                client.call("reset_encoder_cache", self._timeout_s)
 
     def _send_older(self, newest_version: int) -> EngineError | None:
         """Bring engines that have come back the older adapters: completions of engines that died are sampled again with

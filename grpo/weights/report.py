@@ -14,6 +14,8 @@ class LogprobGap(Wire):
     max: float
     judged: float
     """What is held to the limit: the mean; of a model with routers what `gap_between` makes of it."""
+    behind_image: bool = False
+    """Whether the tokens follow an image, which towers have part in then."""
 
     def __str__(self) -> str:
         judged = "" if self.judged == self.mean else f", which counts as {self.judged:.3g} in a model with routers"
@@ -93,5 +95,8 @@ def slowest(reports: Sequence[PushReport]) -> PushReport:
 
 def _worst(gaps: Sequence[LogprobGap]) -> LogprobGap:
     return LogprobGap(
-        mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps), judged=max(gap.judged for gap in gaps)
+        mean=max(gap.mean for gap in gaps),
+        max=max(gap.max for gap in gaps),
+        judged=max(gap.judged for gap in gaps),
+        behind_image=max(gaps, key=lambda gap: gap.judged).behind_image,
     )

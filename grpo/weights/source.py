@@ -67,17 +67,30 @@ class GatheredSource:
         wire_dtype: dtype in which floating-point tensors travel: the engine's, but for what `adopt` says.
         bucket_bytes: upper size of a bucket as it travels; a larger parameter is a bucket of its own.
         lora: the adapters of a model that PEFT has wrapped, of which `model` is the base.
+        takes_images: whether towers travel too; else the text part does alone.
     """
 
     def __init__(
-        self, model: nn.Module, *, wire_dtype: torch.dtype, bucket_bytes: int, lora: "Lora | None" = None
+        self,
+        model: nn.Module,
+        *,
+        wire_dtype: torch.dtype,
+        bucket_bytes: int,
+        lora: "Lora | None" = None,
+        takes_images: bool = False,
     ) -> None:
+        self.takes_images = takes_images
         self._model = model
         self._lora = lora
         self._wire_dtype = wire_dtype
         self._asked_bytes = bucket_bytes
         with self._plain_model():  # transformers walks over all modules for each name: twice as many with PEFT's
-            self._tensors = _travelling(model)
+            towers = tower_tensors(model)
+            self._left_out = frozenset() if takes_images else towers
+            # Towers often have layers behind those whose features the model takes. Nothing depends on them, as
+            # verifications show, which have a picture.
+            self._may_lack = towers - self._left_out
+            self._tensors = _travelling(model, self._left_out)
             placeholders = {
                 name: torch.empty(whole_shape(tensor), dtype=self._dtype_of(tensor), device="meta")
                 for name, tensor in self._tensors.items()
@@ -203,7 +216,7 @@ class GatheredSource:
     def _look_up(self) -> None:
         """Take what stands under the names now: code may have put another tensor there since the last push."""
         with self._plain_model():
-            present = _travelling(self._model)
+            present = _travelling(self._model, self._left_out)
         layers = [] if self._lora is None else self._lora.layers()
         for layer in layers:
             present |= {layer.name_of(part): tensor for part, tensor in layer.parts.items()}
@@ -236,7 +249,8 @@ class GatheredSource:
             meta.name
             for unit in self._described
             for meta in unit.metas
-            if meta.name in self._unplaced and any(self._tensors[name].requires_grad for name in unit.names)
+            if meta.name in self._unplaced
+            and any(self._tensors[name].requires_grad and name not in self._may_lack for name in unit.names)
         ]
         if lost:
             raise ValueError(
@@ -364,13 +378,12 @@ class GatheredSource:
                 place.mul_(scale)
 
 
-def _travelling(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of the text part, in the modules' order; a tied parameter appears once."""
-    towers = tower_tensors(model)
+def _travelling(model: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, in the modules' order; a tied parameter appears once."""
     names = [
         f"{path}.{leaf}" if path else leaf
         for path, module in model.named_modules()
         for leaf in (*module._parameters, *module._buffers)
     ]
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
-    return {name: tensors[name] for name in names if name in tensors and name not in towers}
+    return {name: tensors[name] for name in names if name in tensors and name not in left_out}

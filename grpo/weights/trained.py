@@ -9,6 +9,7 @@ from torch import nn
 from grpo.config import GRPOConfig
 from grpo.config.models import EngineModel
 from grpo.engine.like import EngineLike
+from grpo.model.picture_probe import PictureProbe
 from grpo.model.text_part import placeholder_ids
 from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
@@ -38,6 +39,8 @@ class TrainedModel:
     """Makes the context in which the trainer runs its forwards."""
     lora: Lora | None = None
     """Its adapters."""
+    pictures: PictureProbe | None = None
+    """Where prompts come with images: a prompt with one, the same on every rank."""
 
     @property
     def vocab_size(self) -> int:
@@ -55,6 +58,7 @@ class TrainedModel:
             wire_dtype=self.engine_model.dtype,
             bucket_bytes=args.vllm_sync_bucket_mb * 2**20,
             lora=self.lora,
+            takes_images=self.pictures is not None,
         )
 
     def prover(
@@ -92,6 +96,7 @@ class TrainedModel:
             on_gpus=on_gpus,
             has_routers=has_experts(self.model),
             reference=self.reference,
+            pictures=self.pictures,
         )
 
     def trial(self, prover: Prover, smallest: Callable[[float], float]) -> AdapterTrial | None:

@@ -77,6 +77,7 @@ class CountedReload(WeightTransferEngine):
     _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished pushes have filled
     _places: Sequence[Destination] = ()  # during a push: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
+    _sources: Mapping[str, set[str]] = MappingProxyType({})  # by a layer's path, checkpoint names of what fills it
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
 
     @property
@@ -103,12 +104,13 @@ class CountedReload(WeightTransferEngine):
         with without_adapters(self.model):
             initialize_layerwise_reload(self.model)
             try:
-                arrivals, reached = arrivals_of(self.model, weights, buffers)
+                arrivals, self._sources = arrivals_of(self.model, weights, buffers)
                 held = held_dtypes(arrivals, weights)
                 loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
             finally:
                 with _without_warnings():
                     finalize_layerwise_reload(self.model, self.model_config)
+        reached = {*itertools.chain(*self._sources.values())}
         self._whole_experts = {name: each for name, each in loads.items() if each is not None}
         self._parts = {each["name"]: list(itertools.chain(*each["parts"])) for each in question["experts"]}
         return WireFormat(
@@ -203,7 +205,10 @@ class CountedReload(WeightTransferEngine):
         _log.debug("the push is complete: %d parameters came, %d tensors are filled", len(received), len(reached))
 
     def _incomplete(self, received: set[str], reached: Collection[str]) -> list[str]:
-        lines = incomplete_layers(self.model, tied=self._tied, received=received, pushed_before=bool(self._known))
+        before = bool(self._known)
+        lines = incomplete_layers(
+            self.model, tied=self._tied, received=received, pushed_before=before, sources=self._sources
+        )
         layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
         for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
             if line.partition(": ")[0].rpartition(".")[0] not in layers:

@@ -1,7 +1,9 @@
 """Prompts with images in a real engine: what it makes of them, and what it computes behind them."""
 
+import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +14,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo.engine.client import EngineClient
 from grpo.engine.environment import engine_environment
-from grpo.model.picture_probe import picture_probe
+from grpo.model.picture_probe import PictureProbe, picture_probe
 from grpo.model.pictures import encoded
+from grpo.model.text_part import placeholder_ids
 from grpo.rollout.packing import REFUSED
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Pictured, Prompts, collapse
+from grpo.weights.limits import Verdict
+from grpo.weights.probe import probe_prompts
+from grpo.weights.proof import Prover
 from tests.support.bare_engine import START_S, engine_spec
 from tests.support.multimodal_models import engines_environment, save_multimodal_model
 
@@ -65,6 +71,51 @@ def test_the_engine_computes_what_the_model_does_behind_a_picture(there: SimpleN
     assert apart(*probe.pictures) < LIMIT
     assert apart(*probe.pictures[::-1]) > 10 * LIMIT
     assert apart(*[encoded(Image.new("RGB", (64, 64)))] * 2) > LIMIT
+
+
+def prover(there: SimpleNamespace, pictures: PictureProbe) -> Prover:
+    return Prover(
+        model=there.model,
+        clients=[there.client],
+        probe=probe_prompts(there.model.config.text_config.vocab_size, 64, placeholder_ids(there.model.config)),
+        dtype=torch.float32,
+        asked_limit=None,
+        autocast=contextlib.nullcontext,
+        cast_lm_head_to_fp32=False,
+        timeout_s=CALL_S,
+        largest=lambda mine: mine,
+        pictures=pictures,
+    )
+
+
+def test_a_verification_fails_where_the_engine_sees_another_picture(there: SimpleNamespace) -> None:
+    probe = picture_probe(there.processor, "3+4 is more than 5+6")
+    verified = prover(there, probe)
+    gap, _ = verified.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+    assert verified.judge(gap, was_sent_again=False) is Verdict.PASS
+
+    blank = encoded(Image.new("RGB", (64, 64)))
+    blind = prover(there, replace(probe, pictures=(blank, blank)))
+    gap, _ = blind.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+    verdict = blind.judge(gap, was_sent_again=False)
+    assert verdict is Verdict.REFUSE
+    assert "log-probabilities of the same tokens behind an image differ by" in blind.statement(verdict, gap, 1)
+
+
+def test_a_tower_with_other_weights_fails_the_verification(there: SimpleNamespace) -> None:
+    """Text alone would not show it."""
+    probe = picture_probe(there.processor, "3+4 is more than 5+6")
+    weight = there.model.model.vision_tower.get_parameter("embeddings.patch_embedding.weight")
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.neg_()
+        changed = prover(there, probe)
+        gap, _ = changed.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+    finally:
+        weight.data.copy_(before)
+    assert gap.behind_image
+    assert changed.judge(gap, was_sent_again=False) is Verdict.REFUSE
 
 
 def test_a_prompt_that_the_engine_expands_otherwise_is_refused_with_both_lengths(there: SimpleNamespace) -> None:

@@ -29,7 +29,7 @@ def test_trainer_logprobs_are_log_softmax(
     model = model.to(device=device, dtype=dtype)
     prompts = probe_prompts(VOCAB_SIZE, 64)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-    scored = torch.from_numpy(trainer_logprobs(model, prompts, autocast))
+    scored = torch.from_numpy(trainer_logprobs(model, {"input_ids": torch.tensor(prompts)}, autocast))
 
     ids = torch.tensor(prompts, device=device)
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -1,8 +1,9 @@
 """A training job without an engine that is stopped, killed and resumed: TRL's transformers generation, 2 ranks, ZeRO-3.
 
-`python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, and steps: `signal_at`, at
-which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank 1 is killed. Writes the weights that it ends with (with
-`states`, master weights and moments too), and what every reward saw; rewards are random in part, but for `noise` false.
+`python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, `pictured` (see
+`tests.support.pictured_data`), and steps: `signal_at`, at which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank
+1 is killed. Writes the weights that it ends with (with `states`, master weights and moments too), and what every reward
+saw; rewards are random in part, but for `noise` false.
 """
 
 import hashlib
@@ -23,6 +24,9 @@ from datasets import Dataset
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from peft import LoraConfig
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.support.pictured_data import pictured
+
 warnings.filterwarnings("ignore", category=FutureWarning)
 settings = json.loads(Path(sys.argv[1]).read_text())
 out = Path(settings["config"]["output_dir"])
@@ -33,7 +37,8 @@ def reward(completion_ids, **kwargs):
     step = trainer.state.global_step
     if trainer.model.training:
         with (out / f"seen-{rank}.jsonl").open("a") as lines:
-            lines.write(json.dumps({"step": step, "prompts": kwargs["prompts"], "completions": completion_ids}) + "\n")
+            row = {"step": step, "prompts": kwargs["prompts"], "completions": completion_ids}
+            lines.write(json.dumps(row, default=str) + "\n")  # a picture
     if step == settings.get("signal_at") and rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     noise = settings.get("noise", True)
@@ -47,6 +52,8 @@ class Trainer(GRPOTrainer):
         super()._save_rng_state(output_dir)
 
 
+prompts = [f"{10 + n}+{20 + n}=" for n in range(settings["num_prompts"])]
+of_text = Dataset.from_dict({"prompt": prompts})
 trainer = Trainer(
     model=settings["model"],
     peft_config=LoraConfig(**settings["lora"]) if "lora" in settings else None,
@@ -68,7 +75,7 @@ trainer = Trainer(
             **settings["config"],
         }
     ),
-    train_dataset=Dataset.from_dict({"prompt": [f"{10 + n}+{20 + n}=" for n in range(settings["num_prompts"])]}),
+    train_dataset=pictured(prompts, **settings["pictured"]) if "pictured" in settings else of_text,
 )
 trainer.train()
 with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):

@@ -29,6 +29,7 @@ from grpo.engine.client import EngineClient
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.support.bound_group import bind_default_group
 from tests.support.contract import inner_process
+from tests.support.pictured_data import pictured
 
 settings = json.loads(Path(sys.argv[1]).read_text())
 out = Path(settings["config"]["output_dir"])
@@ -49,7 +50,7 @@ def until_told_to_go_on() -> None:
 def reward(prompts, completions, completion_ids, **kwargs):
     with (out / "ranks" / f"samples-{rank}.jsonl").open("a") as lines:
         row = {"step": trainer.state.global_step, "prompts": prompts, "completion_ids": completion_ids}
-        lines.write(json.dumps(row) + "\n")
+        lines.write(json.dumps(row, default=str) + "\n")  # a picture
     if hold == f"reward-error-{trainer.state.global_step}" and rank == min(
         1, int(os.environ.get("WORLD_SIZE", "1")) - 1
     ):
@@ -154,6 +155,9 @@ peft_config = LoraConfig(**settings["lora"]) if "lora" in settings else None
 if peft_config is not None and settings.get("wrapped"):
     model, peft_config = get_peft_model(model, peft_config), None
 four_bits = BitsAndBytesConfig(load_in_4bit=True, **settings["four_bits"]) if "four_bits" in settings else None
+dataset = Dataset.from_dict({"prompt": numbers})
+if "pictured" in settings:
+    dataset = pictured(numbers, **settings["pictured"])
 trainer = Trainer(
     model=model,
     quantization_config=four_bits,
@@ -161,8 +165,8 @@ trainer = Trainer(
     processing_class=tokenizer,
     reward_funcs=reward,
     args=config,
-    train_dataset=Dataset.from_dict({"prompt": numbers}),
-    eval_dataset=Dataset.from_dict({"prompt": numbers[:4]}),
+    train_dataset=dataset,
+    eval_dataset=dataset.select(range(4)),
 )
 hosts = [client.pid for client in trainer._local.engines.clients] if trainer._local is not None else []
 backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None

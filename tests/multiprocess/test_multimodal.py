@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
 
 from grpo.__main__ import main as grpo
 from tests.support.finished import MAX_GAP, finish, finish_on_policy
 from tests.support.launching import Job, start_tiny_job
-from tests.support.multimodal_models import engines_environment, save_multimodal_model
+from tests.support.multimodal_models import engines_environment, save_multimodal_model, towers_of
 from tests.support.resumed_runs import expect, run, steps
 
 BF16_GAP = 2e-2
@@ -24,13 +23,6 @@ LOCAL = {
     "vllm_engine_kwargs": {"enforce_eager": True},
     "save_steps": 2,
 }
-
-
-def towers_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Under the names of the checkpoint."""
-    files = sorted(folder.glob("model*.safetensors"))
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {name: tensor for name, tensor in weights.items() if "language_model" not in name and "lm_head" not in name}
 
 
 def said(job: Job, words: str) -> None:

@@ -38,7 +38,8 @@ class CopiedModel:
             return agree(method, kwargs)
         assert self._model is not None
         self.verified.append(self.trainer.state.global_step)
-        return trainer_logprobs(self._model, kwargs["prompts"], contextlib.nullcontext()).tolist()
+        probe = {"input_ids": torch.tensor(kwargs["prompts"])}
+        return trainer_logprobs(self._model, probe, contextlib.nullcontext()).tolist()
 
     @torch.no_grad()
     def _renew(self) -> None:

@@ -11,6 +11,8 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -20,10 +22,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2VLImageProcessorPil,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
+from grpo.model.text_part import placeholder_ids
 from tests.families.families import CLIP
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -50,9 +58,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def _with_tokens(*special: str) -> PreTrainedTokenizerFast:
+def _with_tokens(*special: str, **named: str) -> PreTrainedTokenizerFast:
+    """Tiny tokenizer with more tokens; of those with a name it keeps the id."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, *named.values()]})
+    tokenizer._set_model_specific_special_tokens(named)
     return tokenizer
 
 
@@ -118,7 +128,8 @@ def _qwen3_5() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
 
 def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
     """SigLIP beside Gemma 3, tied; a sliding layer and a full one."""
-    tokenizer = _with_tokens("<image>", "<start_of_image>", "<end_of_image>")
+    marks = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = _with_tokens("\n", "\n\n", "\n\n\n", "\n\n\n\n", **marks)  # vLLM's processor looks for them
     ids = tokenizer.convert_tokens_to_ids
     config = Gemma3Config(
         text_config={
@@ -134,8 +145,61 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
         eoi_token_index=ids("<end_of_image>"),
         mm_tokens_per_image=4,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return config, Gemma3ForConditionalGeneration, tokenizer
+    size = {"height": 32, "width": 32}
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=tokenizer,
+        image_seq_length=4,
+        chat_template=CHAT_TEMPLATE.replace("<image>", "<start_of_image>"),
+    )
+    return config, Gemma3ForConditionalGeneration, processor
+
+
+def _qwen3_vl() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
+    """Three positions for each token of an image (M-RoPE), and features of the tower in several layers. Processor and
+    engine need torchvision."""
+    tokenizer = _with_tokens(
+        "<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>"
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen3VLConfig(
+        text_config={
+            **_TEXT,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(patch_size=8, temporal_patch_size=2, merge_size=2, size=size),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(patch_size=8, temporal_patch_size=2, merge_size=2, size=size),
+        chat_template=CHAT_TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    )
+    return config, Qwen3VLForConditionalGeneration, processor
 
 
 def _mistral3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
@@ -158,6 +222,20 @@ MAKERS: dict[str, Callable[[], tuple[PretrainedConfig, type[PreTrainedModel], An
     "gemma3": _gemma3,
     "mistral3": _mistral3,
 }
+WITH_TORCHVISION = {"qwen3_vl": _qwen3_vl}
+"""Not only their engines need it, but those who make them too."""
+
+
+def _say_no_placeholder(model: PreTrainedModel) -> None:
+    """As checkpoints have learnt: tokens that stand for images have no probability. Engines leave them out, and the
+    trainer's log-probabilities count them."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        embeddings[:, 0] = 0.1
+        for name, parameter in model.get_decoder().named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                parameter[0] = 0  # what is in place 0 stays there, whatever follows
+        head[[*placeholder_ids(model.config)], 0] = -10.0  # embeddings too, where they are tied: of no use
 
 
 def engines_environment() -> dict[str, str]:
@@ -171,9 +249,13 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
     Towers stand in it under the names that checkpoints on the hub have, which transformers gives back only to models
     that it has loaded so (5.17).
     """
-    config, model_class, processor = MAKERS[family]()
+    config, model_class, processor = (MAKERS | WITH_TORCHVISION)[family]()
     torch.manual_seed(0)
     model = model_class(config).float()
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)  # Gemma's projector, with which all pictures would be the same
+    _say_no_placeholder(model)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     if OF_TOWER + "embeddings.patch_embedding.weight" in weights:
@@ -181,3 +263,10 @@ def save_multimodal_model(family: str, folder: Path) -> Path:
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(folder)
     return folder
+
+
+def towers_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint."""
+    files = sorted(folder.glob("model*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for name, tensor in weights.items() if "language_model" not in name and "lm_head" not in name}

@@ -246,6 +246,8 @@ class MadeUpSource:
     Every `fill` counts, also of a rank that keeps nothing.
     """
 
+    takes_images = False
+
     def __init__(self, num_buckets: int, dtype: torch.dtype, *, elements: int = 30_001, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(0)
         self.tensors: dict[str, torch.Tensor] = {}

@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"memory and speed by its data sheet (default: {ASSUMED_GPU.gib}GiB and an {ASSUMED_GPU.name}'s speed)",
     )
     parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="of one GPU, e.g. 40GiB; overrides --gpu")
-    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="the longest prompt")
+    parser.add_argument(
+        "--prompt-tokens", type=_positive, metavar="N", help="the longest prompt, the tokens of its images included"
+    )
+    parser.add_argument("--images", type=_positive, metavar="N", help="prompts come with images, at most so many each")
+    parser.add_argument("--image-size", type=_size, metavar="WxH", help="of one in pixels, as the tower gets it")
     parser.add_argument(
         "--gpu-tflops", type=_rate, metavar="N", help="of one GPU in bfloat16, for seconds and advice; overrides --gpu"
     )
@@ -75,6 +79,13 @@ def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 1024x768")
+    return int(match[1]), int(match[2])
 
 
 def _rate(text: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.config.models import CPU_KV_CACHE_BYTES
+from grpo.ops.plan.images import encoder_cache_bytes
 from grpo.ops.plan.memory_budget import GIB
 from grpo.ops.plan.model_shape import ModelShape
 
@@ -26,6 +27,8 @@ class EngineMemory:
     weights_bytes: int
     adapters_bytes: int
     """Room for LoRA adapters, and the one that came; 0 where they are merged."""
+    encoder_cache_bytes: int
+    """Of images; 0 with text alone."""
     overhead_bytes: int
     kv_cache_bytes: int
     """What is left, or what was asked for; negative when nothing is left."""
@@ -66,25 +69,34 @@ def engine_memory(
         layers * _blocks(sequence_tokens if window is None else min(window, sequence_tokens)) * per_layer
         for window, layers in shape.kv_windows
     )
-    weights = -(-shape.text_parameters * dtype_bytes // tensor_parallel_size)
+    weights = -(-shape.engine_parameters * dtype_bytes // tensor_parallel_size)
     overhead = 0 if capacity_bytes is None else ENGINE_OVERHEAD_BYTES
+    most_sequences = default_max_num_seqs(capacity_bytes, tensor_parallel_size, is_a100=is_a100)
+    images = 0
+    if shape.takes_images:
+        images = encoder_cache_bytes(
+            engine_kwargs.get("max_num_batched_tokens"),
+            many_sequences=most_sequences >= 1024,
+            hidden_size=shape.hidden_size,
+            element=dtype_bytes,
+        )
     budget = None if capacity_bytes is None else int(capacity_bytes * utilization)
     kv_cache = engine_kwargs.get("kv_cache_memory_bytes")
     if kv_cache is None:
-        kv_cache = CPU_KV_CACHE_BYTES if budget is None else budget - weights - adapters_bytes - overhead
+        kv_cache = CPU_KV_CACHE_BYTES if budget is None else budget - weights - adapters_bytes - images - overhead
     return EngineMemory(
         capacity_bytes=capacity_bytes,
         budget_bytes=budget,
         weights_bytes=weights,
         adapters_bytes=adapters_bytes,
+        encoder_cache_bytes=images,
         overhead_bytes=overhead,
         kv_cache_bytes=kv_cache,
         kv_bytes_per_token=per_layer * sum(layers for _, layers in shape.kv_windows),
         kv_bytes_per_sequence=per_sequence,
         sequence_tokens=sequence_tokens,
         sequences_at_once=max(0, kv_cache) // per_sequence if per_sequence else 0,
-        max_num_seqs=engine_kwargs.get("max_num_seqs")
-        or default_max_num_seqs(capacity_bytes, tensor_parallel_size, is_a100=is_a100),
+        max_num_seqs=engine_kwargs.get("max_num_seqs") or most_sequences,
     )
 
 

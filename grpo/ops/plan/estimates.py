@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from grpo.ops.plan.engine_memory import EngineMemory, engine_memory
+from grpo.ops.plan.images import image_lines
 from grpo.ops.plan.memory_budget import Budget
 from grpo.ops.plan.placed_job import PlacedJob
 from grpo.ops.plan.push_memory import push_lines
@@ -93,11 +94,21 @@ def training_memory(job: PlacedJob, setup: Setup) -> Budget:
         frozen.append(frozen_line("reference", what, job.shape.num_parameters, setup.sharding))
     if job.reward_parameters:
         frozen.append(frozen_line("reward", "reward model", job.reward_parameters, setup.sharding))
+    images = []
+    if job.images is not None:
+        images = image_lines(
+            job.images,
+            rows=setup.micro_batch.sequences * job.batch.steps_per_generation,
+            micro_batch=setup.micro_batch.sequences,
+            element=setup.micro_batch.dtype_bytes,
+            checkpointing=setup.micro_batch.checkpointing,
+        )
     return training_budget(
         job.shape,
         setup.sharding,
         setup.micro_batch,
         frozen=frozen,
+        images=images,
         push=push_lines(
             job.push,
             setup.sharding,

@@ -94,7 +94,8 @@ class ModelShape:
     towers: tuple[str, ...] = ()
     """Paths of what takes no part in text."""
     tower_parameters: int = 0
-    """Of `num_parameters`, those of towers beside the text part: frozen, and not in the engines."""
+    """Of `num_parameters`, those of towers beside the text part: with text alone frozen, and not in the engines."""
+    takes_images: bool = False
     four_bits: FourBitWeights | None = None
     """Of `frozen`, what ranks hold in four bits."""
 
@@ -109,8 +110,13 @@ class ModelShape:
 
     @property
     def text_parameters(self) -> int:
-        """What an engine holds."""
+        """What a token passes."""
         return self.num_parameters - self.tower_parameters
+
+    @property
+    def engine_parameters(self) -> int:
+        """What an engine holds."""
+        return self.num_parameters if self.takes_images else self.text_parameters
 
     def parameters_read(self, tokens: float) -> float:
         """Parameters that so many tokens together pass through, on average, with each expert equally likely."""
@@ -123,6 +129,8 @@ def shape_of(
     *,
     wrapped: Any = None,
     four_bits: FourBitWeights | None = None,
+    takes_images: bool = False,
+    trains_towers: bool = False,
     trust_remote_code: bool = False,
 ) -> ModelShape:
     """The shape of the causal language model that `config` describes, in a fraction of a second and without memory.
@@ -130,6 +138,7 @@ def shape_of(
     Args:
         wrapped: the same model as PEFT wraps it, on the meta device too; None without adapters.
         four_bits: of it; None: nothing is quantised.
+        takes_images: whether its prompts come with images.
 
     Raises ValueError for a model that is none, or has no attention.
     """
@@ -137,7 +146,7 @@ def shape_of(
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(f"{name} is a {config.model_type} without attention heads: its memory cannot be estimated")
 
-    model = meta_model(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trains_towers=trains_towers, trust_remote_code=trust_remote_code)
     held = model if wrapped is None else wrapped
     parameters = list(held.parameters())  # a tied one comes once
     decoder = decoder_layers(model)
@@ -180,6 +189,7 @@ def shape_of(
         four_bits=four_bits,
         towers=tower_paths(model),
         tower_parameters=sum(parameter.numel() for name, parameter in model.named_parameters() if name in of_towers),
+        takes_images=takes_images,
     )
 
 
@@ -189,10 +199,12 @@ def _head_dim(text: Any, heads: int) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `config` describes, without memory; of a multimodal one the text part alone is trained."""
+def meta_model(config: Any, *, trains_towers: bool = False, trust_remote_code: bool = False) -> nn.Module:
+    """The model that `config` describes, without memory; of a multimodal one the text part is trained, and towers where
+    they are to be."""
     model = model_without_weights(config, trust_remote_code=trust_remote_code)
-    freeze_towers(model)
+    if not trains_towers:
+        freeze_towers(model)
     return model
 
 

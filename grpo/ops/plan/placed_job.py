@@ -7,6 +7,7 @@ import torch
 
 from grpo.config.models import choose_backend
 from grpo.ops.plan.batch import Batch
+from grpo.ops.plan.images import Images
 from grpo.ops.plan.job import Launcher, PlannedConfig, zero_of
 from grpo.ops.plan.model_shape import ModelShape
 from grpo.ops.plan.push_memory import PushShape
@@ -50,6 +51,8 @@ class PlacedJob:
     flash_attention: bool
     reward_parameters: int
     """Of the reward model; 0 without one."""
+    images: Images | None = None
+    """Of its prompts."""
 
     @property
     def has_gpus(self) -> bool:
@@ -68,7 +71,7 @@ class PlacedJob:
     @property
     def model_bytes(self) -> int:
         """Of one copy in the dtype of the engines."""
-        return self.shape.text_parameters * self.dtype.itemsize
+        return self.shape.engine_parameters * self.dtype.itemsize
 
     def sharding(self) -> Sharding:
         """Of the launcher's DeepSpeed, else of the training file's.

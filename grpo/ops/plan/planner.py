@@ -12,15 +12,16 @@ from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.config.refusals import check_class, check_init_kwargs
-from grpo.model.text_part import what_is_trained
+from grpo.model.text_part import is_multimodal, what_is_trained
 from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import estimate
 from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
 from grpo.ops.plan.hub import within_reach
+from grpo.ops.plan.images import Images, caches_in_host_memory, images_of
 from grpo.ops.plan.job import Launcher, PlannedConfig, read_launcher, read_training, zero_of
 from grpo.ops.plan.lora import PlannedLora, planned_lora
 from grpo.ops.plan.memory_budget import GIB
-from grpo.ops.plan.model_shape import count_parameters, shape_of
+from grpo.ops.plan.model_shape import count_parameters, meta_model, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
 from grpo.ops.plan.placement import assumed_launcher, gpus_of_nodes, place
 from grpo.ops.plan.plan import Plan
@@ -92,6 +93,8 @@ class _Planner:
                 self._place()
             with plan.refusing():
                 self._wrap()
+            with plan.refusing():
+                self._check_images()
         else:
             mode = f"vllm_mode is {training.vllm_mode!r} and use_vllm {training.use_vllm}"
             plan.errors.append(f"{mode}: only local mode is planned")
@@ -196,6 +199,10 @@ class _Planner:
             )
         self.plan.lora = self.lora.choice
 
+    def _check_images(self) -> None:
+        if self.args.images is not None and self.config is not None and not is_multimodal(self.config):
+            raise ValueError(f"--images {self.args.images}, but a {self.config.model_type} takes text alone")
+
     def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> Batch:
         training = self.training
         prompt_tokens, assumed = prompt_tokens_of(training, self.args.prompt_tokens)
@@ -227,8 +234,17 @@ class _Planner:
         plan.warnings += shortfalls
         if not errors:
             plan.advice = advise(job, plan.estimates.engine, fits=lambda ranks: fits_with(job, ranks_per_node=ranks))
-        if (towers := job.shape.tower_parameters) and self.config is not None:
-            plan.trains = what_is_trained(self.config.architectures[0], job.shape.towers, towers)
+        if towers := job.shape.tower_parameters:
+            is_trained = job.images is not None and job.images.is_trained
+            plan.trains = what_is_trained(
+                config.architectures[0],
+                job.shape.towers,
+                towers,
+                takes_images=job.shape.takes_images,
+                freezes=not is_trained,
+            )
+        if job.images is not None:
+            plan.trains += f"; {caches_in_host_memory(self.training.engine_kwargs)}"
         if job.shape.layers_without_kv:
             plan.assume(
                 f"the states of {job.shape.layers_without_kv} recurrent layers are not counted; ranks have "
@@ -243,6 +259,8 @@ class _Planner:
         reward = self._read_config("reward_model_name_or_path", reward_name) if reward_name else None
         model = self.config._name_or_path
         dtype = compute_dtype(model, training)
+        images = self._images()
+        trains_towers = images is not None and images.is_trained
         return PlacedJob(
             args=training,
             launcher=self.launcher,
@@ -254,6 +272,8 @@ class _Planner:
                 self.model.model_name_or_path or "the demo's model",
                 wrapped=None if lora is None else lora.wrapped,
                 four_bits=None if lora is None else lora.four_bits,
+                takes_images=images is not None,
+                trains_towers=trains_towers,
                 trust_remote_code=remote_code,
             ),
             push=push_shape(
@@ -262,6 +282,8 @@ class _Planner:
                 bucket_bytes=training.vllm_sync_bucket_mb * 2**20,
                 whole_experts=not any(training.engine_kwargs.get(key) for key in ONE_BY_ONE),
                 lora=lora,
+                takes_images=images is not None,
+                trains_towers=trains_towers,
                 trust_remote_code=remote_code,
             ),
             dtype=dtype,
@@ -270,7 +292,26 @@ class _Planner:
             adapter_elements=0 if lora is None else lora.engine_elements,
             flash_attention="flash" in (self.model.attn_implementation or ""),
             reward_parameters=count_parameters(reward, trust_remote_code=remote_code) if reward is not None else 0,
+            images=images,
         )
+
+    def _images(self) -> Images | None:
+        """Of prompts, where there are any."""
+        args, training = self.args, self.training
+        if args.images is None or not is_multimodal(self.config):
+            return None
+        images = images_of(
+            self.config,
+            meta_model(self.config, trust_remote_code=training.trust_remote_code),
+            per_prompt=args.images,
+            size=args.image_size,
+            is_trained=not training.freeze_towers and self.lora is None,
+        )
+        if args.image_size is None:
+            self.plan.assume(
+                f"images of {round(images.pixels**0.5)} x {round(images.pixels**0.5)} pixels (--image-size)"
+            )
+        return images
 
     def _hardware(self) -> Hardware:
         args = self.args

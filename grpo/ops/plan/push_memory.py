@@ -49,6 +49,8 @@ def push_shape(
     bucket_bytes: int,
     whole_experts: bool = True,
     lora: PlannedLora | None = None,
+    takes_images: bool = False,
+    trains_towers: bool = False,
     trust_remote_code: bool = False,
 ) -> PushShape:
     """The push of the causal language model that `config` describes.
@@ -57,10 +59,16 @@ def push_shape(
         dtype: the engine's.
         bucket_bytes: upper size of a bucket.
         whole_experts: whether the engine loads a layer's experts at once; not so with expert parallelism, or quantised.
+        takes_images: whether towers travel too.
     """
     adapters = None if lora is None else lora.adapters
-    model = meta_model(config, trust_remote_code=trust_remote_code) if adapters is None else adapters.base
-    source = GatheredSource(model, wire_dtype=dtype, bucket_bytes=bucket_bytes, lora=adapters)
+    if adapters is None:
+        model = meta_model(config, trains_towers=trains_towers, trust_remote_code=trust_remote_code)
+    else:
+        model = adapters.base
+    source = GatheredSource(
+        model, wire_dtype=dtype, bucket_bytes=bucket_bytes, lora=adapters, takes_images=takes_images
+    )
     if whole_experts:
         source.adopt(experts_at_once(source))
     first = source.plan()

@@ -163,7 +163,7 @@ def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead:
     at_once = completions / waves
     sampled = min(job.args.max_completion_length, job.batch.sequence_tokens)
     mean_length = job.batch.sequence_tokens - sampled / 2
-    weights = engine.weights_bytes * job.shape.parameters_read(at_once) / job.shape.text_parameters
+    weights = engine.weights_bytes * job.shape.parameters_read(at_once) / job.shape.engine_parameters
     read = weights + at_once * engine.kv_bytes_per_token * mean_length
     operations = 2 * job.shape.parameters_read(1) * at_once / job.args.vllm_tensor_parallel_size
     read_s = read / (job.hardware.tbps * 1e12 * READING_SHARE)

@@ -149,6 +149,7 @@ def training_budget(
     batch: MicroBatch,
     *,
     frozen: Sequence[Line] = (),
+    images: Sequence[Line] = (),
     push: Sequence[Line] = (),
     gpu_bytes: int | None,
 ) -> Budget:
@@ -156,6 +157,7 @@ def training_budget(
 
     Args:
         frozen: reference and reward models.
+        images: of prompts (`image_lines`).
         push: weights on their way to the engines (`push_lines`).
         gpu_bytes: memory of its GPU; None without one.
     """
@@ -166,6 +168,7 @@ def training_budget(
         *([Line("base", "the frozen base", "always", base.device_bytes, base.how)] if base is not None else []),
         *buffer_lines(shape, sharding),
         *frozen,
+        *images,
     ]
     if offloaded := states.host_bytes + (0 if base is None else base.host_bytes):
         how = "of the host's memory, for each rank of the node"

@@ -166,6 +166,8 @@ def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> N
     table.add_row("weights", readable(engine.weights_bytes), "the engine's share of all parameters")
     if engine.adapters_bytes:
         table.add_row("adapters", readable(engine.adapters_bytes), "vLLM's slot for one, and the one that came")
+    if engine.encoder_cache_bytes:
+        table.add_row("encoder cache", readable(engine.encoder_cache_bytes), "of images, as the tower gave them")
     if on_gpu:
         assert engine.budget_bytes is not None
         table.add_row("overhead", readable(engine.overhead_bytes), "an allowance: context, graphs, activations")

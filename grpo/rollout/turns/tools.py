@@ -112,7 +112,7 @@ class ToolRunner:
                     results.append((name, self._failed(f"Tool {name} not found.")))
         awaited = await asyncio.gather(*(self._awaited(name, call, row) for name, call in later))
         results += [(name, result) for (name, _), result in zip(later, awaited, strict=True)]
-        return [{"role": "tool", "name": name, "content": self._content(result)} for name, result in results]
+        return [{"role": "tool", "name": name, "content": self._content(name, result)} for name, result in results]
 
     # -- one call -------------------------------------------------------------------------------------------------
 
@@ -202,9 +202,14 @@ class ToolRunner:
         self._say(f"WARNING: {told}; the model is told so, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
-    def _content(self, result: Any) -> Any:
+    def _content(self, name: str, result: Any) -> Any:
         if isinstance(result, list) and all(isinstance(each, dict) and "type" in each for each in result):
-            return result  # blocks of text and images, as TRL takes them
+            if other := {each["type"] for each in result} - {"text"}:
+                raise ValueError(
+                    f"tool {name} returned a part of type {min(other)!r} [GRPO-617]: local mode takes text from tools; "
+                    "let it return text, or a description of what there is to see"
+                )
+            return result  # blocks, as TRL takes them
         try:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__

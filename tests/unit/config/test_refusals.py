@@ -50,17 +50,9 @@ REFUSED = {
         {"rollout_func": print, "tools": [tool]},
         r"rollout_func and tools: a rollout function holds its conversations itself",
     ),
-    "images": (
-        {"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": [1]})},
-        r"data set has the column 'image': local mode takes text alone",
-    ),
     "a streamed data set ahead": (
         {"train_dataset": DATA.to_iterable_dataset(), "args": config(generation_lookahead=1, max_steps=1)},
         r"a streamed data set does not have: .*generation_lookahead to 0",
-    ),
-    "images in evaluation": (
-        {"eval_dataset": {"one": Dataset.from_dict({"prompt": ["a"], "images": [1]})}},
-        r"data set has the column 'images'",
     ),
 }
 

@@ -47,8 +47,8 @@ def test_a_shard_without_ordinary_tokens_is_left_out() -> None:
 
 def test_pads_to_the_left_are_none_of_the_scores() -> None:
     model, probe = tiny_model("qwen3-tied"), probe_prompts(VOCAB_SIZE, 20)
-    plain = trainer_logprobs(model, probe, contextlib.nullcontext())
-    padded = trainer_logprobs(model, probe, contextlib.nullcontext(), num_pads=5)
+    plain = trainer_logprobs(model, {"input_ids": torch.tensor(probe)}, contextlib.nullcontext())
+    padded = trainer_logprobs(model, {"input_ids": torch.tensor(probe)}, contextlib.nullcontext(), num_pads=5)
     logits = model(input_ids=torch.tensor(probe)).logits[:, :-1].log_softmax(-1)
     wanted = logits.gather(-1, torch.tensor(probe)[:, 1:, None])[..., 0].detach().numpy()
     assert plain.shape == padded.shape == (4, 18)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from grpo import GRPOTrainer
@@ -33,7 +34,8 @@ class OffBy:
         if method != "prompt_logprobs":
             return agree(method, kwargs)
         self.num_verifications += 1
-        own = trainer_logprobs(self.trainer.model, kwargs["prompts"], contextlib.nullcontext())
+        probe = {"input_ids": torch.tensor(kwargs["prompts"])}
+        own = trainer_logprobs(self.trainer.model, probe, contextlib.nullcontext())
         return (own + self.off(self.num_verifications)).tolist()
 
 

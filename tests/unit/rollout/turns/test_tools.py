@@ -53,6 +53,13 @@ def test_whatever_it_returns_becomes_a_message(returned: Any, shown: Any) -> Non
     assert run(runner(), call("tool"), tool=lambda: returned) == [shown]
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_what_is_no_text_ends_the_job(kind: str) -> None:
+    """Its placeholder would stand in the conversation with nothing behind it."""
+    with pytest.raises(ValueError, match=rf"tool shows returned a part of type '{kind}' \[GRPO-617\]: .*from tools"):
+        run(runner(), call("shows"), shows=lambda: [{"type": "text", "text": "see"}, {"type": kind, kind: object()}])
+
+
 def test_errors_are_told_as_trl_tells_them() -> None:
     def fails(a: int) -> int:
         raise ValueError(f"no {a}")

@@ -1,0 +1,199 @@
+"""Between TRL's trainer and ours: prompts with images.
+
+What TRL 1.16 leaves open here: an engine expands images by itself, so it is to get one placeholder for each; a rank's
+batch may have rows without any, or no image at all, and still every rank has to go through the same collectives.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch.nn.functional import pad
+from trl.data_utils import prepare_multimodal_messages
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from grpo.config.models import base_of
+from grpo.model.picture_probe import PictureProbe, engine_ids, picture_probe, rendered
+from grpo.model.pictures import in_rgb, with_list_of_images
+from grpo.model.text_part import count_towers, freeze_towers, tower_paths, what_is_trained
+from grpo.preflight.images import takes_images
+from grpo.preflight.processor import Processor, load_processor, processor_of
+from grpo.seam.trimming import TrimmingTrainer, used_columns
+
+_OPTIONS = ("compute_entropy", "compute_aux_loss")
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+
+
+class PicturedTrainer(TrimmingTrainer):
+    """A trainer whose prompts may come with images; until `find_pictures` is called, one of text."""
+
+    log_multimodal: bool
+    _takes_images = False
+    """Whether its prompts come with images."""
+    _processor: Processor | None = None
+    """Of a multimodal model, of which the text part is trained alone: its files are saved beside the tokenizer's."""
+    _stand_in: Mapping[str, torch.Tensor] | None = None
+    """A prompt with an image, [1, L] and what the processor makes of the image: computed beside rows without any."""
+    _images: Sequence[Sequence[Any]] = ()
+    """Of each of this rank's prompts that were tokenized last."""
+    _engine_ids: Sequence[Sequence[int]] = ()
+    """Of the same: token ids with one placeholder for each image."""
+
+    def choose_processor(self, inherited: dict[str, Any]) -> None:
+        """Put the processor, or of text alone its tokenizer, into the trainer's arguments; of a text model nothing.
+
+        Raises:
+            ValueError: there is none to be had, or what was given does not go with images.
+        """
+        self._takes_images = takes_images(inherited)
+        if self._takes_images:
+            given = inherited["processing_class"]
+            inherited["processing_class"] = given or load_processor(base_of(inherited["model"]), inherited["args"])
+        elif (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
+            inherited["processing_class"], self._processor = processor.tokenizer, processor
+
+    def settle_towers(self, base: Any) -> str | None:
+        """Train towers or not, as `GRPOConfig.freeze_towers` says; with text alone they are frozen.
+
+        Returns:
+            One line for the screen; None of a text model.
+        """
+        freezes = not self._takes_images or self.args.freeze_towers
+        num_elements = freeze_towers(base) if freezes else count_towers(base)
+        if num_elements == 0:
+            return None
+        takes_images = self._takes_images
+        return what_is_trained(
+            type(base).__name__, tower_paths(base), num_elements, takes_images=takes_images, freezes=freezes
+        )
+
+    def find_pictures(self, text: Sequence[int]) -> PictureProbe | None:
+        """Where prompts come with images, a prompt for verifications; on every rank, after TRL's own `__init__`.
+
+        Args:
+            text: token ids of ordinary text.
+        """
+        if not self._takes_images:
+            return None
+        words = self._tokenizer.decode(text, skip_special_tokens=True)
+        probe = picture_probe(self.processing_class, words, **self.chat_template_kwargs)
+        self._stand_in = {name: self._prepare_input(tensor) for name, tensor in probe.stand_in.items()}
+        return probe
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self._stand_in is not None and isinstance(generation_batch, list):
+            generation_batch = [with_list_of_images(row) for row in generation_batch]
+        return super()._prepare_inputs(generation_batch)
+
+    def _tokenize_prompts(self, prompts: list) -> Any:
+        """TRL's, with images in RGB, as engines get them; of a prompt without one an empty list in place of None, which
+        processors do not take."""
+        if self._stand_in is None:
+            return self._without_images(super()._tokenize_prompts(prompts))
+        prompts = [in_rgb(prepare_multimodal_messages(prompt)) for prompt in prompts]
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        self._images = [[]] * len(prompts) if images is None else [each or [] for each in images]
+        if images is None:
+            return prompt_ids, None, fields
+        template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+        of_engines = engine_ids(self.processing_class, rendered(self.processing_class, prompts, **template))
+        self._engine_ids = [
+            unexpanded if of_row else ids
+            for ids, unexpanded, of_row in zip(prompt_ids, of_engines, self._images, strict=True)
+        ]
+        return prompt_ids, self._images, fields
+
+    def _without_images(self, tokenized: Any) -> Any:
+        """Of text alone; `tokenized` as it is."""
+        if self.args.local_mode and tokenized[1] is not None:
+            raise ValueError(
+                "a prompt has an image in its messages, but the first row has none, and so text alone is trained: "
+                "put a row with an image first, or give images in a column of their own"
+            )
+        return tokenized
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """TRL's, which gathers images for its logs where a rank has some: some ranks may have none."""
+        if self._stand_in is None:
+            return super()._generate_and_score_completions(inputs)
+        logs, self.log_multimodal = self.log_multimodal, False
+        try:
+            scored = super()._generate_and_score_completions(inputs)
+        finally:
+            self.log_multimodal = logs
+        if logs and self.log_completions:
+            self._logs["images"].extend(gather_object([*self._images]))
+        for number, prompt in enumerate(self._logs["prompt"]):  # in parts, as those with images are, for TRL's tables
+            self._logs["prompt"][number] = prepare_multimodal_messages(prompt)
+        return scored
+
+    # -- forward passes -------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's. Each forward pass has an image, so that all ranks gather the same weights, and towers have a gradient
+        on all; and it is as wide as its rows, where padding is trimmed."""
+        score = super()._get_per_token_logps_and_entropies
+        if self._stand_in is None:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        rows = split_pixel_values_by_grid({"input_ids": input_ids, "attention_mask": attention_mask, **given})
+        found = []
+        for start in range(0, len(input_ids), batch_size or len(input_ids)):
+            chunk = {name: value[start : start + (batch_size or len(input_ids))] for name, value in rows.items()}
+            num_rows, kept = len(chunk["input_ids"]), logits_to_keep
+            if self._trims:
+                columns, kept = used_columns(chunk["attention_mask"], logits_to_keep, self.pad_to_multiple_of)
+                of_tokens = ("input_ids", "attention_mask", *_OF_TOKENS)
+                chunk |= {name: chunk[name][:, columns] for name in of_tokens if name in chunk}
+            if not any(chunk.get("num_images") or ()):
+                chunk = with_stand_in(chunk, self._stand_in, kept, self._tokenizer.pad_token_id)
+            fields = unsplit_pixel_values_by_grid(chunk)
+            token_ids, mask = fields.pop("input_ids"), fields.pop("attention_mask")
+            *scored, aux_loss = score(model, token_ids, mask, kept, **options, **fields)
+            padding = (0, logits_to_keep - kept)
+            filled = [None if each is None else pad(each[:num_rows], padding) for each in scored]
+            found.append((*filled, aux_loss))
+        logps, entropies, aux_losses = zip(*found, strict=True)
+        return (
+            torch.cat(logps),
+            torch.cat(entropies) if entropies[0] is not None else None,
+            torch.stack(aux_losses).mean() if aux_losses[0] is not None else None,
+        )
+
+
+def with_stand_in(chunk: Mapping[str, Any], stand_in: Mapping[str, Any], kept: int, pad_id: int) -> dict[str, Any]:
+    """Rows without images, and behind them one with an image of which nothing is scored.
+
+    Args:
+        chunk: of `num_rows` rows, `input_ids` and the like [num_rows, L].
+        stand_in: `input_ids` [1, S] and what a processor makes of a prompt with one image.
+        kept: columns of completions, at the end of L.
+        pad_id: of the tokens to the left of a prompt and to the right of a completion.
+    """
+    num_rows, length = chunk["input_ids"].shape
+    width = max(length, stand_in["input_ids"].shape[1] + kept)
+    of_tokens = ("input_ids", "attention_mask", *(name for name in _OF_TOKENS if name in stand_in))
+    found = {name: value for name, value in stand_in.items() if name not in of_tokens}
+    for name in of_tokens:
+        fill = pad_id if name == "input_ids" else 0
+        own = chunk.get(name)
+        rows = torch.zeros_like(chunk["input_ids"]) if own is None else own
+        last = pad(stand_in[name], (0, kept), value=fill)
+        found[name] = torch.cat([pad(each, (width - each.shape[1], 0), value=fill) for each in (rows, last)])
+    found["num_images"] = [0] * num_rows + [1]
+    pixels = found["pixel_values"]
+    if "image_grid_thw" not in found and "image_position_ids" not in found and len(pixels) != 1:
+        found["num_tiles"] = [0] * num_rows + [len(pixels)]  # TRL finds a row's tiles by it
+    return found
