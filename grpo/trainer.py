@@ -145,10 +145,8 @@ class GRPOTrainer(GuardedTrainer):
             args._n_gpu = 1
             args.model_init_kwargs = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
         with self._watch.guard(), self._watch.during("start"):
-            named, quantization = inherited["model"], inherited["quantization_config"]
-            choice = choose_lora(
-                named, inherited["peft_config"], quantization, args, has_gpus=bool(self.topology.devices)
-            )
+            named, adapted, bits = (inherited[name] for name in ("model", "peft_config", "quantization_config"))
+            choice = choose_lora(named, adapted, bits, args, has_gpus=bool(self.topology.devices))
             name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
             beside = {"model_name_or_path": name, **beside_options(inherited)}
             rollout_s = args.rollout_timeout

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from tools.install import CONSTRAINTS, FROM_PYTORCH, LISTS, Command, find_uv, uv
 
-EXTRAS = {"cpu": ("cpu", "track", "dev", "docs"), "cuda": ("gpu", "track", "dev", "docs")}
+_ALWAYS = ("qlora", "track", "dev", "docs")
+EXTRAS = {"cpu": ("cpu", *_ALWAYS), "cuda": ("gpu", *_ALWAYS)}
 ABSENT = {"cpu": CONSTRAINTS / "not_on_cpu.txt"}
 OLDEST_PYTHON = "3.11.4"
 

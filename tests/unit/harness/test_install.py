@@ -158,9 +158,8 @@ def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: py
 
 @pytest.mark.parametrize("backend", LISTS)
 def test_the_lists_hold_what_pyproject_pins(backend: str) -> None:
-    extras = {"cpu": ("cpu", "report", "track", "dev", "docs"), "cuda": ("gpu", "report", "track", "dev", "docs")}[
-        backend
-    ]
+    always = ("report", "qlora", "track", "dev", "docs")
+    extras = {"cpu": ("cpu", *always), "cuda": ("gpu", *always)}[backend]
     pins = listed(LISTS[backend])
     for text in metadata.requires("grpo-local") or []:
         wanted = Requirement(text)
