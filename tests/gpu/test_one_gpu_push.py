@@ -201,6 +201,7 @@ class SameShapes:
         self.most_bytes = 0
         self._device = device
         self.has_adapters = False
+        self.takes_images = False
 
     def plan(self) -> Any:
         return self._plan
