@@ -33,7 +33,8 @@ def most_bytes() -> int:
 
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-leave_out_shared_memory_op()
+if not on_gpu:
+    leave_out_shared_memory_op()
 deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
 zero = {

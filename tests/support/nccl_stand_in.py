@@ -95,8 +95,8 @@ class Wire:
         if self.num_sent == self.fails_at:
             raise RuntimeError("NCCL error: unhandled system error")
         self.num_sent += 1
-        sent = torch.empty_like(tensor)  # in place of the engine's memory
         if self.device == "cpu":
+            sent = torch.empty_like(tensor)  # in place of the engine's memory
 
             def copy() -> None:
                 time.sleep(LATE_S)
@@ -105,9 +105,9 @@ class Wire:
             copied = stream.run(copy)
             self._sent.put((sent, copied.result))
             return
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # memory is taken here too: elsewhere others would get it before it is written
             torch.cuda._sleep(LATE_CYCLES)
-            sent.copy_(tensor)
+            sent = tensor.clone()
         event = stream.record_event()
         self._sent.put((sent, lambda: torch.cuda.current_stream().wait_event(event)))
 
@@ -120,6 +120,8 @@ class Wire:
         sent, until_there = self._sent.get(timeout=WIRE_S)
         until_there()
         tensor.copy_(sent)
+        if self.device != "cpu":
+            sent.record_stream(torch.cuda.current_stream())
 
 
 class StandInTransport(NcclTransport):
