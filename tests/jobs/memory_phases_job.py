@@ -33,7 +33,7 @@ def most_bytes() -> int:
 
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-if not on_gpu:
+else:
     leave_out_shared_memory_op()
 deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
