@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,19 +44,32 @@ def started(
     max_gap: float | None = None,
     lora: Lora | None = None,
     slot: AdapterSlot | None = None,
+    device: str | None = None,
+    **settings: Any,
 ) -> Iterator[LocalVLLM]:
+    """With weights in shared memory.
+
+    Args:
+        device: the engine's, a value for CUDA_VISIBLE_DEVICES; None: it computes on CPU.
+        settings: other ones of `GRPOConfig`.
+    """
     args = GRPOConfig(
-        output_dir=str(output_dir),
-        use_cpu=True,
-        bf16=False,
-        max_completion_length=12,
-        vllm_max_model_length=48,
-        vllm_sync_bucket_mb=1,
-        vllm_max_logprob_gap=max_gap,
-        vllm_engine_kwargs={"enforce_eager": True, "max_num_batched_tokens": 64},
-        report_to="none",
+        **{
+            "output_dir": str(output_dir),
+            "use_cpu": True,
+            "bf16": False,
+            "max_completion_length": 12,
+            "vllm_max_model_length": 48,
+            "vllm_sync_bucket_mb": 1,
+            "vllm_max_logprob_gap": max_gap,
+            "vllm_engine_kwargs": {"enforce_eager": True, "max_num_batched_tokens": 64},
+            "report_to": "none",
+            **settings,
+        }
     )
     topology = read_topology(use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=None, env={})
+    if device is not None:
+        topology = replace(topology, engines=((device,),))
     engine_model = EngineModel(path=str(tiny_model), tokenizer=str(tiny_model), revision=None, dtype=dtype)
     watch = FailureWatch(None, node=0, rank=0, host="here")
     engines = EngineSupervisor(
@@ -79,8 +94,9 @@ def sampled_gap(model: torch.nn.Module, prompts: list[list[int]], completions: l
     worst = 0.0
     for prompt, completion, engine in zip(prompts, completions, logprobs, strict=True):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        ours = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+            token_ids = torch.tensor([prompt + completion], device=model.device)
+            logits = model(input_ids=token_ids).logits[0, len(prompt) - 1 : -1].float()
+        ours = logits.log_softmax(-1).gather(-1, token_ids[0, len(prompt) :, None]).squeeze(-1).cpu()
         worst = max(worst, (ours - torch.tensor(engine).squeeze(-1)).abs().max().item())
     return worst
 
