@@ -1,9 +1,9 @@
 """A model that sees which colours are lit, and names any of them when it is asked: the starting point of
 `quadrants.py`, and its pictures.
 
-A tokenizer of one token per word and a LLaVA of 0.2 M parameters: CLIP with 16 patches, Qwen2. Supervised steps teach it
-two questions. "is red lit", of any colour, has its right answer, yes or no. "which colour is lit", the example's own, has
-a colour that is drawn whatever the picture: how one answers, not what.
+A tokenizer of one token per word and a LLaVA of 0.2 M parameters: CLIP with 16 patches, Qwen2. Supervised steps teach
+it two questions. "is red lit", of any colour, has its right answer, yes or no. "which colour is lit", the example's
+own, has a colour that is drawn whatever the picture: how one answers, not what.
 """
 
 import fcntl
@@ -112,9 +112,7 @@ def build_processor() -> "LlavaProcessor":
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(
-            size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
-        ),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}),
         tokenizer=PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             pad_token=PAD,
