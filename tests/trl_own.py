@@ -26,6 +26,9 @@ from trl import import_utils
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.engine.messages import Sample
+from grpo.weights.limits import gap_between
+from grpo.weights.proof import Prover
+from grpo.weights.report import LogprobGap
 from tests.support.scripted_trainer import use_scripted_engines
 from tests.support.trl_models import OWNER, save_models, save_prompts
 
@@ -46,14 +49,23 @@ class InLocalMode(GRPOConfig):
 
     def __init__(self, **options: Any) -> None:
         mode = {"vllm_mode": "colocate"} if options.get("use_vllm") and "vllm_mode" not in options else {}
-        made_up = {"vllm_max_logprob_gap": 1e9, "bf16": False}  # the engine computes no probabilities
+        # The engine computes no probabilities, nor what adapters change of them.
+        made_up = {"vllm_max_logprob_gap": 1e9, "vllm_lora": "merge", "bf16": False}
         super().__init__(**{**made_up, **mode, **options})
 
 
 def made_up_tokens(sample: Sample, number: int) -> list[int]:
-    """A few letters and signs, in either tokenizer, by the seed."""
-    length = sample.overrides.get("max_tokens", MADE_UP_TOKENS)
-    return np.random.default_rng(sample.seed + number).integers(35, 90, min(length, MADE_UP_TOKENS)).tolist()
+    """A few letters and signs, in each tokenizer, by the seed."""
+    length = min(sample.overrides.get("max_tokens", MADE_UP_TOKENS), MADE_UP_TOKENS)
+    rng = np.random.default_rng(sample.seed + number)
+    if sample.pictures:  # models that take images have few tokens, of one letter each
+        return rng.integers(5, 12, rng.integers(1, length + 1)).tolist()
+    return rng.integers(35, 90, length).tolist()
+
+
+def no_gap(prover: Prover, engine: Any, expected: np.ndarray) -> LogprobGap:
+    """Of an engine that does not know how long an image is."""
+    return gap_between(expected.tolist(), expected, has_routers=False)
 
 
 class Outcomes:
@@ -107,6 +119,7 @@ def main() -> int:
             classes = {"GRPOTrainer": GRPOTrainer, "GRPOConfig": config}
         if args.mode == "local":
             use_scripted_engines(patch, tokens_of=made_up_tokens)
+            patch.setattr(Prover, "_picture_gap", no_gap)
         outcomes = Outcomes(classes)
         options = ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist", "-ra"]
         options += ["-o", "markers=slow"]

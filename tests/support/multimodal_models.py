@@ -139,7 +139,7 @@ def _gemma3() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 16,
         },
-        vision_config=CLIP,
+        vision_config={**CLIP, "vision_use_head": False},  # as on the hub: nothing reads it
         image_token_index=ids("<image>"),
         boi_token_index=ids("<start_of_image>"),
         eoi_token_index=ids("<end_of_image>"),

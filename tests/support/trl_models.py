@@ -13,8 +13,17 @@ import transformers
 import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.support.multimodal_models import save_multimodal_model
+from tests.support.pictured_data import pictured
+
 OWNER = "trl-internal-testing"
 SMALL_VOCABULARY = 1024
+WITH_IMAGES = {
+    "tiny-LlavaForConditionalGeneration": "llava",
+    "tiny-Gemma3ForConditionalGeneration": "gemma3",
+    "tiny-Qwen2_5_VLForConditionalGeneration": "gemma3",  # whose own processor needs torchvision
+}
+"""What stands under a name of TRL's."""
 
 # As Qwen3's, of which the tests' numbers are. Its first 256 tokens are bytes.
 QWEN3_VOCABULARY = 151_936
@@ -28,6 +37,15 @@ PIECES = {
     **{6023: "hi", 95642: '"}}\n', 17453: "Done", 450: "dec", 13477: "rement", 16252: " increment", 14172: "tool"},
     **{6659: "call", 397: ">\n", 522: "</", 314: " {", 293: " b"},
 }
+
+IMAGES_CARD = """---
+configs:
+- config_name: conversational_prompt_only
+  data_files:
+  - split: train
+    path: train.parquet
+---
+"""
 
 
 def save_models(owner: Path) -> None:
@@ -67,6 +85,8 @@ def save_models(owner: Path) -> None:
     }
     for name, model in made.items():
         _save(owner / name, small, model)
+    for name, family in WITH_IMAGES.items():
+        save_multimodal_model(family, owner / name)
 
 
 def _save(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast, model: transformers.PreTrainedModel) -> None:
@@ -82,6 +102,11 @@ def save_prompts(owner: Path) -> None:
         "standard_prompt_only": [{"prompt": text} for text in texts],
         "conversational_prompt_only": [{"prompt": [{"role": "user", "content": text}]} for text in texts[:2]],
     }
+    images = rows["conversational_prompt_only"]
+    for name, where in (("zen-image", "image"), ("zen-multi-image", "images")):
+        texts = [row["prompt"][0]["content"] for row in images]
+        pictured(texts, where).to_parquet(str(_made(owner / name) / "train.parquet"))
+        (owner / name / "README.md").write_text(IMAGES_CARD)
     header = ["---", "configs:"]
     for name, prompts in rows.items():
         (folder / name).mkdir(parents=True)
@@ -90,6 +115,11 @@ def save_prompts(owner: Path) -> None:
             (folder / name / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in prompts))
             header += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
     (folder / "README.md").write_text("\n".join([*header, "---", ""]))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def qwen3_tokenizer() -> transformers.PreTrainedTokenizerFast:
