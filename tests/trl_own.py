@@ -58,9 +58,8 @@ def made_up_tokens(sample: Sample, number: int) -> list[int]:
     """A few letters and signs, in each tokenizer, by the seed."""
     length = min(sample.overrides.get("max_tokens", MADE_UP_TOKENS), MADE_UP_TOKENS)
     rng = np.random.default_rng(sample.seed + number)
-    if sample.pictures:  # models that take images have few tokens, of one letter each
-        return rng.integers(5, 12, rng.integers(1, length + 1)).tolist()
-    return rng.integers(35, 90, length).tolist()
+    letters = (5, 12) if sample.pictures else (35, 90)  # models that take images have few tokens
+    return rng.integers(*letters, rng.integers(1, length + 1)).tolist()  # of lengths that rewards tell apart
 
 
 def no_gap(prover: Prover, engine: Any, expected: np.ndarray) -> LogprobGap:

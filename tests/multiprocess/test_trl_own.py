@@ -18,8 +18,7 @@ pytestmark = [
 
 NOT_IN_LOCAL_MODE = {
     "TestGRPORolloutDispatch": "a trainer made of mocks, without arguments to look up a mode in",
-    "vlm": "local mode trains text models, and refuses others by name",
-    "multimodal": "as above",
+    "multimodal_response": "tools return text alone in local mode, which refuses images by name",
     "with_tools": "TRL's `generate` is replaced by a fixed text with a tool call; engines here generate",
     "malformed_tool_calls": "as above",
     "environment_factory": "as above",
