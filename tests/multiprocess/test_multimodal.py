@@ -64,12 +64,11 @@ def test_gemma_3_on_two_nodes_with_an_engine_that_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_qwen_3_5_whole_and_with_adapters_ahead(ahead: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "more"), [(0, {}), (2, {}), (2, {"lora": LORA})], ids=["now", "ahead", "adapters"])
+def test_qwen_3_5_now_and_ahead(ahead: int, more: dict[str, Any], tmp_path: Path) -> None:
     """A hybrid: its engine computes in bfloat16, in which vLLM's kernels of linear attention do."""
     model = save_multimodal_model("qwen3_5", tmp_path / "qwen3_5")
     config = {"bf16": True, "generation_lookahead": ahead, "max_steps": 5, "learning_rate": 1e-4}
-    more: dict[str, Any] = {"lora": LORA} if ahead else {}
     job = start_tiny_job(model, tmp_path / "out", config=config, env=engines_environment(), **more)
     lines = finish(job)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
