@@ -22,6 +22,20 @@ LLAMA_8B = {  # meta-llama/Llama-3.1-8B: 8,030,261,248 parameters
     "tie_word_embeddings": False,
 }
 
+HIDDEN, MLP, KEYS, LAYERS, VOCABULARY = 3584, 18944, 512, 28, 152064
+QWEN_7B = {  # Qwen/Qwen2.5-7B-Instruct
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+BASE = 7_615_616_512
 
 TRAINING = {
     "output_dir": "out",

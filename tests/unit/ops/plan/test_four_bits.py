@@ -4,22 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.planned_cluster import Cluster, lines_of
+from tests.support.planned_cluster import BASE, HIDDEN, KEYS, LAYERS, MLP, QWEN_7B, Cluster, lines_of
 
-HIDDEN, MLP, KEYS, LAYERS, VOCABULARY = 3584, 18944, 512, 28, 152064
-QWEN_7B = {  # Qwen/Qwen2.5-7B-Instruct
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-BASE = 7_615_616_512
 LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * MLP)  # but for the head
 LORA = {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear", "load_in_4bit": True}
 

@@ -17,24 +17,10 @@ from grpo.ops.plan.zero_memory import Sharding
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
 from tests.support.activations import micro_batch, saved_by_autograd
 from tests.support.launching import ROOT
-from tests.support.planned_cluster import Cluster, lines_of
+from tests.support.planned_cluster import BASE, HIDDEN, KEYS, LAYERS, MLP, QWEN_7B, VOCABULARY, Cluster, lines_of
 from tests.support.tiny_models import tiny_config
 
 ONE_NODE = ROOT / "configs" / "1node.yaml"
-HIDDEN, MLP, KEYS, LAYERS, VOCABULARY = 3584, 18944, 512, 28, 152064
-QWEN_7B = {  # Qwen/Qwen2.5-7B-Instruct
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-BASE = 7_615_616_512
 # In and out of each linear layer of a decoder layer: q and o, k and v, gate and up and down.
 SIDES = 2 * (2 * HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + MLP)
 ADAPTERS = 40_370_176  # of rank 16 on all of them
