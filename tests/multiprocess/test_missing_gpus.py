@@ -58,7 +58,9 @@ def test_gpus_without_a_compiler(env: dict[str, str], tmp_path: Path) -> None:
     made_up = (
         "torch.version.cuda = '12.9'\ntorch.cuda.is_available = lambda: True\ntorch.cuda.device_count = lambda: 2\n"
     )
-    (tmp_path / "site" / "sitecustomize.py").write_text(f"import torch\n{made_up}")
+    # It would load its library for these GPUs when it is imported.
+    made_up += "sys.modules['bitsandbytes'] = None\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"import sys\nimport torch\n{made_up}")
     out = tmp_path / "out"
     env |= {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
     env.pop("CC", None)
