@@ -41,6 +41,11 @@ def parts_of(prompt: Any) -> list[Mapping[str, Any]]:
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
 
 
+def images_of(prompt: Any) -> list[Any]:
+    """A conversation's images, in their order."""
+    return [part["image"] for part in parts_of(prompt) if part.get("type") == "image"]
+
+
 def kinds_of_parts(prompt: Any) -> set[str]:
     """`text`, `image` and the like: the types of a conversation's parts."""
     return {part["type"] for part in parts_of(prompt) if "type" in part}

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch.nn.functional import pad
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from grpo.config.models import base_of
 from grpo.model.picture_probe import PictureProbe, engine_ids, picture_probe, rendered
-from grpo.model.pictures import in_rgb, with_list_of_images
+from grpo.model.pictures import images_of, in_rgb, with_list_of_images
 from grpo.model.text_part import count_towers, freeze_towers, tower_paths, what_is_trained
 from grpo.preflight.images import takes_images
 from grpo.preflight.processor import Processor, load_processor, processor_of
@@ -116,7 +115,8 @@ class PicturedTrainer(TrimmingTrainer):
         return tokenized
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL's, which gathers images for its logs where a rank has some: some ranks may have none."""
+        """TRL's, which gathers images for its logs where a rank has some: some ranks may have none, and they are in the
+        prompts that it gathers besides."""
         if self._stand_in is None:
             return super()._generate_and_score_completions(inputs)
         logs, self.log_multimodal = self.log_multimodal, False
@@ -125,7 +125,9 @@ class PicturedTrainer(TrimmingTrainer):
         finally:
             self.log_multimodal = logs
         if logs and self.log_completions:
-            self._logs["images"].extend(gather_object([*self._images]))
+            num_rows = len(inputs) * self.accelerator.num_processes
+            gathered = [*self._logs["prompt"]][-num_rows:]  # with their images
+            self._logs["images"].extend(images_of(prompt) for prompt in gathered)
         for number, prompt in enumerate(self._logs["prompt"]):  # in parts, as those with images are, for TRL's tables
             self._logs["prompt"][number] = prepare_multimodal_messages(prompt)
         return scored

@@ -251,5 +251,5 @@ def test_legacy_ipc_is_warned_of_at_the_start(
     monkeypatch.setattr(serving, "engine_args", lambda *_: {})
     monkeypatch.setattr(serving, "sampling_settings", lambda args: {})
     place, args = SimpleNamespace(devices=("0", "1")), SimpleNamespace(vllm_sync_backend=backend)
-    serving.engine_spec(args, None, place)  # type: ignore[arg-type]
+    serving.engine_spec(args, SimpleNamespace(never_sampled=()), place)  # type: ignore[arg-type]
     assert ("WARNING: NCCL_CUMEM_ENABLE=0: " in caplog.text) is warned
