@@ -47,7 +47,7 @@ class ReadyPool:
     def __init__(self, answers: list[Sampled]) -> None:
         self._answers = answers
 
-    def submit(self, requests: Sequence[Request]) -> Batch:
+    def submit(self, requests: Sequence[Request], **_: Any) -> Batch:
         ids = range(sum(request.n for request in requests))
         now = time.monotonic()
         answers = dict(zip(ids, self._answers, strict=True))

@@ -111,12 +111,12 @@ class Saves:
         folder = self.out / f"checkpoint-{trainer.state.global_step}"
         super(SavingTrainer, trainer)._save_checkpoint(trainer.model_wrapped, None)
         torch.save(trainer._rollout_state(), folder / f"rollout_state_{trainer.args.process_index}.pt")
-        trainer._job.meet()
+        trainer._node_groups.meet()
         if dist.get_rank() == 0:
             write_complete(
                 folder, step=trainer.state.global_step, world_size=2, sampling=sampling_of(trainer.args), sums={}
             )
-        trainer._job.meet()
+        trainer._node_groups.meet()
 
     def beside_training(self) -> None:
         self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
@@ -124,7 +124,7 @@ class Saves:
     def at_once(self) -> None:
         self.beside_training()
         self.trainer._finish_saving()
-        self.trainer._job.meet()
+        self.trainer._node_groups.meet()
 
     def shards_alone(self) -> None:
         settings = self.trainer.model_wrapped._config.zero_config
