@@ -193,5 +193,6 @@ TRAINED = {
     "gemma3": "test_multimodal.py",
     "mistral3": "test_multimodal.py",
     "qwen3_5": "test_multimodal.py",
+    "qwen3_vl": "test_images.py",
 }
 """By model type: where in tests/multiprocess a tiny one is trained, and the engine verified at every step."""
