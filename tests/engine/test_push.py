@@ -15,7 +15,7 @@ from grpo.local_vllm import LocalVLLM
 from grpo.weights.buckets import Bucket
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat
-from tests.support.beside_model import END_TOKENS, PROMPTS, Progress, sampled_gap, started
+from tests.support.beside_model import END_TOKENS, PROMPTS, Progress, sampled_gap, started, turn_a_v_proj
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -117,15 +117,7 @@ def test_wrong_values_are_refused_and_the_engine_ended(
     local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last of those that share an engine."""
-    fill = GatheredSource.fill
-
-    def wrong(self: GatheredSource, bucket: Bucket, places: list[torch.Tensor]) -> None:
-        fill(self, bucket, places)
-        for meta, place in zip(bucket.metas, places, strict=True):
-            if meta.name.endswith("0.self_attn.v_proj.weight"):
-                place.copy_(torch.roll(place, 1, 0))
-
-    monkeypatch.setattr(GatheredSource, "fill", wrong)
+    turn_a_v_proj(monkeypatch)
     progress.step = 20
     pid = local.engines.clients[0].pid
     with pytest.raises(StepFailed, match=r"GRPO-508.* by [\d.]+ nats in the mean .* limit is 0.0001 .* a first gap"):

@@ -65,8 +65,7 @@ def test_an_engine_holds_what_it_was_sent(
 
     from grpo.faults.failure import StepFailed
     from grpo.place.devices import visible_devices
-    from grpo.weights.source import GatheredSource
-    from tests.support.beside_model import Progress, sampled_gap, started
+    from tests.support.beside_model import Progress, sampled_gap, started, turn_a_v_proj
     from tests.support.tiny_models import tiny_tokenizer
 
     dtype, settings = CASES[case]
@@ -104,15 +103,7 @@ def test_an_engine_holds_what_it_was_sent(
         figure("64 completions", sum(map(len, completions)) / (ended - sampled), "tokens/s")
         if rehearsed() and dtype == torch.bfloat16:
             return  # of so small a model, rounding explains as much as what follows changes
-        fill = GatheredSource.fill
-
-        def wrong(self: GatheredSource, bucket: Any, places: Any) -> None:
-            fill(self, bucket, places)
-            for meta, place in zip(bucket.metas, places, strict=True):
-                if meta.name.endswith("0.self_attn.v_proj.weight"):
-                    place.copy_(torch.roll(place, 1, 0))
-
-        monkeypatch.setattr(GatheredSource, "fill", wrong)
+        turn_a_v_proj(monkeypatch)
         progress.step = 20
         with pytest.raises(StepFailed, match="GRPO-508"):
             local.sync_weights()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from grpo import GRPOConfig
@@ -18,6 +19,8 @@ from grpo.local_vllm import LocalVLLM
 from grpo.place.topology import read_topology
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
+from grpo.weights.buckets import Bucket
+from grpo.weights.source import GatheredSource
 from grpo.weights.trained import TrainedModel
 
 END_TOKENS = (1, 7)
@@ -87,6 +90,19 @@ def started(
     for client in engines.clients:
         assert not session_members(client.pid)
         assert not client.private_folder.exists()
+
+
+def turn_a_v_proj(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the rows of one weight are sent in another place than their own."""
+    fill = GatheredSource.fill
+
+    def wrong(self: GatheredSource, bucket: Bucket, places: list[torch.Tensor]) -> None:
+        fill(self, bucket, places)
+        for meta, place in zip(bucket.metas, places, strict=True):
+            if meta.name.endswith("0.self_attn.v_proj.weight"):
+                place.copy_(torch.roll(place, 1, 0))
+
+    monkeypatch.setattr(GatheredSource, "fill", wrong)
 
 
 def sampled_gap(model: torch.nn.Module, prompts: list[list[int]], completions: list, logprobs: list) -> float:

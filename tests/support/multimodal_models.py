@@ -50,6 +50,16 @@ _TEXT = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
+_QWEN_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+}
 # Parts and plain text alike, as this year's templates take them.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
@@ -105,17 +115,7 @@ def _qwen3_5() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
             "layer_types": ["linear_attention", "full_attention"],
             "tie_word_embeddings": True,
         },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "patch_size": 8,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 16,
-        },
+        vision_config={"depth": 1, **_QWEN_TOWER},
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
@@ -174,18 +174,7 @@ def _qwen3_vl() -> tuple[PretrainedConfig, type[PreTrainedModel], Any]:
                 "mrope_interleaved": True,
             },
         },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "patch_size": 8,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
+        vision_config={"depth": 2, **_QWEN_TOWER, "deepstack_visual_indexes": [0]},
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
