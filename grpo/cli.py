@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo import __version__
+from grpo.place.quiet import quiet
 from grpo.place.spelling import did_you_mean
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
@@ -30,6 +31,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for what cannot work, 2 for a command line that cannot be read."""
+    quiet()
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
     parser.add_argument("--version", action="version", version=f"grpo {__version__}")

@@ -109,6 +109,7 @@ RUN_HERE = {
     "grpo constraints --help": 0,
     f"grpo plan --config_file configs/4node.yaml {GSM8K}": 0,
     "grpo plan --config_file configs/4node.yaml --num_processes 16 --config configs/train/math_qwen2.5_7b.yaml": 0,
+    "grpo plan --config_file configs/cpu.yaml --config configs/train/demo.yaml": 0,
     "grpo plan --config_file configs/2gpus.yaml --gpus-per-node 2 --config configs/train/gsm8k_qwen2.5_7b_lora.yaml": 0,
     "grpo plan --num_processes 28 --num_machines 4 --gpus-per-node 8,8,7,8": 1,
     "grpo plan --model Qwen/Qwen2.5-32B-Instruct --num_machines 2 --gpu h100 -- --max_completion_length 2048": 0,

@@ -28,8 +28,11 @@ def _age_s(path: Path) -> float:
 
 
 def _shown(paths: list[Path]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(str(path) for path in paths[:_SHOWN]) + more
+    shown = []
+    for path in paths[:_SHOWN]:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            shown.append(f"{path} (of {time.strftime('%d %b, %H:%M', time.localtime(path.stat().st_mtime))})")
+    return ", ".join(shown) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
 
 
 def _remove(paths: list[Path], command: str = "rm") -> str:

@@ -74,9 +74,11 @@ class Figures:
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the next start would take `generation_lookahead`."""
+        """Whether the next start would take `generation_lookahead`, and gain by it: not where ranks and engines share
+        the same cores."""
         has_rows, clips = not self.option("streams", False), self.option("old_logprobs", "trainer") == "engine"
-        return has_rows and (clips or self.option("vllm_importance_sampling_correction", True)) and not self.converses
+        corrects = clips or self.option("vllm_importance_sampling_correction", True)
+        return has_rows and corrects and not self.converses and self.run.settings.topology.get("has_gpus", True)
 
     @property
     def takes_turns(self) -> bool:

@@ -20,6 +20,19 @@ def test_named_messages_alone_are_silenced() -> None:
     assert passes("something else")
 
 
+def test_accelerates_own_count_of_accumulation_steps_is_silenced_alone() -> None:
+    """transformers hands accelerate none; a config file that says another number than the arguments is an error."""
+    quiet()
+    logger = logging.getLogger("accelerate.accelerator")
+    line = "Gradient accumulation steps mismatch: GradientAccumulationPlugin has {}, DeepSpeed config has 2. Using"
+
+    def passes(message: str) -> bool:
+        return bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)))
+
+    assert not passes(line.format(1))
+    assert passes(line.format(4))
+
+
 def test_named_warnings_alone_are_silenced() -> None:
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")

@@ -54,6 +54,8 @@ def test_shared_memory_that_nobody_holds(tmp_path: Path) -> None:
         assert leftovers.orphaned_segments(tmp_path) == [orphan]
         findings = leftovers.check_shared_memory(has_gpus=False, folder=tmp_path)
     assert f"rm {orphan}" in findings[-1].fix
+    since = time.strftime("%d %b, %H:%M", time.localtime(orphan.stat().st_mtime))
+    assert f"{orphan} (of {since})" in findings[-1].message
     assert orphan.exists()
 
 

@@ -131,6 +131,15 @@ def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], 
     assert [advice.setting for advice in verdict(cpus).advice] == ["vllm_engines_per_node: 2"]
 
 
+@pytest.mark.parametrize("fault", ["idle-engines", "long-tail"])
+def test_sampling_ahead_on_shared_cores_is_not_advised(
+    fault: str, run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Ranks and engines of a machine without GPUs take each other's cores: whoever works does not wait for free."""
+    advice = verdict(changed(run_with(fault), tmp_path / "cpus", topology={"has_gpus": False})).advice
+    assert "generation_lookahead" not in {option_of(each) for each in advice}
+
+
 @pytest.mark.parametrize("beside", [{"tools": True}, {"streams": True}, {"vllm_importance_sampling_correction": False}])
 def test_what_the_next_start_would_refuse_is_not_advised(
     beside: dict[str, bool], run_with: Callable[[str], Path], tmp_path: Path
