@@ -21,6 +21,7 @@ COMMANDS = {
     ),
     "plan": ("grpo.ops.plan.command", "what will go where, and does it fit: no GPU needed"),
     "doctor": ("grpo.ops.doctor.command", "is this machine, or this cluster, able to run it"),
+    "eval": ("grpo.ops.evaluate.command", "a checkpoint on its run's evaluation sets, without a trainer"),
     "export": ("grpo.ops.export.command", "a checkpoint as a plain Hugging Face folder"),
     "report": ("grpo.ops.report.command", "a run, or several over each other, as one page that opens from disk"),
     "trace": ("grpo.ops.trace.command", "what happened when on every node, as a file for Perfetto"),
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen = command
     _take_both_spellings(chosen)
     args, unknown = parser.parse_known_args(argv)
+    if unknown[:1] == ["--"] and "train_flags" in vars(args):  # argparse takes them beside other positionals alone
+        args.train_flags, unknown = unknown[1:], []
     if unknown:
         known = [option for action in chosen._actions for option in action.option_strings]
         words = [word + did_you_mean(word.split("=")[0], known) for word in unknown]

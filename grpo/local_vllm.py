@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,8 @@ class LocalVLLM:
         self._refusals = Refusals(args.vllm_max_refused)
         self._versions = 0
         self._newest_version: int | None = None
+        self.eval_sampling: Mapping[str, Any] = {}
+        """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
         self._serving: Serving | None = None
         self._is_closed = False
@@ -328,7 +330,8 @@ class LocalVLLM:
 
     def _progress_now(self) -> Progress:
         step, mode, batch = self._progress()
-        return Progress(step=step, mode=mode, versions=self._versions, batch=batch)
+        sampling = self.eval_sampling if mode == "eval" else {}
+        return Progress(step=step, mode=mode, versions=self._versions, batch=batch, sampling=sampling)
 
     def _packed_prompts_of_batch(self, number: int) -> Prompts | None:
         prompts = self._prompts_of_batch(number)

@@ -6,11 +6,10 @@ samples come from and how the weights get there.
 """
 
 import asyncio
-import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +45,7 @@ from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
 from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
-from grpo.seam.guarding import GuardedTrainer
+from grpo.seam.evaluating import EvaluatingTrainer
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.gather import gather_convolutions_with_their_layers
@@ -60,7 +59,7 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
     return lambda: [] if (found := alive()) is None else found.clients
 
 
-class GRPOTrainer(GuardedTrainer):
+class GRPOTrainer(EvaluatingTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
     In local mode every rank of the job makes one at the same time, from the main thread. FSDP is refused there, and of
@@ -306,22 +305,6 @@ class GRPOTrainer(GuardedTrainer):
                 if self._local is not None:
                     self._local.drop_ahead()
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's, of the weights that the model holds now; fails as `train` does.
-
-        Costs two weight syncs. TRL goes by the step (1.16), but `load_best_model_at_end` and callbacks put other
-        weights into the model at the same step: before an evaluation, or after it the old ones again. Of one that is
-        not the loop's own nobody knows what it evaluates: nothing of training is sampled meanwhile.
-        """
-        with self._guarded("evaluate"):
-            self._last_loaded_step = -1
-            if self._local is not None and not self.control.should_evaluate:
-                self._local.wait_for_batches()
-            try:
-                return super().evaluate(*args, **kwargs)
-            finally:
-                self._last_loaded_step = -1
-
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: TRL pushes the weights where they have changed, then asks for completions."""
         if self._local is None:
@@ -377,14 +360,6 @@ class GRPOTrainer(GuardedTrainer):
             world_size=self.accelerator.num_processes,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
         )
-
-    @contextlib.contextmanager
-    def _guarded(self, phase: str) -> Iterator[None]:
-        if self._local is None:
-            yield
-            return
-        with self._watch.guard(), self._watch.during(phase):
-            yield
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import trl
 
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
+from grpo.config.evaluating import EvaluationConfig, check_evaluating
 from grpo.config.recording import RecordingConfig, check_recording, own_log_level
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
+class GRPOConfig(ConversationConfig, EvaluationConfig, RecordingConfig, trl.GRPOConfig):
     """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
 
     `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
@@ -244,7 +245,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
         },
     )
 
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012  as in TRL
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "eval_sets"]  # noqa: RUF012  as in TRL
 
     @property
     def local_mode(self) -> bool:
@@ -307,6 +308,7 @@ class GRPOConfig(ConversationConfig, RecordingConfig, trl.GRPOConfig):
             check_local(self)
             check_recording(self)
             check_conversing(self)
+            check_evaluating(self)
             return
         own = own_fields(self, trl.GRPOConfig)
         changed = [name for name in own if getattr(self, name) != getattr(type(self), name)]

@@ -106,7 +106,7 @@ def prompt_ids(
     try:
         if isinstance(tokenizer, ProcessorMixin):
             prompt = in_rgb(prepare_multimodal_messages(prompt, row.get("images")))
-        ids = _tokens_of(prompt, tokenizer, args, tools)
+        ids = prompt_tokens(prompt, tokenizer, args, tools)
     except Exception as error:
         what = "the chat template" if is_chat else "the tokenizer"
         raise ValueError(
@@ -142,11 +142,11 @@ def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig, tools: 
     if limit is None:
         return
     until, too_long, num_rows = time.monotonic() + LONG_PROMPTS_S, {}, 0
-    of_tools = len(_tokens_of([{"role": "user", "content": ""}], tokenizer, args, tools)) if tools else 0
+    of_tools = len(prompt_tokens([{"role": "user", "content": ""}], tokenizer, args, tools)) if tools else 0
     for row, prompt in enumerate(_prompts(dataset)):
         num_rows += 1
         if _most_tokens(prompt) + of_tools >= limit and time.monotonic() < until:
-            num_tokens = len(_tokens_of(prompt, tokenizer, args, tools))
+            num_tokens = len(prompt_tokens(prompt, tokenizer, args, tools))
             if num_tokens >= limit:
                 too_long[row] = num_tokens
     if too_long:
@@ -172,7 +172,8 @@ def _most_tokens(prompt: Any) -> int:
     return sum(len(str(message.get("content")).encode()) + TEMPLATE_TOKENS for message in prompt) + TEMPLATE_TOKENS
 
 
-def _tokens_of(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None) -> list[int]:
+def prompt_tokens(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None) -> list[int]:
+    """A prompt as tokens, as TRL makes them (1.16, `_tokenize_prompts`)."""
     if not is_conversational({"prompt": prompt}):
         return tokenizer(prompt)["input_ids"]
     settings = {"add_generation_prompt": True, "tokenize": True, "tools": tools or None}

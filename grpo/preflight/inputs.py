@@ -11,6 +11,7 @@ from grpo.config import GRPOConfig
 from grpo.config.models import base_of, readable_config
 from grpo.model.pictures import with_list_of_images
 from grpo.model.text_part import placeholder_ids
+from grpo.place.spelling import did_you_mean
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
 from grpo.preflight.model import check_model, local_model
 from grpo.preflight.processor import load_tokenizer
@@ -51,6 +52,10 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"eval_strategy is {args.eval_strategy.value!r}, but eval_dataset is None: give one, or set it to 'no'"
         )
+    sets = [*inputs["eval_dataset"]] if isinstance(inputs["eval_dataset"], Mapping) else []
+    if unknown := [name for name in args.eval_sets or {} if name not in sets]:
+        there = f"eval_dataset has the sets {', '.join(sets)}" if sets else "eval_dataset is no dict of sets by name"
+        raise ValueError(f"eval_sets speaks of {', '.join(unknown)}, but {there}{did_you_mean(unknown[0], sets)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

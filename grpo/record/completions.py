@@ -29,8 +29,8 @@ FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens
 """Six whole numbers for each completion, beside what TRL keeps; `stop_reason` is an index into `STOP_REASONS`."""
 
 _WRITTEN_OUT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-_OURS = re.compile(r"step-(\d{8,})\.parquet")
-_ASIDE = re.compile(r"attempt-(\d+)")
+_OURS = re.compile(r"(?:eval-.+-|eval-)?step-(?P<number>\d{8,})\.parquet")
+_ASIDE = re.compile(r"attempt-(?P<number>\d+)")
 _TYPES = {
     "time": pa.float64(),
     "attempt": pa.int32(),
@@ -158,12 +158,12 @@ def sampled_rows(
     num_prompts: int,
     reward_weights: Sequence[float],
 ) -> list[Row]:
-    """All training completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
+    """All completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
 
     Args:
         logs: TRL's `trainer._logs` (1.16), which hold the newest `generation_batch_size` rows of all ranks, on every
             rank and whatever `log_completions` says; of evaluation, too.
-        facts: `FACTS` of each of these rows; None for a row of evaluation.
+        facts: `FACTS` of each of these rows; None for a row that is not asked for, one of evaluation, say.
         reward_weights: of the reward functions, in their order. Where two functions have one name, TRL keeps the second
             one's rewards alone: `reward` is then not known.
     """
@@ -201,6 +201,19 @@ def _number(value: float) -> float | None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+def evaluation_prefix(of_set: str | None) -> str:
+    """Of the name of a file with an evaluation's completions; what a file's name does not take is written as `_`.
+
+    Args:
+        of_set: the set's name; None: there is one, without a name.
+
+    Example:
+        >>> evaluation_prefix("math/hard")
+        'eval-math_hard-'
+    """
+    return "eval-" if of_set is None else "eval-" + re.sub(r"[^\w.-]", "_", of_set) + "-"
+
+
 class CompletionSamples:
     """`<output_dir>/completions/`, made with the first file, of at most `MAX_BYTES`.
 
@@ -212,19 +225,20 @@ class CompletionSamples:
         self._has_warned = False
         self._held_bytes: int | None = None  # None: nobody has looked
 
-    def write(self, step: int, attempt: int, time: float, rows: Sequence[Row]) -> None:
+    def write(self, step: int, attempt: int, time: float, rows: Sequence[Row], *, prefix: str = "") -> None:
         """The file of a log, whole at once; that it cannot be written is told once, and is no reason to fail.
 
         Args:
             time: Unix seconds.
             rows: of `sampled_rows`; none: no file.
+            prefix: of the file's name, `evaluation_prefix` of an evaluation.
         """
         if not rows:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = _table([{"time": time, "attempt": attempt, "step": step, **row} for row in rows])
-            write_atomically(self.folder / f"step-{step:08}.parquet", table)
+            write_atomically(self.folder / f"{prefix}step-{step:08}.parquet", table)
             if self._held_bytes is not None:
                 self._held_bytes += len(table)
             # Not at every log: a network's file system is slow to look through.
@@ -237,9 +251,9 @@ class CompletionSamples:
 
     def cut(self, step: int, attempt: int) -> None:
         """Lay aside in `attempt-<attempt>` what is later than `step`: this attempt goes on there."""
-        for draft in self.folder.glob(".step-*"):  # of an attempt that was killed
+        for draft in self.folder.glob(".*step-*"):  # of an attempt that was killed
             draft.unlink(missing_ok=True)
-        later = [path for number, path in self._numbered(_OURS).items() if number > step]
+        later = [path for number, path in self._numbered(_OURS) if number > step]
         if not later:
             return
         aside = self.folder / f"attempt-{attempt}"
@@ -248,15 +262,15 @@ class CompletionSamples:
             path.replace(aside / path.name)
         self._held_bytes = None
 
-    def _numbered(self, names: re.Pattern[str]) -> dict[int, Path]:
-        """What is in the folder under such names, by their numbers and in that order."""
+    def _numbered(self, names: re.Pattern[str]) -> list[tuple[int, Path]]:
+        """What is in the folder under such names, with their numbers and in that order."""
         children = list(self.folder.iterdir()) if self.folder.is_dir() else []
         found = ((names.fullmatch(path.name), path) for path in children)
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        return sorted((int(match["number"]), path) for match, path in found if match)
 
     def _thin(self) -> None:
-        files = list(self._numbered(_OURS).values())
-        asides = [found for path in self._numbered(_ASIDE).values() if (found := [*path.iterdir()])]
+        files = [path for _, path in self._numbered(_OURS)]
+        asides = [found for _, path in self._numbered(_ASIDE) if (found := [*path.iterdir()])]
         sizes = {path: _size(path) for path in itertools.chain(files, *asides)}
         while sum(sizes.values()) > MAX_BYTES:
             doomed = asides.pop(0) if asides else files[1 : min(max(len(files) // 2, 2), len(files) - 1) : 2]

@@ -1,8 +1,9 @@
 """Generation batches in the order in which training asks for them, sampled when it does or before."""
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Progress:
     """Policy versions that the engines have had."""
     batch: int = 0
     """Number of the generation batch of training that is asked for now, from 0 over the whole run."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's sampling arguments in place of training's; of evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,7 +161,7 @@ class GenerationBatches:
     def _submit(self, prompts: Prompts, number: int) -> _Submitted:
         now = self._progress()
         order = number + 1 if now.mode == "train" else 0  # an evaluation first: ranks wait for it
-        pending = self._sampler.submit(prompts, self._base_seed(now.mode, number), order=order)
+        pending = self._sampler.submit(prompts, self._base_seed(now.mode, number), order=order, sampling=now.sampling)
         return _Submitted(prompts=prompts, number=number, pending=pending, at=now)
 
 

@@ -1,8 +1,10 @@
 """A generation batch's way through a node: prompts up to the local main, out to the engines, completions down again."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from grpo.engine.client import EngineError
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed, StepFailed
@@ -16,6 +18,8 @@ from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts, collapse, concat_prompts
 from grpo.rollout.report import GenerationReport, Period
 from grpo.rollout.search import DeadlyRequests
+
+NO_SAMPLING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +58,9 @@ class NodeSampler:
         self._watch = watch
         self._revive = revive
 
-    def submit(self, prompts: Prompts, base_seed: int, *, order: int = 0) -> Pending | None:
+    def submit(
+        self, prompts: Prompts, base_seed: int, *, order: int = 0, sampling: Mapping[str, Any] = NO_SAMPLING
+    ) -> Pending | None:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
         `vllm_balance_nodes`.
 
@@ -65,6 +71,7 @@ class NodeSampler:
                 the order of the job's batch.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
             order: as `Batch` has it.
+            sampling: vLLM's arguments in place of the engines'; the same on every rank of the job.
 
         Returns:
             What to collect, or drop; None but on the local main.
@@ -130,10 +137,12 @@ class LocalMainSampler(NodeSampler):
         self._period = Period()
         self._sampled = 0, 0.0
 
-    def submit(self, prompts: Prompts, base_seed: int, *, order: int = 0) -> Pending:
+    def submit(
+        self, prompts: Prompts, base_seed: int, *, order: int = 0, sampling: Mapping[str, Any] = NO_SAMPLING
+    ) -> Pending:
         parts = [Prompts.from_message(message) for message in self._groups.gather(prompts.to_message())]
         of_node = concat_prompts(parts)
-        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.rows.num_rows)
+        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.rows.num_rows, sampling)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if self._balance is not None:
             shares = self._balance.share_out(requests, owed=self._pool.num_owed)

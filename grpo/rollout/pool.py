@@ -138,8 +138,9 @@ class EnginePool:
                 if (deadly := self._trials.deadly.get(prompt_of(request))) is not None:
                     self._refuse(batch, ids, deadly)
                     continue
-                for begin in range(0, request.n, fair_share):
-                    chunk = ids[begin : begin + fair_share]
+                share = 1 if request.overrides.get("temperature") == 0 else fair_share  # vLLM: one at a time (0.31)
+                for begin in range(0, request.n, share):
+                    chunk = ids[begin : begin + share]
                     self._unsent[chunk.start] = Sample(
                         ids=chunk,
                         token_ids=request.token_ids,
@@ -150,13 +151,15 @@ class EnginePool:
                         pictures=request.pictures,
                         expanded=request.expanded,
                     )
-                    most = request.num_tokens + self._max_tokens
-                    chunks.append(Chunk(ids=chunk, tokens=most, home=request.home, order=order))
+                    chunks.append(Chunk(ids=chunk, tokens=self._most(request), home=request.home, order=order))
             _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
             self._end_if_answered(batch)
             self._queue.add(chunks)
             self._feed()
         return batch
+
+    def _most(self, asked: Request | Sample) -> int:
+        return asked.num_tokens + asked.overrides.get("max_tokens", self._max_tokens)
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None] = lambda: None) -> Completions | None:
         """Wait until the whole batch has been answered.
@@ -338,7 +341,7 @@ class EnginePool:
                 old = self._sent[ids.start]
                 self._unsent[ids.start] = replace(old, ids=ids, seed=old.seed + ids.start - old.ids.start)
                 order = self._batches[ids.start].order if ids.start in self._batches else 0
-                chunks.append(Chunk(ids=ids, tokens=old.num_tokens + self._max_tokens, order=order))
+                chunks.append(Chunk(ids=ids, tokens=self._most(old), order=order))
         for completion in owed:
             del self._sent[completion]
         self._num_reissued += len(owed)

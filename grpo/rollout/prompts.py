@@ -108,7 +108,9 @@ def concat_prompts(parts: Sequence[Prompts]) -> Prompts:
     return Prompts(rows=concat_rows([part.rows for part in parts]), pictured=pictured)
 
 
-def collapse(prompts: Prompts, seed_base: int, first_row: int) -> list[Request]:
+def collapse(
+    prompts: Prompts, seed_base: int, first_row: int, overrides: Mapping[str, Any] | None = None
+) -> list[Request]:
     """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
 
     The requests cover the rows in order, without a gap. vLLM gives sample i of a request the seed `seed + i`, so with
@@ -117,6 +119,7 @@ def collapse(prompts: Prompts, seed_base: int, first_row: int) -> list[Request]:
 
     Args:
         first_row: number of the first one in the job's batch.
+        overrides: as `Request` has them, of all.
     """
     token_ids, pictured = unpack_rows(prompts.rows), prompts.pictured
 
@@ -133,6 +136,7 @@ def collapse(prompts: Prompts, seed_base: int, first_row: int) -> list[Request]:
             token_ids=token_ids[start],
             n=stop - start,
             seed=(seed_base + first_row + start) % 2**63,
+            overrides=overrides or {},
             pictures=pictures(start),
             expanded=pictured[start].expanded if start in pictured else None,
         )

@@ -1,6 +1,6 @@
 """What the seam asks of a node's engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from grpo.rollout.ahead import GenerationBatch
@@ -12,6 +12,11 @@ class LocalEngines(Protocol):
     """The engines as scoring, conversations and metrics see them; `LocalVLLM` is what they are."""
 
     last_batch: GenerationBatch | None
+    eval_sampling: Mapping[str, Any]
+    """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
+
+    def wait_for_batches(self) -> None:
+        """Wait for all batches that are sampled ahead. Collective."""
 
     @property
     def delivery(self) -> WeightDelivery:

@@ -7,7 +7,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo.config.recording import profiled_ranks, profiled_steps
 from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
-from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, sampled_rows
+from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, Row, evaluation_prefix, sampled_rows
 from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
 from grpo.record.timeline.phases import Phases
@@ -47,6 +47,8 @@ class ObservedTrainer(ResumableTrainer):
     _num_prompts = 0
     """Of a log: those of which every completion is kept."""
     _samples: CompletionSamples | None = None
+    _evaluated: Sequence[Row] = ()
+    """Completions of the evaluation that runs, of `_num_prompts` prompts at most."""
     _stop_recording: Callable[[], object] | None = None
     """Where there is a timeline; a second call does nothing."""
 
@@ -183,14 +185,32 @@ class ObservedTrainer(ResumableTrainer):
         if not self._num_prompts:
             return
         rows = self.accelerator.gather(torch.from_numpy(facts).to(self.args.device)).tolist()
-        self._facts.extend(rows if mode == "train" else [None] * len(rows))
-        self._has_new_completions = mode == "train"
+        if is_training := mode == "train":
+            self._facts.extend(rows)
+        else:
+            self._facts.extend([None] * len(rows))
+            known = len({row["prompt_id"] for row in self._evaluated})
+            if known < self._num_prompts and self.is_world_process_zero():
+                kept = rows[-len(self._facts) :]
+                others = [None] * (len(self._facts) - len(kept))
+                self._evaluated = [*self._evaluated, *self._sampled([*others, *kept], self._num_prompts - known)]
+        self._has_new_completions = is_training
+
+    def _sampled(self, facts: Collection[list[int] | None], num_prompts: int) -> list[Row]:
+        weights = self.reward_weights.tolist()
+        return sampled_rows(self._logs, facts, num_prompts=num_prompts, reward_weights=weights)
 
     def _write_completions(self) -> None:
-        weights = self.reward_weights.tolist()
-        rows = sampled_rows(self._logs, self._facts, num_prompts=self._num_prompts, reward_weights=weights)
-        assert self._samples is not None
-        self._samples.write(self.state.global_step, self.attempt, time.time(), rows)
+        self._write(self._sampled(self._facts, self._num_prompts))
+
+    def write_evaluated(self, of_set: str | None) -> None:
+        """What was said in the evaluation that ends now, of a set with this name if there are several."""
+        rows, self._evaluated = self._evaluated, ()
+        self._write(rows, prefix=evaluation_prefix(of_set))
+
+    def _write(self, rows: Sequence[Row], *, prefix: str = "") -> None:
+        if self._samples is not None and self.is_world_process_zero():
+            self._samples.write(self.state.global_step, self.attempt, time.time(), rows, prefix=prefix)
 
     def _clear_away(self, run: RunFolder, first_step: int) -> None:
         super()._clear_away(run, first_step)

@@ -72,6 +72,14 @@ TESTED = {
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300 --max-shard-size 5GB --dtype bfloat16": (
         "unit/ops/export/test_command.py::test_shards_and_a_cast"
     ),
+    "accelerate launch --config_file configs/cpu.yaml train.py --eval_strategy steps --eval_steps 50 "
+    "--eval_temperature 0.6": "multiprocess/test_evaluation.py::test_each_set_is_sampled_as_it_says",
+    "grpo eval runs/gsm8k/checkpoint-300": (
+        "multiprocess/test_evaluation.py::test_grpo_eval_measures_what_the_run_measured"
+    ),
+    "grpo eval runs/gsm8k/checkpoint-300 --set math --json -- --eval_temperature 0": (
+        "multiprocess/test_evaluation.py::test_grpo_eval_of_one_set_under_other_flags"
+    ),
     "grpo report runs/my-run": "unit/ops/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
     "grpo report runs/my-run --watch 60": "unit/ops/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
     "grpo report runs/a runs/b runs/c --out compared.html": (

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from grpo.config import GRPOConfig
 from grpo.config.checks import check_data_parallel
 from grpo.ops.train.arguments import Arguments, parse_arguments
+from grpo.ops.train.elsewhere import ConfigElsewhere
 from grpo.place.files import read_settings
 from grpo.place.launch import accelerate_request
 
@@ -110,28 +108,14 @@ def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
     return config.get("zero_optimization") or {"stage": 0}
 
 
-class PlannedConfig(GRPOConfig):
-    """`GRPOConfig` as it will be on a rank of the job, with all its checks; what it refuses is kept, not raised.
-
-    Transformers makes the process group and takes a device where it makes its arguments: neither of them here.
-    """
+class PlannedConfig(ConfigElsewhere):
+    """`GRPOConfig` as it will be on a rank of the planned job."""
 
     launcher: ClassVar[Launcher] = Launcher(num_processes=1, num_machines=1)
     """Of the job; set on a subclass by `read_training`."""
-    refusal: str | None = None
-    """Why the trainer would stop at start; fields that are worked out may then be missing."""
-    deepspeed_file: "str | dict[str, Any] | None" = None
-    """What `--deepspeed` names. Loading it would switch ZeRO-3 on in this process."""
 
     def __post_init__(self) -> None:
-        self.deepspeed_file = vars(self)["deepspeed"]
-        self.deepspeed = None
-        use_cpu, self.use_cpu = self.use_cpu, True  # nothing is asked of this machine's GPUs
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            self.refusal = str(error)
-        self.use_cpu = use_cpu
+        super().__post_init__()
         if not (self.bf16 or self.fp16):
             self.mixed_precision = self.launcher.mixed_precision
 
@@ -140,11 +124,6 @@ class PlannedConfig(GRPOConfig):
         return self.launcher.num_processes
 
     world_size = num_ranks
-
-    @property
-    def _setup_devices(self) -> torch.device:
-        self.distributed_state, self._n_gpu = None, 0
-        return torch.device("cpu")
 
 
 def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) -> Arguments:

@@ -46,7 +46,7 @@ class Browser:
     functions: tuple[str, ...]
     """Reward functions, in the order of a sample's rewards."""
     prompts: list[dict[str, Any]]
-    """`text`, and `groups` by step: samples by reward, the best first."""
+    """`set`, `text`, and `groups` by step: samples by reward, the best first."""
     note: str
     """What of it is not shown."""
 
@@ -56,21 +56,21 @@ class Browser:
 
 def read_completions(folder: Path, missing: list[str]) -> Browser | None:
     """None where there are none; files that cannot be read get a line in `missing`."""
-    files = {
-        int(found[1]): path
-        for path in (folder / COMPLETIONS_FOLDER).glob("step-*.parquet")
-        if (found := re.fullmatch(r"step-(\d+)\.parquet", path.name))
-    }
+    files: dict[int, list[tuple[str, Path]]] = {}
+    for path in sorted((folder / COMPLETIONS_FOLDER).glob("*step-*.parquet")):
+        if found := re.fullmatch(r"(?:(eval)-(?:(.+)-)?)?step-(\d+)\.parquet", path.name):
+            files.setdefault(int(found[3]), []).append((" ".join(filter(None, found.groups()[:2])), path))
     if not files:
         missing.append(f"{COMPLETIONS_FOLDER}/ holds no file: no completions")
         return None
     steps = sorted(files)
     rows: dict[int, list[dict[str, Any]]] = {}
     for step in spread_over(steps, LIMITS[0].steps):
-        try:
-            rows[step] = read_rows(files[step])
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            missing.append(f"{COMPLETIONS_FOLDER}/{files[step].name} cannot be read ({first_line(error)})")
+        for of_set, path in files[step]:
+            try:
+                rows.setdefault(step, []).extend({**row, "set": of_set} for row in read_rows(path))
+            except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+                missing.append(f"{COMPLETIONS_FOLDER}/{path.name} cannot be read ({first_line(error)})")
     if not any(rows.values()):
         return None
     functions = sorted({name for each in rows.values() for row in each for name in row if name.startswith("rewards/")})
@@ -108,10 +108,10 @@ def spread_over(each: Sequence[Any], most: int) -> list[Any]:
 
 def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: Limits) -> list[dict[str, Any]]:
     """Those prompts first that come at most steps; of those that come once, as many from early as from late steps."""
-    groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     for step in spread_over(sorted(rows), limits.steps):
         for row in rows[step]:
-            groups.setdefault(str(row["prompt_id"]), {}).setdefault(step, []).append(row)
+            groups.setdefault((row["set"], str(row["prompt_id"])), {}).setdefault(step, []).append(row)
     again = [each for each in groups if len(groups[each]) > 1]
     again.sort(key=lambda each: (-len(groups[each]), -max(groups[each])))
     chosen = again[: limits.prompts]
@@ -119,6 +119,7 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
     chosen += spread_over(once, limits.prompts - len(chosen))
     return [
         {
+            "set": each[0],
             "text": cut(str(next(iter(groups[each].values()))[0]["prompt"]), limits.characters),
             "groups": [
                 {"step": step, "samples": samples_of(members, functions, limits)}
@@ -165,7 +166,7 @@ def note_of(
 ) -> str:
     """In a sentence."""
     shown = {group["step"] for each in prompts for group in each["groups"]}
-    total = len({row["prompt_id"] for each in rows.values() for row in each})
+    total = len({(row["set"], row["prompt_id"]) for each in rows.values() for row in each})
     if len(shown) == num_steps and len(prompts) == total:
         return ""
     return (

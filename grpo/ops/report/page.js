@@ -334,7 +334,7 @@ if (browser) {
     found = filtered();
     list.replaceChildren(...found.map((prompt, index) => {
       const times = prompt.groups.length;
-      return element("option", `${shorten(prompt.text, 70)} (${times} step${times > 1 ? "s" : ""})`, { value: index });
+      return element("option", `${prompt.set && `${prompt.set}: `}${shorten(prompt.text, 70)} (${times} step${times > 1 ? "s" : ""})`, { value: index });
     }));
     document.getElementById("found").textContent = `${samplesOf(found).length} of ${all} samples`;
     newest();

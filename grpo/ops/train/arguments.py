@@ -51,7 +51,7 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus three that turn a data set of questions into prompts, and one for the run's page."""
+    """TRL's script arguments, plus three that turn rows into prompts, evaluation sets, and one for the run's page."""
 
     dataset_adapter: str | None = field(
         default=None,
@@ -73,6 +73,15 @@ class GRPOScriptArguments(TrlScriptArguments):
             "help": "Makes a prompt of plain text a conversation: this system message, then the text as the user's."
         },
     )
+    eval_datasets: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluation sets by name (a JSON object on the command line): a hub id, or a local file or folder, "
+            "each with the split dataset_test_split, or an object of name, config and split, for example "
+            '\'{"math": "math.jsonl", "gsm8k": {"name": "openai/gsm8k", "config": "main", "split": "test"}}\'. Rows '
+            "become prompts as those of training do. None: dataset_test_split of the data set."
+        },
+    )
     report_every_s: float = field(
         default=0.0,
         metadata={
@@ -82,14 +91,18 @@ class GRPOScriptArguments(TrlScriptArguments):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.dataset_columns, str):
-            try:
-                self.dataset_columns = json.loads(self.dataset_columns)
-            except ValueError as error:
-                raise ValueError(
-                    f"dataset_columns is {self.dataset_columns!r}, which is no JSON object ({error}): write "
-                    '\'{"question": "prompt"}\''
-                ) from None
+        for name, example in (
+            ("dataset_columns", '{"question": "prompt"}'),
+            ("eval_datasets", '{"math": "math.jsonl"}'),
+        ):
+            if isinstance(value := getattr(self, name), str):
+                try:
+                    setattr(self, name, json.loads(value))
+                except ValueError as error:
+                    raise ValueError(
+                        f"{name} is {value!r}, which is no JSON object ({error}): write '{example}'"
+                    ) from None
+        _check_eval_datasets(self.eval_datasets)
         if self.dataset_adapter is not None and self.dataset_adapter not in ADAPTERS:
             raise ValueError(
                 f"there is no dataset_adapter {self.dataset_adapter!r}{did_you_mean(self.dataset_adapter, ADAPTERS)}: "
@@ -104,6 +117,19 @@ class GRPOScriptArguments(TrlScriptArguments):
         reward_funcs: Any = vars(self)["reward_funcs"]
         if isinstance(reward_funcs, str):  # a single name in a YAML file
             self.reward_funcs = [reward_funcs]
+
+
+def _check_eval_datasets(sets: Any) -> None:
+    keys = ("name", "config", "split")
+    for of_set, spec in (
+        sets if isinstance(sets, dict) else {"eval_datasets": sets} if sets is not None else {}
+    ).items():
+        is_object = isinstance(spec, dict) and "name" in spec and spec.keys() <= {*keys}
+        if not isinstance(sets, dict) or not (isinstance(spec, str) or is_object):
+            raise ValueError(
+                f"eval_datasets has {spec!r} for {of_set}: write a hub id, a local file or folder, or an object of "
+                f"{', '.join(keys)}"
+            )
 
 
 @dataclass

@@ -41,7 +41,7 @@ def check_task(arguments: Arguments) -> None:
     script, mixture = arguments.script, arguments.mixture
     has_data = bool(script.dataset_name or mixture.datasets)
     if arguments.is_demo:
-        if has_data or script.dataset_adapter or script.dataset_columns or script.system_prompt:
+        if has_data or script.dataset_adapter or script.dataset_columns or script.system_prompt or script.eval_datasets:
             raise ValueError(
                 "a data set is given, but no model: name one with --model_name_or_path. Without a model the demo task "
                 "runs, which has a data set of its own"

@@ -23,7 +23,6 @@ def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
 
     Raises `ValueError` when a local path does not hold one, or columns are not there.
     """
-    from datasets import load_dataset
     from transformers import set_seed
 
     script = arguments.script
@@ -33,25 +32,51 @@ def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
         dataset = get_dataset(arguments.mixture)
     else:
         assert script.dataset_name, "`check_task` has seen a name"
-        path = local_data(script.dataset_name)
-        streaming = script.dataset_streaming
-        try:
-            if path is not None and path.is_file():
-                files = {script.dataset_train_split: str(path)}
-                dataset = load_dataset(_DATA_BUILDERS[path.suffix], data_files=files, streaming=streaming)
-            else:
-                name = script.dataset_name if path is None else str(path)
-                dataset = load_dataset(name, name=script.dataset_config, streaming=streaming)
-        except Exception as error:
-            cause = error.__cause__ or error  # `datasets` says of a broken file that an error occurred
-            if not (is_users(error) and is_users(cause)):
-                raise
-            what = f"{type(cause).__name__}: {reason_of(cause)}"
-            raise ValueError(f"dataset_name is {script.dataset_name!r}, which cannot be loaded: {what}") from error
+        dataset = _load(
+            script.dataset_name, script.dataset_config, script, split=script.dataset_train_split, option="dataset_name"
+        )
     return _adapt(dataset, script)
 
 
-def local_data(name: str) -> Path | None:
+def load_evaluation(arguments: Arguments, dataset: "DatasetDict | IterableDatasetDict") -> Any:
+    """What is evaluated: the sets of `eval_datasets` by name, else a split of the data set; None where nothing is.
+
+    Raises `ValueError` as `load_data` does.
+    """
+    script = arguments.script
+    if arguments.training.eval_strategy == "no":
+        return None
+    if not script.eval_datasets:
+        return split_of(dataset, script.dataset_test_split, "dataset_test_split")
+    assert isinstance(script.eval_datasets, dict), "__post_init__ parses it"
+    sets = {}
+    for of_set, spec in script.eval_datasets.items():
+        own = {"name": spec} if isinstance(spec, str) else spec
+        option, split = f"eval_datasets[{of_set!r}]", own.get("split") or script.dataset_test_split
+        sets[of_set] = split_of(
+            _adapt(_load(own["name"], own.get("config"), script, split=split, option=option), script), split, option
+        )
+    return sets
+
+
+def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: str, option: str) -> Any:
+    """By split; a file is the one that is asked for."""
+    from datasets import load_dataset
+
+    path, streaming = local_data(name, option), script.dataset_streaming
+    try:
+        if path is not None and path.is_file():
+            return load_dataset(_DATA_BUILDERS[path.suffix], data_files={split: str(path)}, streaming=streaming)
+        return load_dataset(name if path is None else str(path), name=config, streaming=streaming)
+    except Exception as error:
+        cause = error.__cause__ or error  # `datasets` says of a broken file that an error occurred
+        if not (is_users(error) and is_users(cause)):
+            raise
+        what = f"{type(cause).__name__}: {reason_of(cause)}"
+        raise ValueError(f"{option} is {name!r}, which cannot be loaded: {what}") from error
+
+
+def local_data(name: str, option: str = "dataset_name") -> Path | None:
     """The local path that a data set's name stands for; None for a hub id.
 
     Raises `ValueError` for a path that does not exist or holds no data that can be read.
@@ -60,17 +85,17 @@ def local_data(name: str) -> Path | None:
     kinds = ", ".join(_DATA_BUILDERS)
     if path.is_file():
         if path.suffix not in _DATA_BUILDERS:
-            raise ValueError(f"dataset_name is the file {name}, but only {kinds} can be read")
+            raise ValueError(f"{option} is the file {name}, but only {kinds} can be read")
         if not path.stat().st_size:
-            raise ValueError(f"dataset_name is the file {name}, which is empty")
+            raise ValueError(f"{option} is the file {name}, which is empty")
         return path
     if path.is_dir():
         if not any(file.suffix in _DATA_BUILDERS for file in path.rglob("*")):
-            raise ValueError(f"dataset_name is the folder {name}, which holds none of {kinds}")
+            raise ValueError(f"{option} is the folder {name}, which holds none of {kinds}")
         return path
     if path.suffix in _DATA_BUILDERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(
-            f"dataset_name is {name}, but {path.absolute()} does not exist{close_name(path)}: a data set is a hub id "
+            f"{option} is {name}, but {path.absolute()} does not exist{close_name(path)}: a data set is a hub id "
             f"such as openai/gsm8k, or a local file ({kinds}) or a folder of such files"
         )
     return None

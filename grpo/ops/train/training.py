@@ -10,7 +10,7 @@ from trl import get_peft_config
 from grpo.ops import first_and_last, windows
 from grpo.ops.train.arguments import Arguments, quantisation_of
 from grpo.ops.train.checks import rewards_of
-from grpo.ops.train.data import load_data, split_of
+from grpo.ops.train.data import load_data, load_evaluation, split_of
 from grpo.ops.train.demo import MODEL, demo_dataset
 from grpo.ops.train.refreshing import RefreshReport
 from grpo.place.importing import importing
@@ -34,11 +34,7 @@ def run(arguments: Arguments) -> "GRPOTrainer":
         model=arguments.model.model_name_or_path,
         reward_funcs=rewards_of(arguments),
         train_dataset=split_of(dataset, script.dataset_train_split, "dataset_train_split"),
-        eval_dataset=(
-            split_of(dataset, script.dataset_test_split, "dataset_test_split")
-            if training.eval_strategy != "no"
-            else None
-        ),
+        eval_dataset=load_evaluation(arguments, dataset),
     )
     train(trainer, arguments)
     trainer.save_model(training.output_dir)

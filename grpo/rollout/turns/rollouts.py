@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from trl.trainer.utils import start_event_loop_in_daemon
@@ -50,7 +51,9 @@ class Rollouts:
             prompts: token ids, in the order of the rank's rows.
             max_model_len: tokens that an engine holds.
         """
-        turnstile = self.tools.begin(len(prompts))
+        turnstile, limits = self.tools.begin(len(prompts)), self._limits
+        if (longest := sampler.sampling.get("max_tokens")) is not None:
+            limits = replace(limits, max_completion_tokens=longest, max_turn_tokens=longest)
 
         async def hold(row: int, prompt: list[int]) -> Talk:
             try:
@@ -58,7 +61,7 @@ class Rollouts:
                     row,
                     prompt,
                     sampler,
-                    limits=self._limits,
+                    limits=limits,
                     max_model_len=max_model_len,
                     template=self._template,
                     tools=self.tools,

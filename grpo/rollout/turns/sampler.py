@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,10 @@ class Sampler:
         rank: int,
         num_rows: int,
         look: Callable[[], None] = lambda: None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
+        self.sampling = {**(sampling or {})}
+        """vLLM's arguments of all turns in place of the trainer's, but for those that a call names."""
         self._channel, self._base_seed, self._rank, self._look = channel, base_seed, rank, look
         self._taken: dict[tuple[int, int], object] = {}
         """Rows and turns that `sample` has brought tokens for, or is to bring."""
@@ -164,7 +167,7 @@ class Sampler:
             row=row,
             seed=turn_seed(self._base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
             name=f"turn {turn} of row {row} of rank {self._rank}",
-            overrides=sampling,
+            overrides={**self.sampling, **sampling},
         )
 
     def _attribute(self, row: int, turn: int, answer: Answer) -> None:

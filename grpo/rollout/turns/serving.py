@@ -169,6 +169,7 @@ class RankConversations:
                 rank=self._rank,
                 num_rows=num_rows,
                 look=self._conversations.look,
+                sampling=now.sampling,
             )
             samplers.append(self.sampler)
             return start(self.sampler)

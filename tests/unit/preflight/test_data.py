@@ -96,7 +96,7 @@ def test_only_what_may_be_too_long_is_tokenized(
     tokenizer: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(data, "_tokens_of", lambda prompt, *_: seen.append(prompt) or [])
+    monkeypatch.setattr(data, "prompt_tokens", lambda prompt, *_: seen.append(prompt) or [])
     check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of([3, 25, 26, 60])}), tokenizer, args)
     assert [len(prompt) for prompt in seen] == [26, 60]
     seen.clear()

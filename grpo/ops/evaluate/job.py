@@ -1,0 +1,117 @@
+"""What is evaluated: a checkpoint, the settings of its run, and the evaluation sets in the order of the run."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.config.evaluating import check_evaluating
+from grpo.ops.train.arguments import Arguments, parse_arguments
+from grpo.ops.train.checks import rewards_of
+from grpo.ops.train.data import load_data, load_evaluation
+from grpo.ops.train.demo import demo_dataset
+from grpo.ops.train.elsewhere import ConfigElsewhere
+from grpo.place.spelling import did_you_mean
+from grpo.record.history import HISTORY_FILE
+
+_OF_ATTEMPT = re.compile(r"checkpoint-(\d+)")
+_SCRIPTS = ("train.py", "grpo/train.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationJob:
+    """A saved model, and what it is asked."""
+
+    checkpoint: Path
+    step: int
+    """Optimizer steps of the model; seeds follow from it, as in the run."""
+    ranks: int
+    """Of the run: its batches are those of so many."""
+    arguments: Arguments
+    sets: dict[str | None, Any]
+    """Rows by the set's name, in the run's order; one set without a name has None."""
+    asked: frozenset[str | None]
+    """The names of those to evaluate; seeds depend on the others, too."""
+    reward_funcs: list[Any]
+
+
+def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> EvaluationJob:
+    """Settings are the flags over those of the last attempt of the run that the checkpoint lies in.
+
+    Raises:
+        ValueError: they cannot be read, or ask for what cannot be done without a trainer.
+    """
+    found, attempt = _OF_ATTEMPT.fullmatch(checkpoint.resolve().name), _last_attempt(checkpoint.resolve().parent)
+    command = [str(word) for word in attempt.get("command", [])]
+    own = command[1:] if command and command[0].endswith(_SCRIPTS) else []
+    if not own and not flags and not command[:1]:
+        raise ValueError(
+            f"beside {checkpoint} is no {HISTORY_FILE}, so nothing says what to evaluate: give flags of train.py after "
+            "` -- `, such as --config FILE"
+        )
+    if command and not own and not flags and not command[0].endswith(_SCRIPTS):
+        raise ValueError(
+            f"the run was started as {command[0]}, whose data and rewards are its own: give them as flags of train.py "
+            "after ` -- ` (--dataset_name, --reward_funcs, ...), or call trainer.evaluate() in the script"
+        )
+    ranks = int(attempt.get("topology", {}).get("world_size", 1))
+    config = type("ConfigOfTheRun", (ConfigElsewhere,), {"ranks": ranks})
+    arguments = parse_arguments([*own, *flags], config_type=config, world_size=ranks)
+    _check(arguments)
+    training, model = arguments.training, arguments.model
+    own_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
+    training.model_init_kwargs = {**own_kwargs, **(training.model_init_kwargs or {})}
+    rows = _rows_of(arguments)
+    by_name: dict[str | None, Any] = dict(rows) if isinstance(rows, dict) else {None: rows}
+    if unknown := [name for name in sets if name not in by_name]:
+        there = [name for name in by_name if name is not None]
+        known = f"the run has {', '.join(there)}" if there else "the run has one set, without a name"
+        raise ValueError(f"--set {unknown[0]}: {known}{did_you_mean(unknown[0], there)}")
+    return EvaluationJob(
+        checkpoint=checkpoint.resolve(),
+        step=int(found[1]) if found else 0,
+        ranks=ranks,
+        arguments=arguments,
+        sets=by_name,
+        asked=frozenset(sets or by_name),
+        reward_funcs=rewards_of(arguments),
+    )
+
+
+def _last_attempt(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / HISTORY_FILE).read_text())["attempts"][-1]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{folder / HISTORY_FILE} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _check(arguments: Arguments) -> None:
+    training = arguments.training
+    refusal = getattr(training, "refusal", None)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if arguments.script.reward_model_name_or_path:
+        raise ValueError(
+            "reward_model_name_or_path is set, and a reward model needs a trainer's GPUs: name functions with "
+            "--reward_funcs instead"
+        )
+    check_evaluating(training)
+
+
+def _rows_of(arguments: Arguments) -> Any:
+    if arguments.is_demo:
+        return demo_dataset("test")
+    arguments.training.eval_strategy = "steps"  # whether or not the run has evaluated
+    rows = load_evaluation(arguments, load_data(arguments))
+    for part in rows.values() if isinstance(rows, dict) else [rows]:
+        if not hasattr(part, "__len__"):
+            raise ValueError(
+                "dataset_streaming is set: an evaluation without a trainer needs all rows; set it to false"
+            )
+        if "image" in part.column_names or "images" in part.column_names:
+            raise ValueError("the prompts come with images: evaluate them in the run (--eval_strategy steps)")
+    return rows
