@@ -4,9 +4,9 @@
 #   docker run --shm-size 2g grpo-cpu:0.1.0
 FROM python:3.12-slim
 
-# vLLM and torch compile C++ on CPUs.
+# vLLM and torch compile C++ on CPUs, and vLLM's kernels are linked with libnuma.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends build-essential git \
+    && apt-get install --yes --no-install-recommends build-essential git libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace/grpo

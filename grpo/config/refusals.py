@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from grpo.config import GRPOConfig
 from grpo.config.checks import SHARED_MODEL, check_data_parallel
 from grpo.config.models import base_of, readable_config
+from grpo.place.gpu_needs import unmet_cpu_need
 
 # Of `model_init_kwargs`, what changes nothing that a model computes in an engine.
 _OF_LOADING = {
@@ -33,6 +34,8 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
         ValueError: names the argument and the way out.
     """
     args: GRPOConfig = arguments["args"]
+    if not torch.accelerator.is_available() and (need := unmet_cpu_need()) is not None:
+        raise ValueError(f"{need.what}: {need.fix}")
     for name in ("tools", "environment_factory", "rollout_func"):
         if arguments[name] and args.generation_lookahead:
             raise ValueError(

@@ -1,7 +1,8 @@
 """What GPUs need beside them: a driver that is new enough, and for Triton's kernels a C compiler and Python.h.
 
-Both are missed late otherwise: torch asks the driver at its first CUDA call, and before its first kernel, minutes into
-the start, Triton compiles a module in C (3.7 and 3.9, `runtime/build.py`), in engines and in ranks.
+And what engines on CPUs need: libnuma. All are missed late otherwise: torch asks the driver at its first CUDA call, and
+before its first kernel, minutes into the start, Triton compiles a module in C (3.7 and 3.9, `runtime/build.py`), in
+engines and in ranks.
 """
 
 import ctypes
@@ -41,6 +42,21 @@ def unmet_needs(
         _unmet_header(env, _include_folder() if include is None else include),
     )
     return [need for need in needs if need is not None]
+
+
+def unmet_cpu_need() -> Unmet | None:
+    """What a node without GPUs lacks to run vLLM's kernels; None where it has all.
+
+    vLLM's own import of them fails with a warning alone, and its worker later by an operator that is not there (0.31).
+    """
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return Unmet(
+            "no libnuma.so.1, which vLLM's kernels for CPUs are linked with [GRPO-111]",
+            "apt install libnuma1 (dnf install numactl-libs)",
+        )
+    return None
 
 
 def read_driver() -> str:

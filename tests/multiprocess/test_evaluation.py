@@ -1,4 +1,4 @@
-"""Evaluation in a job as users start it, and by `grpo eval`: sets with sampling of their own, pass@k of their groups."""
+"""Evaluation in a job as users start it, and by `grpo eval`: sets with sampling of their own, pass@k of groups."""
 
 import json
 import re

@@ -18,6 +18,7 @@ from grpo.ops.meeting.agreement import read_software
 from grpo.ops.meeting.deadline import within
 from grpo.place import devices
 from grpo.place.files import Wishes
+from grpo.place.gpu_needs import unmet_cpu_need
 from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_variables
 from grpo.preflight.versions import tested_requirements
 
@@ -90,7 +91,9 @@ def _installation(env: Mapping[str, str]) -> tuple[list[Finding], Fields]:
 
 def _gpus(asked: int | None, job: Wishes | None, env: Mapping[str, str]) -> tuple[list[Finding], Fields]:
     if job is not None and job.use_cpu:
-        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)")], {"gpus": 0}
+        need = unmet_cpu_need()
+        engines = Finding.fail("cpu engines", *need) if need else Finding.passed("cpu engines", "libnuma is there")
+        return [Finding.passed("gpus", "none: the job asks for CPUs (use_cpu)"), engines], {"gpus": 0}
     seen, mistake = 0, None
     try:
         seen = devices.seen_gpus(env, use_cpu=False)

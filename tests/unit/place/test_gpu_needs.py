@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from grpo import GRPOConfig, serving
+from grpo.config.refusals import refuse_unsupported
 from grpo.ops.doctor import gpus
 from grpo.ops.doctor.records import Status
 from grpo.ops.launch.agreement import report
 from grpo.place import devices, gpu_needs
 from grpo.place.devices import count_gpus
-from grpo.place.gpu_needs import nccl_doubt, needed_branch, unmet_needs
+from grpo.place.gpu_needs import nccl_doubt, needed_branch, unmet_cpu_need, unmet_needs
 from tests.support.doctored import examined
 
 BUILD, OLD, NEW = "CUDA 13.0", "535.129.03", "580.65.06"
@@ -253,3 +254,27 @@ def test_legacy_ipc_is_warned_of_at_the_start(
     place, args = SimpleNamespace(devices=("0", "1")), SimpleNamespace(vllm_sync_backend=backend)
     serving.engine_spec(args, SimpleNamespace(never_sampled=()), place)  # type: ignore[arg-type]
     assert ("WARNING: NCCL_CUMEM_ENABLE=0: " in caplog.text) is warned
+
+
+def no_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, *_: object) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(gpu_needs.ctypes, "CDLL", load)
+
+
+def test_engines_on_cpus_need_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unmet_cpu_need() is None
+    no_libnuma(monkeypatch)
+    need = unmet_cpu_need()
+    assert need is not None
+    assert "no libnuma.so.1" in need.what
+    assert "apt install libnuma1" in need.fix
+    with pytest.raises(ValueError, match=r"no libnuma\.so\.1.*GRPO-111.*apt install libnuma1"):
+        refuse_unsupported({"args": None})
+
+
+def test_the_doctor_of_a_job_on_cpus_looks_for_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examined({}, "--use_cpu")["cpu engines"].status is Status.PASS
+    no_libnuma(monkeypatch)
+    assert examined({}, "--use_cpu")["cpu engines"].status is Status.FAIL
