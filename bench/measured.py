@@ -32,6 +32,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "watch": ("bench/watch.py", "tests/support/sentinels.py", "grpo/faults"),
     "scale": ("bench/scale*.py", "grpo/rollout/balance.py", "bench/results/overlap*.json", "bench/results/push*.json"),
     "learning": ("bench/learning.py", "train.py", *_STEP, "grpo/ops/train"),
+    "spare_groups": ("bench/spare_groups.py", "train.py", *_STEP, "grpo/checkpoints/prompt_order.py", "grpo/ops/train"),
 }
 """By benchmark, in the order of the page: files, all of a folder's Python files, and patterns of them. What merely
 carries a result (`bench/report.py`) or its settings changes no figure and is left out."""

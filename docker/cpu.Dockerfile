@@ -1,4 +1,5 @@
-# grpo without a GPU: the demo, and scripts that are tried out. Not built by anyone yet.
+# grpo without a GPU: the demo, and scripts that are tried out. Not built by docker yet: its steps have run in an empty
+# Debian 12, one after the other, with Python 3.11, and the demo at their end.
 #
 #   docker build -f docker/cpu.Dockerfile -t grpo-cpu:0.1.0 .        from the repository's root
 #   docker run --shm-size 2g grpo-cpu:0.1.0

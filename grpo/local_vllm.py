@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
-from grpo.rollout.packing import REFUSED, SingleValues, to_lists
+from grpo.rollout.packing import REFUSED, Completions, SingleValues, to_lists
 from grpo.rollout.prompts import Prompts
 from grpo.rollout.refused import Refusals
 from grpo.rollout.report import figures_of_nodes, generation_metrics
@@ -223,11 +224,31 @@ class LocalVLLM:
             waited_s, version = time.monotonic() - asked_at, self.last_batch.policy_version
             _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
             batches.sample_ahead()
-        completion_ids, engine_logprobs = to_lists(self.last_batch.completions)
         self._refusals.look_at(self.last_batch.reports)
-        for row in np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED):
-            completion_ids[row], engine_logprobs[row] = self._nothing()
+        completion_ids, engine_logprobs = self._lists_of(self.last_batch.completions)
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
+
+    def _lists_of(self, completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
+        token_ids, logprobs = to_lists(completions)
+        for row in np.flatnonzero(completions.policy_versions == REFUSED):
+            token_ids[row], logprobs[row] = self._nothing()
+        return token_ids, logprobs
+
+    def keep(
+        self, completions: Completions, prompt_ids: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Take these rows, which other ranks may have sampled, for this rank's of the last batch.
+
+        Args:
+            prompt_ids: of each row.
+
+        Returns:
+            Token ids and log-probabilities of the completions.
+        """
+        assert self.last_batch is not None, "they are of one"
+        self.last_batch = replace(self.last_batch, completions=completions)
+        self._last_prompt_tokens = [len(prompt) for prompt in prompt_ids]
+        return self._lists_of(completions)
 
     def _first_turns(
         self,

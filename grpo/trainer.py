@@ -19,6 +19,7 @@ from trl.extras.profiling import profiling_context
 from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
 from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
+from grpo.config.groups import refuse_with_spare_groups
 from grpo.config.models import attention_heads, base_of, describe_model
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
@@ -86,6 +87,7 @@ class GRPOTrainer(EvaluatingTrainer):
         tools: list | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        prompt_order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
@@ -109,6 +111,7 @@ class GRPOTrainer(EvaluatingTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
+        self.prompt_order = prompt_order
         self._reward_loop: asyncio.AbstractEventLoop | None = None
         if not args.local_mode:
             drop_host()  # that `grpo launch` has started for engines
@@ -137,6 +140,7 @@ class GRPOTrainer(EvaluatingTrainer):
         settle_quantisation(inherited)
         plain = base_of(inherited["model"])
         self.choose_processor(inherited)
+        refuse_with_spare_groups(inherited, takes_images=self._takes_images)
         inherited["peft_config"] = around_towers(with_revision(inherited["peft_config"], args), plain, args)
         self.topology, self._watch = self._find_place(inherited["model"], args)
         if not self.topology.launched and len(self.topology.devices) > 1:

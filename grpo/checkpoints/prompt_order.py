@@ -4,7 +4,7 @@ import collections
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ class GenerationSampler(Sampler[int]):
         prompts_per_batch: different prompts of a generation batch, over all ranks.
         num_generations: how often each stands in the batch, next to itself.
         repeats: how often a generation batch comes: once for each micro-batch that it is trained on.
+        spare_groups: different prompts of a generation batch beside those, which are sampled, too.
+        order: gives the rows of an epoch in the order in which they come, by the epoch's number; the same for the same
+            number, equally many for each. None: all rows, shuffled or not.
+
+    Raises:
+        ValueError: `order` gives something else.
     """
 
     def __init__(
@@ -36,43 +42,75 @@ class GenerationSampler(Sampler[int]):
         repeats: int,
         shuffle: bool,
         seed: int,
+        spare_groups: int = 0,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        self.num_prompts = len(data_source)
+        self.num_rows = self.num_prompts = len(data_source)
         self.prompts_per_batch = prompts_per_batch
         self.num_generations = num_generations
         self.repeats = repeats
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.spare_groups = spare_groups
+        self._order = order
         self._last_permutation: tuple[int, list[int]] | None = None  # with its epoch
+        if order is not None:
+            self.num_prompts = len(self.permutation(0))
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether somebody else's code says which rows come."""
+        return self._order is not None
 
     @property
     def num_batches(self) -> int:
         """Generation batches of an epoch; rows that do not fill one more are left out, other ones in each epoch."""
-        return self.num_prompts // self.prompts_per_batch
+        return self.num_prompts // (self.prompts_per_batch + self.spare_groups)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def permutation(self, epoch: int) -> list[int]:
         """The order of the rows in `epoch`."""
-        if not self.shuffle:
+        if not self.shuffle and self._order is None:
             return list(range(self.num_prompts))
         if self._last_permutation is None or self._last_permutation[0] != epoch:
+            if self._order is not None:
+                self._last_permutation = epoch, self._ordered(self._order, epoch)
+                return self._last_permutation[1]
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self._last_permutation = epoch, torch.randperm(self.num_prompts, generator=generator).tolist()
         return self._last_permutation[1]
 
+    def _ordered(self, order: Callable[[int], Sequence[int]], epoch: int) -> list[int]:
+        rows = [int(row) for row in order(epoch)]
+        if wrong := [row for row in rows if not 0 <= row < self.num_rows]:
+            raise ValueError(
+                f"prompt_order gives row {wrong[0]} in epoch {epoch}, but the data set has {self.num_rows}: give "
+                "numbers of rows, from 0"
+            )
+        if self._last_permutation is not None and len(rows) != self.num_prompts:
+            raise ValueError(
+                f"prompt_order gives {len(rows)} rows in epoch {epoch}, and {self.num_prompts} before: give equally "
+                "many for each epoch, by which steps are counted"
+            )
+        return rows
+
     def generation_batch(self, epoch: int, index: int) -> list[int]:
-        """Rows of generation batch `index` of `epoch` over all ranks, copies included."""
+        """Rows of generation batch `index` of `epoch` over all ranks, copies included, without spare groups."""
+        return self.sampled_batch(epoch, index)[: self.prompts_per_batch * self.num_generations]
+
+    def sampled_batch(self, epoch: int, index: int) -> list[int]:
+        """The same with spare groups."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"generation batch {index} of {self.num_batches}")
         return [row for row in self._prompts(epoch, index) for _ in range(self.num_generations)]
 
     def _prompts(self, epoch: int, index: int) -> list[int]:
-        """The different rows of a generation batch."""
-        first = index * self.prompts_per_batch
-        return self.permutation(epoch)[first : first + self.prompts_per_batch]
+        """The different rows of a generation batch, spare ones included."""
+        size = self.prompts_per_batch + self.spare_groups
+        return self.permutation(epoch)[index * size : (index + 1) * size]
 
     def __iter__(self) -> Iterator[int]:
         epoch = self.epoch
@@ -83,6 +121,29 @@ class GenerationSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_batches * self.prompts_per_batch * self.num_generations * self.repeats
+
+    def digest(self, num_batches: int) -> str:
+        """Of the rows of the epoch in which the first `num_batches` generation batches of the run end, up to there."""
+        epoch, last = divmod(num_batches - 1, self.num_batches)
+        drawn = [self._prompts(epoch, index) for index in range(last + 1)]
+        return hashlib.blake2b(np.asarray(drawn, np.int64).tobytes(), digest_size=8).hexdigest()
+
+    def check(self, num_batches: int, digest: str) -> None:
+        """Hold what is drawn now against what was drawn before the checkpoint.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if self.digest(num_batches) != digest:
+            raise ValueError(
+                f"{self._who} gives other rows than before the checkpoint, so that this run "
+                "cannot go on where it was [GRPO-213]: let its order follow from the data set, the epoch and random "
+                "numbers alone, or begin a new run with the checkpoint's folder as the model"
+            )
+
+    @property
+    def _who(self) -> str:
+        return "prompt_order"
 
 
 class DrawnSampler(GenerationSampler):
@@ -139,6 +200,14 @@ class DrawnSampler(GenerationSampler):
                 self._draw_until(index + 1)
         return self._drawn[epoch][index]
 
+    @property
+    def is_drawn(self) -> bool:
+        return True
+
+    @property
+    def _who(self) -> str:
+        return f"the sampler of _get_train_sampler, {_name(self._sampler)},"
+
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         outside = random_states()
@@ -179,25 +248,6 @@ class DrawnSampler(GenerationSampler):
             f"generation batch, and that batch {self.repeats} times, as trl.trainer.utils.RepeatSampler does"
         )
 
-    def digest(self, num_batches: int) -> str:
-        """Of the rows of the epoch in which the first `num_batches` generation batches of the run end, up to there."""
-        epoch, last = divmod(num_batches - 1, self.num_batches)
-        drawn = [self._prompts(epoch, index) for index in range(last + 1)]
-        return hashlib.blake2b(np.asarray(drawn, np.int64).tobytes(), digest_size=8).hexdigest()
-
-    def check(self, num_batches: int, digest: str) -> None:
-        """Hold what is drawn now against what was drawn before the checkpoint.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        if self.digest(num_batches) != digest:
-            raise ValueError(
-                f"the sampler of _get_train_sampler, {_name(self._sampler)}, gives other rows than before the "
-                "checkpoint, so that this run cannot go on where it was [GRPO-213]: let its order follow from the data "
-                "set, the epoch and random numbers alone, or begin a new run with the checkpoint's folder as the model"
-            )
-
 
 def _name(sampler: Any) -> str:
     return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
@@ -221,7 +271,7 @@ def prompts_of_batch(
         rank: among `world_size` ranks; accelerate deals a generation batch out to them in order.
         tokenize: token ids of a list of prompts, as training does it.
     """
-    rows = sampler.generation_batch(*divmod(number, sampler.num_batches))
+    rows = sampler.sampled_batch(*divmod(number, sampler.num_batches))
     share = len(rows) // world_size
     rows = rows[rank * share : (rank + 1) * share]
     different = list(dict.fromkeys(rows))

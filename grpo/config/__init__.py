@@ -13,6 +13,7 @@ import trl
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.evaluating import EvaluationConfig, check_evaluating
+from grpo.config.groups import GroupConfig, check_groups
 from grpo.config.recording import RecordingConfig, check_recording, own_log_level
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class GRPOConfig(ConversationConfig, EvaluationConfig, RecordingConfig, trl.GRPOConfig):
+class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingConfig, trl.GRPOConfig):
     """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
 
     `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
@@ -309,6 +310,7 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, RecordingConfig, trl.GRPO
             check_recording(self)
             check_conversing(self)
             check_evaluating(self)
+            check_groups(self)
             return
         own = own_fields(self, trl.GRPOConfig)
         changed = [name for name in own if getattr(self, name) != getattr(type(self), name)]

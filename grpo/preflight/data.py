@@ -45,7 +45,7 @@ def check_enough_rows(dataset: Any, args: GRPOConfig) -> None:
     Raises:
         ValueError: with the numbers.
     """
-    prompts = args.generation_batch_size // args.num_generations
+    prompts = args.generation_batch_size // args.num_generations + args.spare_groups
     if hasattr(dataset, "__len__") and len(dataset) < prompts:
         raise ValueError(
             f"train_dataset has {len(dataset)} rows, but a generation batch takes {prompts} prompts "

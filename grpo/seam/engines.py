@@ -1,9 +1,10 @@
 """What the seam asks of a node's engines."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo.rollout.ahead import GenerationBatch
+from grpo.rollout.packing import Completions
 from grpo.rollout.turns.talk import Talk
 from grpo.weights.delivery import WeightDelivery
 
@@ -14,6 +15,11 @@ class LocalEngines(Protocol):
     last_batch: GenerationBatch | None
     eval_sampling: Mapping[str, Any]
     """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
+
+    def keep(
+        self, completions: Completions, prompt_ids: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Take these rows, which other ranks may have sampled, for this rank's of the last batch."""
 
     def wait_for_batches(self) -> None:
         """Wait for all batches that are sampled ahead. Collective."""

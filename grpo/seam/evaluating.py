@@ -12,12 +12,12 @@ import torch
 
 from grpo.config.evaluating import evaluation_sampling, passes_at
 from grpo.rewards.passes import Passes
-from grpo.seam.guarding import GuardedTrainer
+from grpo.seam.sparing import SparingTrainer
 
 _PREFIX = "eval"
 
 
-class EvaluatingTrainer(GuardedTrainer):
+class EvaluatingTrainer(SparingTrainer):
     """A trainer that says how good its model is; in local mode with sampling of its own."""
 
     eval_dataset: Any

@@ -4,7 +4,7 @@ What TRL 1.16 and transformers 5.17 leave open here: `RepeatSampler` has one run
 subclass's own sampler is drawn from as training goes on, and a stream is resumed in its first pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,9 @@ from grpo.seam.saving import SavingTrainer
 
 class OrderedTrainer(SavingTrainer):
     """A trainer whose prompts come in an order that follows from seed, epoch and position."""
+
+    prompt_order: Callable[[int], Sequence[int]] | None = None
+    """The rows of an epoch in the order in which they come, by its number; see `GenerationSampler`."""
 
     @property
     def _batch_layout(self) -> dict[str, int]:
@@ -27,7 +30,13 @@ class OrderedTrainer(SavingTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         rows = self.train_dataset if dataset is None else dataset
-        self._sampler = GenerationSampler(rows, shuffle=self.shuffle_dataset, **self._batch_layout)
+        self._sampler = GenerationSampler(
+            rows,
+            shuffle=self.shuffle_dataset,
+            spare_groups=getattr(self.args, "spare_groups", 0),
+            order=self.prompt_order,
+            **self._batch_layout,
+        )
         return self._sampler
 
     def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
@@ -39,6 +48,11 @@ class OrderedTrainer(SavingTrainer):
         self._sampler = None
         sampler = sampler_fn(dataset)
         if not isinstance(sampler, GenerationSampler):
+            if getattr(self.args, "spare_groups", 0):
+                raise ValueError(
+                    f"spare_groups is {self.args.spare_groups} with a sampler of _get_train_sampler, which gives no "
+                    "spare prompts: set it to 0, or give the order as prompt_order"
+                )
             sampler = DrawnSampler(sampler, inside=self._sampler, **self._batch_layout)
         self._sampler = sampler
         return sampler

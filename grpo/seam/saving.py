@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from grpo.checkpoints.background import BackgroundSave, deadline_for
 from grpo.checkpoints.checkpoints import files_in, newest_complete, read_complete, write_complete, writer_of
-from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
+from grpo.checkpoints.prompt_order import GenerationSampler
 from grpo.checkpoints.rank_state import first_not_finite, load_own_shards, own_shards
 from grpo.checkpoints.rotation import begin_partial, check_free_space, rotate, size_of, to_rotate
 from grpo.faults.failure import FailureKind, GrpoError, JobFailed
@@ -58,6 +58,7 @@ def sampling_of(args: TrainingArguments) -> dict[str, int]:
         "num_iterations": args.num_iterations,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "seed": args.seed,
+        "spare_groups": getattr(args, "spare_groups", 0),
     }
 
 
@@ -275,7 +276,7 @@ class SavingTrainer(PicturedTrainer):
         state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
         if self._sampler is None:
             state["pass"] = self._stream_pass
-        if isinstance(self._sampler, DrawnSampler):
+        if self._sampler is not None and self._sampler.is_drawn:
             state["order"] = self._sampler.digest(self._num_batches)
         if self._step % self._steps_per_batch:
             state["batch"] = self._buffered_inputs
@@ -301,7 +302,7 @@ class SavingTrainer(PicturedTrainer):
         self._step = self._step_began_at = state["step"] if batches is None else batches * self._steps_per_batch
         self._buffered_inputs = send_to_device(state["batch"], self.args.device)
         self._stream_pass = state.get("pass", (0, 0))
-        if isinstance(self._sampler, DrawnSampler) and "order" in state:
+        if self._sampler is not None and self._sampler.is_drawn and "order" in state:
             self._sampler.check(self._num_batches, state["order"])
         if state["reference"] is not None and self.ref_model is not None:
             load_own_shards(self.ref_model, state["reference"])

@@ -3,7 +3,7 @@
 `python resume_job.py SETTINGS.json`: `model`, `config` for `GRPOConfig`, `num_prompts`, `pictured` (see
 `tests.support.pictured_data`), and steps: `signal_at`, at which rank 1 gets SIGUSR1; `kill_in_save`, in whose save rank
 1 is killed. Writes the weights that it ends with (with `states`, master weights and moments too), and what every reward
-saw; rewards are random in part, but for `noise` false.
+saw; rewards are random in part, but for `noise` false, and with `flat_evens` the same for every second prompt.
 """
 
 import hashlib
@@ -42,6 +42,9 @@ def reward(completion_ids, **kwargs):
     if step == settings.get("signal_at") and rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     noise = settings.get("noise", True)
+    if settings.get("flat_evens"):  # prompts that begin with an even number teach nothing
+        flat = [int(prompt.partition("+")[0]) % 2 == 0 for prompt in kwargs["prompts"]]
+        return [3.0 if is_flat else float(sum(ids) % 7) for ids, is_flat in zip(completion_ids, flat, strict=True)]
     return [sum(ids) % 7 + noise * random.random() for ids in completion_ids]  # Python's random numbers resume, too
 
 

@@ -1,6 +1,7 @@
 """A wheel, with no checkout on the path: `grpo init`'s script, which needs no tools, and the commands around it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def test_an_empty_environment_gets_it_with_its_extra_and_does_what_the_readme_sa
     task = ["--config", mine / "recipe.yaml", "--model_name_or_path", save_small_model(tmp_path / "small")]
     task += ["--dataset_name", data, "--dataset_config", "", "--output_dir", "runs/module", "--max_steps", "1"]
     task += ["--per_device_train_batch_size", "8", "--completions_per_step", "16", "--attn_implementation", "sdpa"]
-    shutil.copy(ROOT / "configs" / "train" / "gsm8k_qwen2.5_0.5b.yaml", mine / "recipe.yaml")
+    recipe = (ROOT / "configs" / "train" / "gsm8k_qwen2.5_0.5b.yaml").read_text()
+    of_gpus = re.findall(r"^vllm_reserved_gpus:.*\n", recipe, re.MULTILINE)
+    (mine / "recipe.yaml").write_text(recipe.replace(*of_gpus, ""))
     accelerate = [venv / "bin" / "accelerate", "launch", "--config_file", "configs/cpu.yaml"]
     accelerate += ["--main_process_port", str(free_port()), "-m", "grpo.train"]
     run(*accelerate, *task, *small, "--eval_strategy", "no", cwd=mine, deadline_s=JOB_S)

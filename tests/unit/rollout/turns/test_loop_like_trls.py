@@ -88,6 +88,7 @@ class Batch:
         self.most = source.randint(3, 60)
         self.turns = source.choice([1, 2, 3, 10**9])
         self.model_len = max(map(len, self.prompts)) + source.choice([2, 10, 40, 200])
+        self.sampling: dict[str, Any] = {}
 
     def answer(self, token_ids: Sequence[int]) -> tuple[list[int], list[float]]:
         return sampled(token_ids, min(self.most, self.model_len - len(token_ids)))
