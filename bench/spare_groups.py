@@ -153,7 +153,7 @@ def report_of(plain: list[Curve], spared: list[Curve], settings: dict[str, int])
             Figure(name="flat among those trained on, with", unit="", values=tuple(curve.flat for curve in spared)),
         ),
         notes=(
-            f"half of the prompts have no right answer; rewards are those of 512 other sums, mean of {WINDOW} evaluations",
+            f"half of the prompts have no right answer; rewards: 512 other sums, the mean of {WINDOW} evaluations",
             *((f"{never} of {len(at)} runs with spare groups never had that reward",) if never else ()),
         ),
     )

@@ -225,30 +225,18 @@ class LocalVLLM:
             _log.debug("generation for step %d ends, after %.2f s: policy version %d", now.step, waited_s, version)
             batches.sample_ahead()
         self._refusals.look_at(self.last_batch.reports)
-        completion_ids, engine_logprobs = self._lists_of(self.last_batch.completions)
+        completion_ids, engine_logprobs = to_lists(self.last_batch.completions, self._nothing())
         return prompts, completion_ids, [SingleValues(row) for row in engine_logprobs], None
-
-    def _lists_of(self, completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
-        token_ids, logprobs = to_lists(completions)
-        for row in np.flatnonzero(completions.policy_versions == REFUSED):
-            token_ids[row], logprobs[row] = self._nothing()
-        return token_ids, logprobs
 
     def keep(
         self, completions: Completions, prompt_ids: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Take these rows, which other ranks may have sampled, for this rank's of the last batch.
-
-        Args:
-            prompt_ids: of each row.
-
-        Returns:
-            Token ids and log-probabilities of the completions.
-        """
+        """Take these rows, which other ranks may have sampled, for this rank's of the last batch; their tokens and
+        log-probabilities."""
         assert self.last_batch is not None, "they are of one"
         self.last_batch = replace(self.last_batch, completions=completions)
         self._last_prompt_tokens = [len(prompt) for prompt in prompt_ids]
-        return self._lists_of(completions)
+        return to_lists(completions, self._nothing())
 
     def _first_turns(
         self,

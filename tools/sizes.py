@@ -47,8 +47,10 @@ CODE_LINES = {
     # A dead engine's own error in place of vLLM's word of it, packages that do not fit torch 25.
     # Images, 565: where they are and what does not go with them 90, their way to the engines 140, forward passes 140, a
     # verification that has some 130, towers that travel 65. Four bits below adapters 190.
-    # Evaluation with sampling of its own and by sets 155, pass@k 45, its completions 25.
-    "core": 19_630,
+    # Evaluation with sampling of its own and by sets 155, pass@k 45, its completions 25; libnuma 15.
+    # Spare groups 270: the rule and rows that move between ranks 95, their place in TRL's batch 110, options 65. Prompts
+    # in an order of one's own 40.
+    "core": 19_960,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30. A plan that refuses what cannot be, with changes

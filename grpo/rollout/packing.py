@@ -266,12 +266,20 @@ def concat_completions(parts: Sequence[Completions]) -> Completions:
     )
 
 
-def to_lists(completions: Completions) -> tuple[list[list[int]], list[list[float]]]:
-    """Token ids and log-probabilities, one list per completion."""
+def to_lists(
+    completions: Completions, of_refused: tuple[list[int], list[float]] = ([], [])
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Token ids and log-probabilities, one list per completion.
+
+    Args:
+        of_refused: in the place of what was refused.
+    """
     spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
-    return [completions.token_ids[span].tolist() for span in spans], [
-        completions.engine_logprobs[span].tolist() for span in spans
-    ]
+    token_ids = [completions.token_ids[span].tolist() for span in spans]
+    logprobs = [completions.engine_logprobs[span].tolist() for span in spans]
+    for row in np.flatnonzero(completions.policy_versions == REFUSED):
+        token_ids[row], logprobs[row] = [*of_refused[0]], [*of_refused[1]]
+    return token_ids, logprobs
 
 
 class SingleValues(Sequence[tuple[float]]):

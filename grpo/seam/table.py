@@ -84,8 +84,12 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(_TRL, "reads", "_sync_tool_dicts _tokenizer environment_factories environments eos_token_ids"),
     *_values(_TRL, "reads", "log_completions max_completion_length max_tool_calling_iterations num_generations"),
     *_values(_TRL, "reads", "num_generations_eval num_iterations ref_model reward_func_names reward_weights"),
-    *_values(_TRL, "reads", "shuffle_dataset tools"),
-    *_values(_TRL, "assigns", "_buffered_inputs _last_loaded_step _step async_loop reward_funcs rollout_func use_vllm"),
+    *_values(_TRL, "reads", "multi_objective_aggregation shuffle_dataset tools"),
+    *_values(
+        _TRL,
+        "assigns",
+        "_buffered_inputs _last_loaded_step _pending_extra_logs _step async_loop reward_funcs rollout_func use_vllm",
+    ),
     *_values(_TRL, "assigns", "log_multimodal vllm_generation vllm_importance_sampling_correction"),
     *_values("trl.trainer.grpo_config.GRPOConfig", "reads", "_VALID_DICT_FIELDS"),
     # `LocalVLLM` stands where an object of this class does.

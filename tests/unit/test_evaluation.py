@@ -85,3 +85,8 @@ def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, t
         trainer.close()
     assert of_kind(script.story, "push") == [3]
     assert set(of_kind(script.story, "sample")) == {0.0}
+
+
+def test_settings_of_a_set_that_is_not_there_are_refused(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+    with pytest.raises(ValueError, match="eval_sets speaks of math, but eval_dataset is no dict of sets by name"):
+        make_trainer(tiny_model, tmp_path / "run", script.story, eval_sets={"math": {"temperature": 0}}, **EVALUATES)

@@ -80,6 +80,9 @@ TESTED = {
     "grpo eval runs/gsm8k/checkpoint-300 --set math --json -- --eval_temperature 0": (
         "multiprocess/test_evaluation.py::test_grpo_eval_of_one_set_under_other_flags"
     ),
+    "accelerate launch --config_file configs/cpu.yaml train.py --spare_groups 8": (
+        "multiprocess/test_spare_groups.py::test_rows_come_to_other_nodes_with_all_that_is_theirs"
+    ),
     "grpo report runs/my-run": "unit/ops/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
     "grpo report runs/my-run --watch 60": "unit/ops/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
     "grpo report runs/a runs/b runs/c --out compared.html": (

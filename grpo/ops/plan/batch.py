@@ -32,7 +32,9 @@ class Batch:
     generation_lookahead: int
     """Generations that are sampled ahead, each by a policy one push older than the one that trains on it."""
     node_completions: int
-    """Of one generation, on each node."""
+    """Of one generation, on each node, to train on."""
+    node_samples: int
+    """The same with those of spare groups."""
     groups_per_node: float
     """Not whole when a group straddles two nodes."""
     straddles: bool
@@ -69,6 +71,7 @@ def plan_batch(
     num_nodes = len(engines)
     world_size = ranks_per_node * num_nodes
     node_completions = args.generation_batch_size // num_nodes
+    node_samples = node_completions + args.spare_groups * args.num_generations // num_nodes
     sequence_tokens = prompt_tokens + args.max_completion_length
     if engine_limit is not None:
         sequence_tokens = min(sequence_tokens, engine_limit)
@@ -87,10 +90,11 @@ def plan_batch(
         ),
         generation_lookahead=args.generation_lookahead,
         node_completions=node_completions,
+        node_samples=node_samples,
         groups_per_node=node_completions / args.num_generations,
         # TRL's sampler lays the copies of a prompt out end to end over the ranks, and ranks are numbered node by node.
         straddles=num_nodes > 1 and node_completions % args.num_generations != 0,
-        engine_completions=tuple(-(-node_completions // count) for count in engines),
+        engine_completions=tuple(-(-node_samples // count) for count in engines),
         prompt_tokens=prompt_tokens,
         sequence_tokens=sequence_tokens,
         tokens_per_step=completions_per_step * sequence_tokens,

@@ -158,7 +158,7 @@ def best_depth(step_s: Callable[[int, int], float], *, now_s: float, choices: Se
 def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead: int = 0) -> float:
     """One generation batch of a node, shared out over its engines, in waves of what their caches hold."""
     under_way = lookahead * MEAN_LENGTH if lookahead > 1 else 1.0  # of the batches' completions: others have ended
-    completions = math.ceil(under_way * job.batch.node_completions / engines)
+    completions = math.ceil(under_way * job.batch.node_samples / engines)
     waves = math.ceil(completions / min(engine.sequences_at_once, engine.max_num_seqs))
     at_once = completions / waves
     sampled = min(job.args.max_completion_length, job.batch.sequence_tokens)

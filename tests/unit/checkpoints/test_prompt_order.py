@@ -95,3 +95,39 @@ def iter_anew(inner: GenerationSampler) -> Any:
 def test_one_that_makes_no_groups_is_refused(other: Any, why: str) -> None:
     with pytest.raises(ValueError, match=rf"_get_train_sampler, .*{why}.*num_generations \(2\) times"):
         drawn(other)
+
+
+def test_spare_groups_stand_behind_those_of_their_batch() -> None:
+    """Each batch owns its rows: what is trained on of them says nothing of the next one's."""
+    spared = GenerationSampler(
+        range(20), prompts_per_batch=2, num_generations=2, repeats=1, shuffle=True, seed=3, spare_groups=3
+    )
+    order = spared.permutation(0)
+    assert spared.num_batches == 4
+    for index in range(4):
+        own = order[5 * index : 5 * (index + 1)]
+        assert spared.sampled_batch(0, index) == [row for row in own for _ in range(2)]
+        assert spared.generation_batch(0, index) == [row for row in own[:2] for _ in range(2)]
+    assert len(list(spared)) == len(spared) == 4 * 2 * 2
+
+
+def test_an_order_of_ones_own_is_held_to_what_it_gave_before_a_checkpoint() -> None:
+    def with_order(orders: dict[int, list[int]]) -> GenerationSampler:
+        return GenerationSampler(
+            range(10),
+            prompts_per_batch=2,
+            num_generations=2,
+            repeats=1,
+            shuffle=True,
+            seed=3,
+            order=orders.__getitem__,
+        )
+
+    before = with_order({0: [9, 8, 7, 6], 1: [1, 2, 3, 3]})
+    assert before.is_drawn
+    assert not sampler().is_drawn
+    assert before.num_batches == 2
+    digest = before.digest(3)  # the first of the second epoch is the last
+    with_order({0: [9, 8, 7, 6], 1: [1, 2, 0, 0]}).check(3, digest)
+    with pytest.raises(ValueError, match=r"prompt_order gives other rows than before the checkpoint.*GRPO-213"):
+        with_order({0: [9, 8, 7, 6], 1: [2, 1, 3, 3]}).check(3, digest)

@@ -47,6 +47,17 @@ def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> 
     assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
 
 
+def test_greedy_completions_are_asked_for_one_by_one(node: Node) -> None:
+    """vLLM takes no other number of them in a request (0.31)."""
+    engine = ThreadedEngine("engine", num_slots=8)
+    pool = node.pool(engine)
+    prompt = np.arange(3, dtype=np.int32)
+    requests = [Request(token_ids=prompt, n=4, seed=7, overrides={"temperature": 0, "max_tokens": 5})]
+    assert to_lists(pool.collect(pool.submit(requests), DEADLINE_S)) == expected_of(requests)
+    assert [len(sample.ids) for sample in engine.samples] == [1] * 4
+    assert {sample.overrides["max_tokens"] for sample in engine.samples} == {5}
+
+
 def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: Node) -> None:
     first, second = ThreadedEngine("engine 0", num_slots=64), ThreadedEngine("engine 1", num_slots=64)
     pool = node.pool(first, second)

@@ -77,3 +77,19 @@ def test_a_damaged_history_is_named(tmp_path: Path) -> None:
     (tmp_path / HISTORY_FILE).write_text("{")
     with pytest.raises(ValueError, match=r"run\.json cannot be read: JSONDecodeError"):
         read_job(checkpoint, [], [])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "eval_datasets is '{', which is no JSON object"),
+        ('["a.jsonl"]', r"eval_datasets has \['a.jsonl'\] for eval_datasets: write a hub id"),
+        ('{"a": {"path": "x"}}', r"eval_datasets has {'path': 'x'} for a: write a hub id, .* or an object of name"),
+        ('{"a": "no.jsonl"}', r"eval_datasets\['a'\] is no.jsonl, but .* does not exist"),
+    ],
+)
+def test_evaluation_sets_that_cannot_be_read_are_named(given: str, said: str, tmp_path: Path) -> None:
+    data = ["--dataset_name", rows_in(tmp_path, "train.jsonl"), "--eval_datasets", given]
+    task = ["--model_name_or_path", str(MODEL), *data, "--reward_funcs", "exact_match", "--bf16", "false"]
+    with pytest.raises(ValueError, match=said):
+        read_job(tmp_path, task, [])

@@ -210,6 +210,7 @@ def test_batch_of_several_steps_per_generation() -> None:
         generation_batch_size, steps_per_generation, num_iterations = 2 * 6 * 4, 4, 3
         max_completion_length, generation_lookahead = 100, 1
         completions_per_step = None
+        spare_groups = 3
 
     batch = plan_batch(
         Settings,  # type: ignore[arg-type]
@@ -221,7 +222,8 @@ def test_batch_of_several_steps_per_generation() -> None:
     assert (batch.completions_per_step, batch.generation_completions, batch.generation_prompts) == (24, 48, 12)
     assert batch.optimizer_steps_per_generation == 6  # 4 micro-batches, 2 of them a step, each trained on 3 times
     assert (batch.node_completions, batch.groups_per_node, batch.straddles) == (24, 6, False)
-    assert (batch.engine_completions, batch.generation_lookahead) == ((12, 24), 1)
+    assert batch.node_samples == 24 + 3 * 4 / 2
+    assert (batch.engine_completions, batch.generation_lookahead) == ((15, 30), 1)
     assert (batch.sequence_tokens, batch.tokens_per_step) == (120, 24 * 120)
 
 
