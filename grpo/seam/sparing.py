@@ -36,6 +36,7 @@ class SparingTrainer(GuardedTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's, of this rank's share of all groups; then of the rows that it trains on."""
+        self._kept_rewards = None  # of a batch that did not come to its end
         spares = self.args.spare_groups
         if not spares or self._local is None or self._mode != "train" or len(self._inputs) != len(prompts):
             return super()._generate(prompts)

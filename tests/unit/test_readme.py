@@ -113,6 +113,7 @@ RUN_HERE = {
     "grpo launch --help": 0,
     "grpo plan --help": 0,
     "grpo doctor --help": 0,
+    "grpo eval --help": 0,
     "grpo export --help": 0,
     "grpo reshape --help": 0,
     "grpo report --help": 0,
