@@ -48,8 +48,8 @@ CODE_LINES = {
     # Images, 565: where they are and what does not go with them 90, their way to the engines 140, forward passes 140, a
     # verification that has some 130, towers that travel 65. Four bits below adapters 190.
     # Evaluation with sampling of its own and by sets 155, pass@k 45, its completions 25; libnuma 15.
-    # Spare groups 270: the rule and rows that move between ranks 95, their place in TRL's batch 110, options 65. Prompts
-    # in an order of one's own 40.
+    # Spare groups 270: the rule and rows that move between ranks 95, their place in TRL's batch 110, options 65; an
+    # order of one's own for prompts 40.
     "core": 19_960,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
