@@ -297,8 +297,8 @@ def check_reshaped(folder: Path, record: CompleteRecord, sampling: Mapping[str, 
     """
     if record.reshaped_from is None:
         return
-    before = record.sampling
-    fixed = ("generation_batch_size", "num_generations", "num_iterations", "seed")
+    before = {"spare_groups": 0, **record.sampling}  # not in checkpoints from before there were any
+    fixed = ("generation_batch_size", "num_generations", "num_iterations", "seed", "spare_groups")
     wrong = [f"{name} is {sampling[name]}, not {before[name]}" for name in fixed if sampling[name] != before[name]]
     steps, accumulation = "steps_per_generation", "gradient_accumulation_steps"
     if before[steps] * sampling[accumulation] != sampling[steps] * before[accumulation]:

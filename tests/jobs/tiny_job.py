@@ -96,6 +96,8 @@ class HeldEngine(EngineClient):
         if hold == f"generation-{step}":
             mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
             until_told_to_go_on()
+        if ("generate", step) in strikes:
+            inner_process(self.pid).suspend()  # so that it has not answered yet when it dies
         super().submit(sample)
         strike("generate", self)
 

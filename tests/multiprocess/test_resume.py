@@ -60,6 +60,7 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
         "generation_batch_size": 8,
         "num_generations": 4,
         "seed": 42,
+        "spare_groups": 0,
     }
 
 

@@ -20,6 +20,7 @@ SAMPLING = {
     "num_iterations": 1,
     "gradient_accumulation_steps": 3,
     "seed": 42,
+    "spare_groups": 0,
 }
 """The settings of a run with three micro-batches a step."""
 

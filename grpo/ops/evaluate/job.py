@@ -17,7 +17,7 @@ from grpo.place.spelling import did_you_mean
 from grpo.record.history import HISTORY_FILE
 
 _OF_ATTEMPT = re.compile(r"checkpoint-(\d+)")
-_SCRIPTS = ("train.py", "grpo/train.py")
+_SCRIPT = "train.py"  # the recipe, in the package or beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,14 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
     """
     found, attempt = _OF_ATTEMPT.fullmatch(checkpoint.resolve().name), _last_attempt(checkpoint.resolve().parent)
     command = [str(word) for word in attempt.get("command", [])]
-    own = command[1:] if command and command[0].endswith(_SCRIPTS) else []
-    if not own and not flags and not command[:1]:
+    is_recipe = bool(command) and Path(command[0]).name == _SCRIPT
+    own = command[1:] if is_recipe else []
+    if not command and not flags:
         raise ValueError(
             f"beside {checkpoint} is no {HISTORY_FILE}, so nothing says what to evaluate: give flags of train.py after "
             "` -- `, such as --config FILE"
         )
-    if command and not own and not flags and not command[0].endswith(_SCRIPTS):
+    if command and not is_recipe and not flags:
         raise ValueError(
             f"the run was started as {command[0]}, whose data and rewards are its own: give them as flags of train.py "
             "after ` -- ` (--dataset_name, --reward_funcs, ...), or call trainer.evaluate() in the script"

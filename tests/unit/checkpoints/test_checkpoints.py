@@ -236,11 +236,13 @@ def test_another_number_of_ranks_is_refused_with_the_way_out(tmp_path: Path) -> 
         ({"steps_per_generation": 6, "gradient_accumulation_steps": 6}, None),
         ({"generation_batch_size": 36}, r"generation_batch_size is 36, not 24.*x 3 training .* has to be 24"),
         ({"seed": 43}, r"seed is 43, not 42"),
+        ({"spare_groups": 2}, r"spare_groups is 2, not 0"),
         ({"steps_per_generation": 6}, r"steps_per_generation / gradient.* is 6 / 3, not in the proportion 3 / 3"),
     ],
 )
 def test_a_reshaped_one_goes_on_with_the_same_batches(changes: dict, problem: str | None, tmp_path: Path) -> None:
-    record = CompleteRecord(step=3, world_size=3, files={}, versions={}, sampling=SAMPLING, reshaped_from=2)
+    before = {name: value for name, value in SAMPLING.items() if name != "spare_groups"}  # of an older version
+    record = CompleteRecord(step=3, world_size=3, files={}, versions={}, sampling=before, reshaped_from=2)
     if problem is None:
         check_reshaped(tmp_path, record, {**SAMPLING, **changes})
         return

@@ -50,9 +50,9 @@ def test_flags_alone_do_for_a_model_of_no_run(tmp_path: Path) -> None:
     [
         ((), [], "beside .* is no run.json, so nothing says what to evaluate"),
         (
-            ("my_script.py", "--seed", "3"),
+            ("my_train.py", "--seed", "3"),
             [],
-            "the run was started as my_script.py, whose data and rewards are its own",
+            "the run was started as my_train.py, whose data and rewards are its own",
         ),
         (("train.py", "--bf16", "false"), ["--eval_top_p", "7"], r"eval_top_p is 7.0; it is in \(0, 1\]"),
     ],
