@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo.config import GRPOConfig
     from grpo.rewards.declared import scores_each
+    from grpo.rollout.agents.rollout import agents
     from grpo.rollout.turns.declared import in_threads
     from grpo.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "in_threads", "scores_each"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "agents", "in_threads", "scores_each"]
 __version__ = "0.1.0"
 _MODULES = {
     "GRPOConfig": "grpo.config",
     "GRPOTrainer": "grpo.trainer",
+    "agents": "grpo.rollout.agents.rollout",
     "in_threads": "grpo.rollout.turns.declared",
     "scores_each": "grpo.rewards.declared",
 }

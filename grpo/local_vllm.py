@@ -25,7 +25,7 @@ from grpo.rollout.refused import Refusals
 from grpo.rollout.report import figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
 from grpo.rollout.turns.rollouts import Rollouts
-from grpo.rollout.turns.sampler import Turn
+from grpo.rollout.turns.sampler import Sampler, Turn
 from grpo.rollout.turns.serving import RankConversations
 from grpo.rollout.turns.talk import Talk
 from grpo.serving import Serving, ServingStart
@@ -277,7 +277,7 @@ class LocalVLLM:
         return self._without_empty(output)
 
     def _without_empty(self, output: dict[str, Any]) -> dict[str, Any]:
-        """With something for rows that no engine took, and the function has nothing of."""
+        """With something for rows that are left out, and the function has nothing of."""
         assert self.last_batch is not None
         refused = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
         empty = [row for row in refused if not len(output["completion_ids"][row])]
@@ -294,11 +294,16 @@ class LocalVLLM:
         of rewards and loss, and a NaN of its metrics."""
         return [self._trained.end_tokens[0]], [float("nan")]
 
-    async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, **sampling: Any) -> Turn:
+    async def sample(self, token_ids: Sequence[int], *, row: int, turn: int | None = None, **sampling: Any) -> Turn:
         """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
+        return await self.sampler.sample(token_ids, row=row, turn=turn, **sampling)
+
+    @property
+    def sampler(self) -> Sampler:
+        """Of the batch that a rollout function makes now."""
         if self._conversations is None or (sampler := self._conversations.sampler) is None:
             raise RuntimeError("sample is for rollout functions, while one runs")
-        return await sampler.sample(token_ids, row=row, turn=turn, **sampling)
+        return sampler
 
     @contextlib.contextmanager
     def _in_rollout(self) -> Iterator[None]:
@@ -310,9 +315,10 @@ class LocalVLLM:
 
     @property
     def refused_rows(self) -> list[bool] | None:
-        """Of the last batch, this rank's rows whose prompts no engine took; None where the whole job has none."""
+        """Of the last batch, this rank's rows that are left out: no engine took their prompts, or a rollout function
+        says that they failed. None where the whole job has none."""
         batch = self.last_batch
-        if batch is None or not any(report.num_refused for report in batch.reports):
+        if batch is None or not any(report.num_refused + report.num_failed for report in batch.reports):
             return None
         return (batch.completions.policy_versions == REFUSED).tolist()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class ConversationConfig:
-    """Fields that matter with `tools`, `environment_factory` and `rollout_func`."""
+    """Fields that matter with `tools`, `environment_factory` and `rollout_func`, agents among them."""
 
     tool_timeout: float = field(
         default=120.0,
@@ -36,16 +36,42 @@ class ConversationConfig:
             "all turns of all conversations together; then the job ends, and its failure says what it waited for."
         },
     )
+    agent_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that an agent (grpo.agents) may take for its row, without those in which the node has no "
+            "engine. Then it is cancelled or ended, and its row is left out. None: half of rollout_timeout."
+        },
+    )
+    max_agents_at_once: int | None = field(
+        default=None, metadata={"help": "How many agents of a rank run at once; None: all of its rows'."}
+    )
+    max_failed_agents: int = field(
+        default=128,
+        metadata={
+            "help": "How many agents may fail on a rank, over the run: raise, run out of time, or ask for nothing; "
+            "with more the job ends."
+        },
+    )
+    agent_host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "The address at which a rank listens for its agents; 0.0.0.0 for agents in containers, which "
+            "everybody who reaches this machine can then try to ask."
+        },
+    )
 
 
 def check_conversing(args: Any) -> None:
-    for name in ("tool_timeout", "rollout_timeout", "max_tool_threads"):
+    for name in ("tool_timeout", "rollout_timeout", "max_tool_threads", "agent_timeout", "max_agents_at_once"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
-    if args.max_abandoned_tools < 0:
-        raise ValueError(f"max_abandoned_tools is {args.max_abandoned_tools}; it must be 0 or more")
-    if args.tool_timeout >= args.rollout_timeout:
-        raise ValueError(
-            f"tool_timeout is {args.tool_timeout:g} s, but rollout_timeout, all turns of a batch together, is "
-            f"{args.rollout_timeout:g} s: raise rollout_timeout, or lower tool_timeout"
-        )
+    for name in ("max_abandoned_tools", "max_failed_agents"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
+    for name in ("tool_timeout", "agent_timeout"):
+        if (getattr(args, name) or 0.0) >= args.rollout_timeout:
+            raise ValueError(
+                f"{name} is {getattr(args, name):g} s, but rollout_timeout, all turns of a batch together, is "
+                f"{args.rollout_timeout:g} s: raise rollout_timeout, or lower {name}"
+            )

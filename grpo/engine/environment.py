@@ -38,9 +38,8 @@ def engine_environment(
     allowed = [*_HUB_TOKENS, *filter(None, map(str.strip, inherited.get(MORE_VARIABLE, "").split(",")))]
     env = {
         name: value
-        for name, value in inherited.items()
-        if not _LAUNCHER.fullmatch(name)
-        and (not _SECRET.fullmatch(name) or any(fnmatchcase(name, pattern) for pattern in allowed))
+        for name, value in without_launcher(inherited).items()
+        if not _SECRET.fullmatch(name) or any(fnmatchcase(name, pattern) for pattern in allowed)
     }
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # DeepSpeed sets it in a rank when it is imported, vLLM in any case
@@ -80,6 +79,11 @@ def engine_environment(
     env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores from the ranks that train
     return env
+
+
+def without_launcher(inherited: Mapping[str, str]) -> dict[str, str]:
+    """For a process that is no rank: one that saw what a launcher sets would join the ranks' rendezvous."""
+    return {name: value for name, value in inherited.items() if not _LAUNCHER.fullmatch(name)}
 
 
 def own_folder(name: str) -> Path:

@@ -204,16 +204,16 @@ def _bits(arguments: list[int | str | None]) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int) -> int:
+def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int | str) -> int:
     """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
 
     base: as `seed_base` gives it; row: of the rank's rows, of which each rank has `num_rows`, or beyond them, of a
-    rollout function that asks for more. A turn has a base of its own, but for the first; within a turn the rows of a
-    job differ as those of single-turn batches do.
+    rollout function that asks for more. A turn, numbered or named, has a base of its own, but for number 0; within a
+    turn the rows of a job differ as those of single-turn batches do.
     """
     beyond, own = divmod(row, max(1, num_rows))
     if turn or beyond:
-        base = _bits([int(base), int(turn), *([beyond] if beyond else [])])
+        base = _bits([int(base), turn, *([beyond] if beyond else [])])
     return (base + rank * num_rows + own) % 2**63
 
 

@@ -28,8 +28,10 @@ class GenerationReport(Wire):
     """Of these, how often one was given to an engine again, because the one before it had died."""
     num_refused: int = 0
     """Completions whose prompts no engine took."""
+    num_failed: int = 0
+    """Completions left out because the rollout function says that they failed."""
     refusal: FailureRecord | None = None
-    """Why, for the first of them."""
+    """Why, for the first that was refused."""
     num_not_finite: int = 0
     """Tokens since the report before to which an engine gave a log-probability that is no finite number."""
     not_finite: FailureRecord | None = None

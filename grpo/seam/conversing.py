@@ -2,19 +2,22 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trl.chat_template_utils import parse_response
 
-from grpo.place.log import EVERY_RANK
+from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
+from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
+from grpo.seam.agents import AgentTemplate, fitting_template
 from grpo.seam.scoring import ScoringTrainer, use_device
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class ConversingTrainer(ScoringTrainer):
 
     rollout_func: Any
     _rollouts: Rollouts | None = None
+    _agent_template: AgentTemplate | None = None
     _resetting = ExitStack()
 
     def _with_threads(self, factories: Any, args: Any) -> Any:
@@ -62,8 +66,11 @@ class ConversingTrainer(ScoringTrainer):
         comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
         if comes_at_once and not self.tools and self.rollout_func is None:
             return None
-        is_function = self.rollout_func is not None
+        is_function, agents = self.rollout_func is not None, None
         if is_function:
+            if isinstance(self.rollout_func, AgentRollout):
+                agents = self.rollout_func
+                self._agent_template = fitting_template(self)
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
 
@@ -79,11 +86,7 @@ class ConversingTrainer(ScoringTrainer):
 
         prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
-            limits=TalkLimits(
-                max_completion_tokens=self.max_completion_length,
-                max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens") or self.max_completion_length,
-                max_tool_turns=self.max_tool_calling_iterations,
-            ),
+            limits=self._talk_limits,
             tools=ToolRunner(
                 timeout_s=args.tool_timeout,
                 main=MainThread(),
@@ -98,8 +101,48 @@ class ConversingTrainer(ScoringTrainer):
             toolbox_of=toolbox_of,
             on_end=on_end if is_early else None,
             loop=getattr(self, "async_loop", None),
+            func=agents,
         )
         return self._rollouts
+
+    @property
+    def _talk_limits(self) -> TalkLimits:
+        return TalkLimits(
+            max_completion_tokens=self.max_completion_length,
+            max_turn_tokens=(self.args.generation_kwargs or {}).get("max_tokens") or self.max_completion_length,
+            max_tool_turns=self.max_tool_calling_iterations,
+        )
+
+    def agent_batch(self, prompts: Sequence[Any]) -> AgentBatch:
+        """Inside of a rollout function: what `grpo.agents` needs of the batch that is being made.
+
+        Args:
+            prompts: of this rank's rows, as TRL gives them to the rollout function.
+        """
+        engines, args, rank = self._local, self.args, self.accelerator.process_index
+        if engines is None:
+            raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
+        if self._agent_template is None:
+            self._agent_template = fitting_template(self)
+        rows = self.batch_rows
+        place, folder = self.topology, Path(args.output_dir) / LOGS_FOLDER
+        return AgentBatch(
+            rows=rows if len(rows) == len(prompts) else [{"prompt": prompt} for prompt in prompts],
+            is_chat=self._is_chat,
+            sampler=engines.sampler,
+            template=self._agent_template,
+            limits=self._talk_limits.under(engines.sampler.sampling),
+            timeout_s=args.agent_timeout or args.rollout_timeout / 2,
+            max_at_once=args.max_agents_at_once,
+            max_failed=args.max_failed_agents,
+            host=args.agent_host,
+            log=folder / log_name("agents", node=place.node, index=rank, attempt=self.attempt),
+            covers=self._watch.covers,
+            uncovers=self._watch.uncovers,
+            say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
+            prepare=partial(use_device, self.accelerator.device),
+            end_token=self.eos_token_ids[0],
+        )
 
     def _together(self, func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         me = weakref.ref(self)

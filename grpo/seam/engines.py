@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from grpo.rollout.ahead import GenerationBatch
 from grpo.rollout.packing import Completions
+from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk
 from grpo.weights.delivery import WeightDelivery
 
@@ -30,7 +31,11 @@ class LocalEngines(Protocol):
 
     @property
     def refused_rows(self) -> list[bool] | None:
-        """Of the last batch, this rank's rows whose prompts no engine took; None where the whole job has none."""
+        """Of the last batch, this rank's rows that are left out; None where the whole job has none."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Of the batch that a rollout function makes now."""
 
     @property
     def last_talks(self) -> tuple[list[Talk], dict[str, int]]:

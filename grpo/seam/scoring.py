@@ -84,7 +84,10 @@ class ScoringTrainer(ObservedTrainer):
         groups = self._groups(len(prompts))
         self._scoring.begin(self._rows(self._inputs, prompts), groups)
         generated = super()._generate(prompts)
-        _, completion_ids, _, completions, _, more, *_ = generated
+        prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures = generated
+        if (said := more.pop("completions", None)) is not None:  # of a rollout function that knows its messages
+            completions = [own if each is None else each for own, each in zip(completions, said, strict=True)]
+            generated = prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures
         rows = self._rows(_with_fields(self._inputs, more), prompts)
         self._scoring.start(rows, completions, completion_ids, groups, refused=self._refused)
         return generated
@@ -124,6 +127,11 @@ class ScoringTrainer(ObservedTrainer):
         why = f"needs the main thread, or gives other rewards beside it, as rank {ranks} has found [GRPO-210]"
         wanted = [number for number in range(len(mine)) if any(found[number] for found in of_ranks)]
         scoring.move(wanted, why if self.accelerator.is_main_process else None)
+
+    @property
+    def batch_rows(self) -> Sequence[Mapping[str, Any]]:
+        """This rank's rows of the batch that is being made: one for each completion, with all columns of the data."""
+        return self._inputs
 
     @property
     def _refused(self) -> list[bool] | None:

@@ -27,6 +27,8 @@ class ConversationReport(Wire):
     """Why, for the first of them."""
     counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
+    num_failed: int = 0
+    """Conversations of which a rollout function says that they failed."""
     tools_s: float = 0.0
     """Of `wait_s`, in which the main thread ran tools."""
     idle_s: float = 0.0
@@ -53,6 +55,7 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
                 num_completions=sum(report.num_conversations for report in mine),
                 num_reissued=sum(report.num_reissued for report in mine),
                 num_refused=sum(report.num_refused for report in mine),
+                num_failed=sum(report.num_failed for report in mine),
                 refusal=refusals[0] if refusals else None,
                 num_not_finite=sum(report.num_not_finite for report in mine),
                 not_finite=next((report.not_finite for report in mine if report.not_finite is not None), None),
@@ -82,6 +85,10 @@ def conversation_metrics(reports: Sequence[ConversationReport]) -> dict[str, flo
     metrics = {"rollout/turns": total("turns") / max(1, sum(report.num_conversations for report in reports))}
     if prompt_tokens := total("prompt_tokens"):
         metrics["rollout/cached_share"] = total("cached_tokens") / prompt_tokens
+    if total("agent_episodes"):
+        metrics["agents/failed"] = float(sum(report.num_failed for report in reports))
+        metrics["agents/requests"] = total("agent_requests") / total("agent_episodes")
+        metrics["agents/dropped_tokens"] = float(total("agent_dropped_tokens"))
     if total("tool_calls"):
         metrics["tools/abandoned"] = float(total("tool_abandoned"))
     return metrics

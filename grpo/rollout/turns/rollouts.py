@@ -3,14 +3,23 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk, TalkLimits, Template, hold_talk
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
+
+
+class ClosableFunction(Protocol):
+    """A rollout function that has threads, as `AgentRollout`."""
+
+    def pending(self) -> str:
+        """What it waits for now, in words."""
+
+    def close(self) -> None:
+        """End what it has. Safe to call twice."""
 
 
 class Rollouts:
@@ -23,6 +32,7 @@ class Rollouts:
         prepare: called first in the thread of that function, and in the event loop's.
         toolbox_of: what the conversation of a row may call; None where there are no tools.
         on_end: hears of each conversation that has ended, by its row, from the event loop.
+        func: that function, where it says what it waits for (`pending`) and leaves something behind (`close`).
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
     """
 
@@ -37,23 +47,21 @@ class Rollouts:
         toolbox_of: Callable[[int], Toolbox | None],
         on_end: Callable[[int, Talk], None] | None,
         loop: asyncio.AbstractEventLoop | None,
+        func: ClosableFunction | None = None,
     ) -> None:
         self.tools = tools
         self.is_function, self.prepare = is_function, prepare
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._limits, self._template, self._toolbox_of = limits, template, toolbox_of
-        self._on_end, self._loop = on_end, loop
+        self._on_end, self._loop, self._func = on_end, loop, func
 
-    def start(self, prompts: Sequence[list[int]], sampler: Sampler, *, max_model_len: int) -> "Future[list[Talk]]":
+    def start(self, prompts: Sequence[list[int]], sampler: Sampler) -> "Future[list[Talk]]":
         """Begin; the future ends with a conversation for each prompt, or with what one has raised.
 
         Args:
             prompts: token ids, in the order of the rank's rows.
-            max_model_len: tokens that an engine holds.
         """
-        turnstile, limits = self.tools.begin(len(prompts)), self._limits
-        if (longest := sampler.sampling.get("max_tokens")) is not None:
-            limits = replace(limits, max_completion_tokens=longest, max_turn_tokens=longest)
+        turnstile, limits = self.tools.begin(len(prompts)), self._limits.under(sampler.sampling)
 
         async def hold(row: int, prompt: list[int]) -> Talk:
             try:
@@ -62,7 +70,6 @@ class Rollouts:
                     prompt,
                     sampler,
                     limits=limits,
-                    max_model_len=max_model_len,
                     template=self._template,
                     tools=self.tools,
                     toolbox=self._toolbox_of(row),
@@ -90,13 +97,17 @@ class Rollouts:
         return asyncio.run_coroutine_threadsafe(hold_all(), self._loop)
 
     def close(self) -> None:
-        """End the event loop, if it is one of ours. Safe to call twice."""
+        """End the event loop, if it is one of ours, and what the function has. Safe to call twice."""
         if self._own_loop is not None:
             self._own_loop.call_soon_threadsafe(self._own_loop.stop)
             self._own_loop = self._loop = None
+        if self._func is not None:
+            self._func.close()
 
     def pending(self) -> str:
-        """The tools that run now, in words."""
+        """What runs now, in words: agents, or tools."""
+        if self._func is not None:
+            return self._func.pending()
         running = [*self.tools.running.values()]
         more = f" and {len(running) - 3} more" if len(running) > 3 else ""
         return ", ".join(running[:3]) + more

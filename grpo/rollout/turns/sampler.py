@@ -1,6 +1,7 @@
 """What a rollout calls to have its turns sampled."""
 
 import asyncio
+import hashlib
 import itertools
 import threading
 import time
@@ -40,12 +41,17 @@ class Turn:
     """Why no engine took it: it is longer than the context, say."""
 
 
+class BatchOver(RuntimeError):
+    """Somebody asks for a turn of a batch that has ended."""
+
+
 class Sampler:
     """One rank's turns of one batch. From any thread or event loop; not collective.
 
     Args:
         base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
         num_rows: of the rank in this batch.
+        max_model_len: tokens that an engine holds.
         look: called every `POLL_S` where the main thread waits for answers.
     """
 
@@ -56,15 +62,17 @@ class Sampler:
         base_seed: int,
         rank: int,
         num_rows: int,
+        max_model_len: int,
         look: Callable[[], None] = lambda: None,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.sampling = {**(sampling or {})}
         """vLLM's arguments of all turns in place of the trainer's, but for those that a call names."""
         self._channel, self._base_seed, self._rank, self._look = channel, base_seed, rank, look
-        self._taken: dict[tuple[int, int], object] = {}
+        self.max_model_len = max_model_len
+        self._taken: dict[tuple[int, int | str], object] = {}
         """Rows and turns that `sample` has brought tokens for, or is to bring."""
-        self._num_rows, self._is_over = num_rows, False
+        self._num_rows, self.is_over = num_rows, False
         self._calls = itertools.count(1)  # also from several threads
         self.refused: dict[int, str] = {}
         """By row: why no engine took its prompt, unless `sample` has asked for it anew; or a turn of `sample_all`."""
@@ -77,7 +85,13 @@ class Sampler:
         self.first_ask = self.last_answer = time.monotonic()
 
     async def sample(
-        self, token_ids: Sequence[int], *, row: int, turn: int, max_tokens: int | None = None, **sampling: Any
+        self,
+        token_ids: Sequence[int],
+        *,
+        row: int,
+        turn: int | None = None,
+        max_tokens: int | None = None,
+        **sampling: Any,
     ) -> Turn:
         """Continue a conversation.
 
@@ -85,18 +99,20 @@ class Sampler:
             token_ids: [L], all that was said before, template and all.
             row: which of this rank's prompts the conversation belongs to, from 0.
             turn: from 0; the seed follows from both, so no two calls for a row take the same, but after a refusal.
+                None: the seed follows from the row, the tokens, and how often the row had these sampled before. So
+                several turns of a row, asked for at once in any order, are the same ones in every run.
             max_tokens: to sample at most; None: `max_completion_length`.
             sampling: of `SAMPLING`, in place of the trainer's; tokens that end a completion do so beside
                 `stop_token_ids`, unless `ignore_eos` is set.
 
         Raises:
             ConnectionError: the job is ending.
-            RuntimeError: the batch is over.
+            BatchOver: the batch has ended.
             TypeError: an argument that is none of `SAMPLING`.
             ValueError: the turn was sampled, or is being sampled, by another call: both would be the same random
                 numbers.
         """
-        if turn < 0 or row < 0:
+        if row < 0 or (turn is not None and turn < 0):
             raise ValueError(f"row {row}, turn {turn}: both count from 0")
         if unknown := sampling.keys() - SAMPLING:
             raise TypeError(
@@ -106,18 +122,22 @@ class Sampler:
         if max_tokens is not None:
             sampling["max_tokens"] = max_tokens
         mine = object()
-        if self._taken.setdefault((row, turn), mine) is not mine:
+        if turn is None:
+            digest = hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
+            names = (f"{digest} {times}" for times in itertools.count())
+            key: int | str = next(name for name in names if self._taken.setdefault((row, name), mine) is mine)
+        elif self._taken.setdefault((row, key := turn), mine) is not mine:
             raise ValueError(
                 f"sample() was called twice in this batch for row {row}, turn {turn} [GRPO-615]: both calls would get "
                 "the same random numbers; give each call of a row a turn of its own"
             )
         answer: Answer | None = None
         try:
-            answer = await self._awaited(asyncio.wrap_future(self._ask(token_ids, row, turn, sampling)))
+            answer = await self._awaited(asyncio.wrap_future(self._ask(token_ids, row, key, sampling)))
         finally:
             if answer is None or answer.refusal is not None:
-                del self._taken[row, turn]
-        self._attribute(row, turn, answer)
+                del self._taken[row, key]
+        self._attribute(row, key, answer)
         return self._note(answer)
 
     def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
@@ -142,9 +162,14 @@ class Sampler:
             )
         return [self._note(answer) for answer in answers]
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the node has no engine now, and what is asked waits until it has one."""
+        return self._channel.is_stalled
+
     def close(self) -> None:
         """The batch is over: whoever asks now is told so."""
-        self._is_over = True
+        self.is_over = True
 
     async def _awaited(self, asked: "asyncio.Future[Answer]") -> Answer:
         try:
@@ -155,9 +180,9 @@ class Sampler:
             if not asked.get_loop().is_closed():  # it is, where a batch that has failed is collected as garbage
                 asked.cancel()  # where this call is
 
-    def _ask(self, token_ids: Sequence[int], row: int, turn: int, sampling: dict[str, Any]) -> "Future[Answer]":
-        if self._is_over:
-            raise RuntimeError("the batch that this rollout belongs to is over")
+    def _ask(self, token_ids: Sequence[int], row: int, turn: int | str, sampling: dict[str, Any]) -> "Future[Answer]":
+        if self.is_over:
+            raise BatchOver("the batch that this rollout belongs to is over")
         if not self.counts["turns"]:
             self.first_ask = time.monotonic()
         self.counts["turns"] += 1
@@ -166,20 +191,20 @@ class Sampler:
             np.asarray(token_ids, np.int32),
             row=row,
             seed=turn_seed(self._base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
-            name=f"turn {turn} of row {row} of rank {self._rank}",
+            name=f"{'a turn' if isinstance(turn, str) else f'turn {turn}'} of row {row} of rank {self._rank}",
             overrides={**self.sampling, **sampling},
         )
 
-    def _attribute(self, row: int, turn: int, answer: Answer) -> None:
+    def _attribute(self, row: int, turn: int | str, answer: Answer) -> None:
         """An answer to a conversation of this row."""
         if answer.refusal is None:
             self.engines[row] = answer.engine
             self.policy_versions[row] = answer.policy_version
-            if turn >= 0:  # of `sample`, which told of a refusal before: the function has asked anew
+            if isinstance(turn, str) or turn >= 0:  # of `sample`, which told of a refusal before: it was asked anew
                 self.refused.pop(row, None)
             return
         self.engines.setdefault(row, REFUSED)
-        if turn <= 0:  # of a later `sample` the function is told
+        if not isinstance(turn, str) and turn <= 0:  # of a later `sample` the function is told
             self.refused[row] = answer.refusal
 
     def _note(self, answer: Answer) -> Turn:

@@ -44,6 +44,9 @@ class Row:
     logprobs: Sequence[float] | np.ndarray
     """[T]"""
     refusal: str | None = None
+    """Why no engine took its prompt."""
+    failure: str | None = None
+    """Why its rollout function gives nothing that may be trained on."""
 
 
 class RankConversations:
@@ -109,7 +112,7 @@ class RankConversations:
     def talk(self, prompts: Sequence[list[int]]) -> tuple[list[Talk], dict[str, int], GenerationBatch]:
         """A conversation for each of the rank's prompts, and the calls of tools. Collective over the job."""
         talks, batch = self._hold(
-            partial(self._rollouts.start, prompts, max_model_len=self._max_model_len),
+            partial(self._rollouts.start, prompts),
             lambda talks, sampler: [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in talks],
             len(prompts),
         )
@@ -117,6 +120,8 @@ class RankConversations:
 
     def roll_out(self, func: Callable[[], dict[str, Any]], num_rows: int) -> tuple[dict[str, Any], GenerationBatch]:
         """What a function of the user's gives TRL: `prompt_ids`, `completion_ids`, `logprobs` and more. Collective.
+
+        A row for which it gives a text in `failed` is left out, as one is that no engine took.
 
         Raises:
             ValueError: it gives something else, or not `num_rows` of each.
@@ -168,6 +173,7 @@ class RankConversations:
                 base_seed=base_seed,
                 rank=self._rank,
                 num_rows=num_rows,
+                max_model_len=self._max_model_len,
                 look=self._conversations.look,
                 sampling=now.sampling,
             )
@@ -192,7 +198,7 @@ class RankConversations:
         versions = [sampler.policy_versions.get(row, now.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
         for number, row in enumerate(rows):
-            if row.refusal is not None:
+            if row.refusal is not None or row.failure is not None:
                 versions[number] = engines[number] = REFUSED
         return result, GenerationBatch(
             completions=pack_completions(
@@ -226,6 +232,7 @@ class RankConversations:
             tools_s=self._rollouts.tools.main.busy_s,
             num_conversations=len(rows),
             num_refused=len(refusals),
+            num_failed=sum(row.failure is not None for row in rows),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,
             counts={**sampler.counts, **tools},
         )
@@ -268,7 +275,9 @@ def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
         values = output[name]
         if (name != "logprobs" or values is not None) and len(values) != num_rows:
             raise ValueError(f"rollout_func returned {len(values)} {name} for {num_rows} prompts: give one for each")
-    empty = [row for row, ids in enumerate(output["completion_ids"]) if not len(ids) and row not in refused]
+    failed = {row: why for row, why in enumerate(output.get("failed") or []) if why is not None}
+    left_out = {**failed, **refused}
+    empty = [row for row, ids in enumerate(output["completion_ids"]) if not len(ids) and row not in left_out]
     if empty:
         raise ValueError(f"rollout_func returned no tokens for row {empty[0]}: give at least the end token")
     wanted = [len(ids) for ids in output["completion_ids"]]
@@ -279,4 +288,7 @@ def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
                 "rows): give one for each token"
             )
     rows = [Row(ids, np.zeros(len(ids))) for ids in output["completion_ids"]]
-    return [Row([], [], refused[number]) if number in refused else row for number, row in enumerate(rows)]
+    return [
+        Row([], [], refusal=refused.get(number), failure=failed.get(number)) if number in left_out else row
+        for number, row in enumerate(rows)
+    ]

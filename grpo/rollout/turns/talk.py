@@ -1,8 +1,8 @@
 """One conversation of model and tools, as TRL's `_tool_call_loop` has it (1.16), but waiting for no other one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
@@ -25,6 +25,12 @@ class TalkLimits:
     max_turn_tokens: int
     """Of one turn."""
     max_tool_turns: int
+
+    def under(self, sampling: Mapping[str, Any]) -> "TalkLimits":
+        """Those of a batch with sampling arguments of its own, as an evaluation has them."""
+        if (longest := sampling.get("max_tokens")) is None:
+            return self
+        return replace(self, max_completion_tokens=longest, max_turn_tokens=longest)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +68,6 @@ async def hold_talk(
     sampler: Sampler,
     *,
     limits: TalkLimits,
-    max_model_len: int,
     template: Template,
     tools: ToolRunner,
     toolbox: Toolbox | None,
@@ -71,18 +76,18 @@ async def hold_talk(
 
     Args:
         prompt: [L].
-        max_model_len: tokens that an engine holds.
         toolbox: None: there are no tools, and the first turn is the last.
     """
     talk = Talk()
-    turn = await sampler.sample(prompt, row=row, turn=0)
+    # With tools as through an agent's door: the seed of a turn follows from its tokens.
+    turn = await sampler.sample(prompt, row=row, turn=0 if toolbox is None else None)
     talk.refusal = turn.refusal
     talk.add(turn.token_ids, turn.logprobs)
     talk.first_turn = len(turn.token_ids)
     if talk.refusal is not None:
         return talk
     talk.messages.append(template.parse(turn.token_ids, prefix=prompt, row=row))
-    for number in range(1, limits.max_tool_turns + 1):
+    for _ in range(limits.max_tool_turns):
         calls = talk.messages[-1].get("tool_calls")
         if toolbox is None or not calls:
             break
@@ -90,12 +95,12 @@ async def hold_talk(
         suffix = template.tool_suffix(answers)
         said = [*prompt, *talk.token_ids, *suffix]
         left = limits.max_completion_tokens - (len(said) - len(prompt))
-        if left < 0 or len(said) >= max_model_len:
+        if left < 0 or len(said) >= sampler.max_model_len:
             break  # as if the tools had not been called: the model has no room to go on
         token_ids: list[int] = []
         logprobs: list[float] = []
         if left:
-            turn = await sampler.sample(said, row=row, turn=number, max_tokens=min(left, limits.max_turn_tokens))
+            turn = await sampler.sample(said, row=row, max_tokens=min(left, limits.max_turn_tokens))
             if turn.refusal is not None:
                 break
             token_ids, logprobs = turn.token_ids, turn.logprobs

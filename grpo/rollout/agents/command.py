@@ -1,0 +1,128 @@
+"""An agent that is a command: a process of its own for each row, which is told of its door by its environment."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from grpo.engine.environment import without_launcher
+from grpo.faults.sessions import ProcessEnd, end_session
+from grpo.faults.worker import Worker
+from grpo.rollout.agents.door import Door
+
+STDOUT_BYTES = 1 << 20  # of which the last line is read
+END_S = 5.0  # from SIGTERM to SIGKILL
+
+
+class AgentFailed(RuntimeError):
+    """A command that ended in another way than it should."""
+
+
+class AgentProcess:
+    """One run of a command, in a session and with a folder for temporary files of its own.
+
+    Args:
+        argv: what to run, in the working directory of the rank.
+        row: the columns of the data set, given as JSON on standard input.
+        log: where its standard error goes.
+        covers, uncovers: tell whoever outlives this process of a folder to remove and a session to end.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        door: Door,
+        row: Mapping[str, Any],
+        log: Path,
+        covers: Callable[[Path, int], None],
+        uncovers: Callable[[Path], None],
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="grpo-agent-"))
+        self._uncovers = uncovers
+        env = {
+            **without_launcher(os.environ),
+            "OPENAI_BASE_URL": door.url,
+            "OPENAI_API_KEY": door.key,
+            "OPENAI_MODEL": door.model,
+            "TMPDIR": str(self._folder),
+            "CUDA_VISIBLE_DEVICES": "",  # they are the trainer's and the engines'
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would wait for whatever the command leaves behind
+        try:
+            with tempfile.TemporaryFile() as given, log.open("ab") as told:
+                given.write(json.dumps(row, default=str).encode())
+                given.seek(0)
+                process = subprocess.Popen(
+                    argv, stdin=given, stdout=self._said, stderr=told, env=env, start_new_session=True
+                )
+        except BaseException:
+            self._said.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        covers(self._folder, process.pid)
+        self._pid, self._ends = process.pid, ProcessEnd(process.pid)
+        self._process = process
+        self._close = weakref.finalize(self, _close, process, self._folder)  # at the interpreter's exit, too
+
+    def start(self) -> "Future[dict[str, Any]]":
+        """The columns that it says in its last line, when it has ended; nothing of its session is left then.
+
+        Raises:
+            AgentFailed: it ends with another status than 0, or its last line is no JSON object.
+        """
+        return Worker("grpo-agent").run(self._wait)
+
+    def end(self) -> None:
+        """Ask it to end, and see to it. Returns at once."""
+        Worker("grpo-agent").run(self._end)
+
+    def _wait(self) -> dict[str, Any]:
+        try:
+            self._ends.wait()
+            self._close()
+            size = self._said.seek(0, os.SEEK_END)
+            self._said.seek(max(0, size - STDOUT_BYTES))
+            return columns_of(self._said.read(), self._process.returncode)
+        finally:
+            self._said.close()
+            self._ends.close()
+            self._uncovers(self._folder)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM)  # it is not reaped before `_close`
+            if ProcessEnd(self._pid).wait(END_S):
+                return
+        self._close()
+
+
+def columns_of(said: bytes, status: int) -> dict[str, Any]:
+    """The last line of what a command has written, which is a JSON object; nothing where it has written nothing."""
+    if status:
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        raise AgentFailed(f"it ended {how}; its standard error is in logs/")
+    lines = said.decode(errors="replace").strip().splitlines()
+    if not lines:
+        return {}
+    try:
+        found = json.loads(lines[-1])
+    except (ValueError, RecursionError) as error:
+        raise AgentFailed(f"its last line is no JSON ({error}): {lines[-1][:200]!r}") from None
+    if not isinstance(found, dict):
+        raise AgentFailed(f"its last line is {type(found).__name__}, and has to be an object of columns")
+    return found
+
+
+def _close(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """The end of its session, whose number is taken until its leader is reaped."""
+    end_session(process.pid, folder)
+    process.wait()

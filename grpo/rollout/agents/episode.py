@@ -1,0 +1,225 @@
+"""What one agent has asked and been answered: token ids, never text that is tokenised again."""
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from grpo.rollout.agents.protocol import Reply, RequestError, canonical, digest_of
+from grpo.rollout.turns.sampler import Sampler
+from grpo.rollout.turns.talk import Talk, TalkLimits
+from grpo.rollout.turns.tools import Message
+
+Tools = Sequence[dict[str, Any]] | None
+
+
+class Template(Protocol):
+    """How messages become tokens, and tokens messages. Called in one thread."""
+
+    def render(self, messages: list[Message], tools: Tools) -> list[int]:
+        """The tokens of a conversation, up to where the model goes on."""
+
+    def suffix(self, messages: list[Message]) -> list[int]:
+        """The tokens of messages behind one of the model's, up to where it goes on."""
+
+    def parse(self, token_ids: list[int], *, prefix: list[int], tools: Tools) -> Message:
+        """The message that the model has said, with its tool calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """A conversation up to an answer."""
+
+    prompt: list[int]
+    """[L], of its first request."""
+    talk: Talk
+    """All that follows the prompt."""
+    canon: tuple[str, ...] | None
+    """Its messages, the answer too, as `canonical` writes them; None: it was asked for in token ids."""
+    tools: str
+    """Those that it was rendered with."""
+    order: int
+    """How many answers the agent had when it asked for this one."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """[L + T]"""
+        return self.prompt + self.talk.token_ids
+
+
+class Episode:
+    """A row's conversations with the engines.
+
+    A request whose messages begin with those of an answered one continues its token ids, behind them only the tokens of
+    the messages that are new; any other begins a chain of its own. Trained is the chain of the last answer.
+
+    Args:
+        row: of the rank's rows.
+        render: runs a call of the template's in its thread, and awaits it.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        *,
+        sampler: Sampler,
+        template: Template,
+        limits: TalkLimits,
+        render: Callable[[Callable[[], Any]], Awaitable[Any]],
+    ) -> None:
+        self.row, self.num_requests = row, 0
+        self.refusal: str | None = None
+        """Why no engine took its last request."""
+        self._sampler, self._template, self._limits, self._render = sampler, template, limits, render
+        self._chains: list[Chain] = []
+        self._num_sampled = 0
+
+    async def chat(
+        self, messages: list[Message], tools: Tools, *, max_tokens: int | None, stop: Sequence[str]
+    ) -> Reply:
+        """The answer to a conversation.
+
+        Raises:
+            RequestError: it cannot be rendered, or no engine takes it.
+            ConnectionError, BatchOver: the job is ending, or the batch has ended.
+        """
+        order, told = len(self._chains), tuple(map(canonical, messages))
+        shown = json.dumps(tools or [], sort_keys=True)
+        known = [
+            chain
+            for chain in self._chains
+            if chain.canon is not None and chain.tools == shown and len(chain.canon) < len(told)
+            if told[: len(chain.canon)] == chain.canon
+        ]
+        parent = max(known, key=lambda chain: len(chain.canon or ()), default=None)
+        if parent is None:
+            prompt, talk = await self._rendered(lambda: self._template.render(messages, tools)), Talk()
+        else:
+            new = messages[len(parent.canon or ()) :]
+            suffix = await self._rendered(lambda: self._template.suffix(new))
+            prompt, talk = parent.prompt, _copy(parent.talk)
+            talk.add_foreign(suffix)
+            talk.messages += new
+        said = prompt + talk.token_ids
+
+        async def read(token_ids: list[int]) -> Message:
+            message = await self._render(lambda: self._template.parse(token_ids, prefix=said, tools=tools))
+            return _cut(message, stop)
+
+        def chain_of(message: Message) -> Chain:
+            canon = (*told, canonical(message))
+            return Chain(prompt=prompt, talk=talk, canon=canon, tools=shown, order=order)
+
+        return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
+
+    async def generate(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Reply:
+        """The answer to token ids; see `chat`."""
+        order = len(self._chains)
+        known = [chain for chain in self._chains if token_ids[: len(chain.token_ids)] == chain.token_ids]
+        if parent := max(known, key=lambda chain: len(chain.token_ids), default=None):
+            prompt, talk = parent.prompt, _copy(parent.talk)
+            talk.add_foreign(token_ids[len(parent.token_ids) :])
+        else:
+            prompt, talk = token_ids, Talk()
+
+        async def read(token_ids: list[int]) -> Message:
+            return await self._render(lambda: self._template.parse(token_ids, prefix=prompt, tools=None))
+
+        def chain_of(message: Message) -> Chain:
+            return Chain(prompt=prompt, talk=talk, canon=None, tools="", order=order)
+
+        return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
+
+    def chosen(self) -> Chain | None:
+        """The chain of the last answer. Of those that were asked for at the same time it is the longest one, so that it
+        depends on no clock."""
+        return max(
+            self._chains,
+            key=lambda chain: (chain.order, sum(chain.talk.tool_mask), chain.token_ids),
+            default=None,
+        )
+
+    def num_dropped(self) -> int:
+        """Tokens that were sampled and are in no chain that is trained."""
+        chosen = self.chosen()
+        kept = 0 if chosen is None else sum(chosen.talk.tool_mask)
+        return self._num_sampled - kept
+
+    async def _rendered(self, call: Callable[[], list[int]]) -> list[int]:
+        try:
+            return await self._render(call)
+        except Exception as error:
+            raise RequestError(
+                400, "invalid_messages", f"the chat template takes no such messages: {type(error).__name__}: {error}"
+            ) from error
+
+    async def _answered(
+        self,
+        prompt: list[int],
+        talk: Talk,
+        chain_of: Callable[[Message], Chain],
+        read: Callable[[list[int]], Awaitable[Message]],
+        *,
+        max_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Reply:
+        """As `hold_talk` goes on, within its limits."""
+        self.num_requests += 1
+        said = prompt + talk.token_ids
+        left = self._limits.max_completion_tokens - len(talk.token_ids)
+        if talk.token_ids and (left < 0 or len(said) >= self._sampler.max_model_len):
+            return _nothing(said)  # the model has no room to go on
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        reason = "length"
+        if left:
+            most = min(left, self._limits.max_turn_tokens, max_tokens or left)
+            more: dict[str, Any] = {"stop": [*stop]} if stop else {}
+            turn = await self._sampler.sample(said, row=self.row, max_tokens=most, **more)
+            if turn.refusal is not None:
+                self.refusal = turn.refusal
+                raise RequestError(400, "context_length_exceeded", turn.refusal)
+            token_ids, logprobs, reason = turn.token_ids, turn.logprobs, turn.finish_reason or "stop"
+        self.refusal = None
+        message = await read(token_ids) if token_ids else {"role": "assistant", "content": ""}
+        talk.add(token_ids, logprobs)
+        if token_ids:
+            talk.messages.append(message)
+        self._num_sampled += len(token_ids)
+        self._chains.append(chain_of(message))
+        return Reply(
+            message=message,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_prompt_tokens=len(said),
+            digest=digest_of(said + token_ids),
+        )
+
+
+def _copy(talk: Talk) -> Talk:
+    return replace(
+        talk,
+        token_ids=[*talk.token_ids],
+        logprobs=[*talk.logprobs],
+        tool_mask=[*talk.tool_mask],
+        messages=[*talk.messages],
+    )
+
+
+def _cut(message: Message, stop: Sequence[str]) -> Message:
+    """Without a text that was to end the turn, and what the model has said behind it in the same token."""
+    content = message.get("content") or ""
+    found = [place for each in stop if (place := content.find(each)) >= 0]
+    return {**message, "content": content[: min(found)]} if found else message
+
+
+def _nothing(said: list[int]) -> Reply:
+    return Reply(
+        message={"role": "assistant", "content": ""},
+        token_ids=[],
+        logprobs=[],
+        finish_reason="length",
+        num_prompt_tokens=len(said),
+        digest=digest_of(said),
+    )

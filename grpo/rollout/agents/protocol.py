@@ -1,0 +1,299 @@
+"""What an agent asks and is answered: OpenAI's chat completions, and vLLM's token ids in and out."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from grpo.rollout.turns.tools import Message
+
+MODEL = "policy"
+"""The model's name at the door; whatever an agent asks for, it is the one that is trained."""
+NEUTRAL = ("model", "user", "metadata", "store", "seed", "parallel_tool_calls", "stream_options", "request_id")
+"""Fields of a request that change nothing here, and of which nobody need hear."""
+
+
+class RequestError(Exception):
+    """A request that is not answered, as OpenAI's clients understand it.
+
+    Args:
+        status: of HTTP.
+        code: as OpenAI names it.
+        retries: whether a client that asks again may be answered.
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, retries: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.code, self.retries = status, code, retries
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    type: str
+    text: str = ""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _Call(BaseModel):
+    id: str | None = None
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else [each for each in self.stop or [] if each]
+
+    def ignored(self) -> list[str]:
+        """Fields that somebody has set and that have no effect."""
+        more = {name: value for name, value in (self.model_extra or {}).items() if name not in NEUTRAL}
+        return sorted(name for name, value in more.items() if value not in (None, False, [], {}))
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`; https://platform.openai.com/docs/api-reference/chat/create."""
+
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    n: int | None = 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(((self.model_extra or {}).get("stream_options") or {}).get("include_usage"))
+
+    def ignored(self) -> list[str]:
+        return [*super().ignored(), *(["tool_choice"] if self.tool_choice not in (None, "auto", "none") else [])]
+
+
+class GenerateRequest(_Request):
+    """`POST /inference/v1/generate`, of which vLLM's documentation speaks as disaggregated serving (0.31)."""
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        most = self.sampling_params.get("max_tokens")
+        return most if isinstance(most, int) and most > 0 else None
+
+    def ignored(self) -> list[str]:
+        own = {name for name, value in self.sampling_params.items() if value not in (None, False, [], {})}
+        return [*super().ignored(), *sorted(own - {"max_tokens", "logprobs", "seed", "n", "stop"})]
+
+
+def parse(kind: "type[Any]", body: bytes) -> Any:
+    """A request of this kind.
+
+    Raises:
+        RequestError: 400, and what is wrong with it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise RequestError(400, "invalid_request", f"{where}: {first['msg']}") from None
+
+
+def messages_of(request: ChatRequest) -> list[Message]:
+    """As chat templates take them: text, arguments of calls as objects, and of a tool's message the tool's name.
+
+    Raises:
+        RequestError: 400, for what is no text.
+    """
+    names: dict[str | None, str] = {}
+    messages = []
+    for given in request.messages:
+        message: Message = {"role": "system" if given.role == "developer" else given.role, "content": _text(given)}
+        if given.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
+                for call in given.tool_calls
+            ]
+            for number, call in enumerate(given.tool_calls):
+                names[call.id] = call.function.name
+                if call.id is not None:
+                    message["tool_calls"][number]["id"] = call.id
+        if given.role == "tool":
+            message["name"] = given.name or names.get(given.tool_call_id) or "unknown"
+            if given.tool_call_id is not None:
+                message["tool_call_id"] = given.tool_call_id
+        messages.append(message)
+    return messages
+
+
+def _text(message: _Message) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return _encodable(message.content or "")
+    if other := {part.type for part in message.content} - {"text"}:
+        raise RequestError(
+            400, "unsupported_content", f"a part of a message is {min(other)!r}: at this door messages are text"
+        )
+    return _encodable("".join(part.text for part in message.content))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _arguments(call: _Call) -> Any:
+    if not isinstance(call.function.arguments, str):
+        return call.function.arguments
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.function.arguments
+    return found if isinstance(found, dict) else call.function.arguments
+
+
+def canonical(message: Message) -> str:
+    """What makes two messages the same: role, text, and calls by name and arguments. Clients give calls other ids,
+    leave reasoning out, and may strip what the model has said."""
+    content = message.get("content") or ""
+    calls = [
+        [call["function"]["name"], call["function"].get("arguments") or {}] for call in message.get("tool_calls") or []
+    ]
+    told = content.strip() if message["role"] == "assistant" else content
+    return json.dumps([message["role"], told, calls], sort_keys=True, default=str)
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply:
+    """One turn, as the agent sees it."""
+
+    message: Message
+    """As the chat template's parser has read it; empty where token ids were asked for."""
+    token_ids: Sequence[int]
+    """[T]"""
+    logprobs: Sequence[float]
+    """[T], natural log."""
+    finish_reason: str
+    num_prompt_tokens: int
+    digest: str
+    """Of all token ids up to here: where ids have to come from somewhere."""
+
+
+def chat_completion(reply: Reply) -> dict[str, Any]:
+    """The body of an answer that comes at once."""
+    message = _openai_message(reply)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply, message)}
+    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+def chat_chunks(reply: Reply, *, usage: bool) -> Iterator[str]:
+    """The lines of an answer that is streamed: all of it is in the first chunk."""
+    message = _openai_message(reply)
+    calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", []))]
+    head = _head(reply, "chat.completion.chunk")
+    reason = _finish_reason(reply, {"tool_calls": calls} if calls else {})
+    delta = {**message, **({"tool_calls": calls} if calls else {})}
+    bodies: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}]},
+    ]
+    if usage:
+        bodies.append({**head, "choices": [], "usage": _usage(reply)})
+    yield from (f"data: {json.dumps(body)}\n\n" for body in bodies)
+    yield "data: [DONE]\n\n"
+
+
+def generated(reply: Reply, request_id: str | None) -> dict[str, Any]:
+    """The body of an answer in token ids, with the log-probability of each."""
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": reply.finish_reason,
+        "token_ids": list(reply.token_ids),
+    }
+    return {
+        "request_id": request_id or f"generate-{reply.digest}",
+        "choices": [choice],
+        "prompt_logprobs": None,
+        "usage": _usage(reply),
+    }
+
+
+def models() -> dict[str, Any]:
+    """`GET /v1/models`."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo"}]}
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps([*token_ids]).encode(), digest_size=12).hexdigest()
+
+
+def _openai_message(reply: Reply) -> dict[str, Any]:
+    said = reply.message
+    calls = [
+        {
+            "id": f"{reply.digest[:8]}{number}",  # nine letters and digits: some templates take no other ids
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": _as_text(call["function"].get("arguments") or {}),
+            },
+        }
+        for number, call in enumerate(said.get("tool_calls") or [])
+    ]
+    message = {"role": "assistant", "content": said.get("content") or (None if calls else "")}
+    for name in ("reasoning_content", "thinking"):
+        if said.get(name):
+            message["reasoning_content"] = said[name]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _finish_reason(reply: Reply, message: Mapping[str, Any]) -> str:
+    return "tool_calls" if message.get("tool_calls") else reply.finish_reason
+
+
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.digest}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    prompt, said = reply.num_prompt_tokens, len(reply.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

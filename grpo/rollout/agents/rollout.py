@@ -1,0 +1,299 @@
+"""A rollout function whose rows are agents: each holds its conversations itself, and the chain of its last answer is
+trained."""
+
+import asyncio
+import inspect
+import shlex
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl.trainer.utils import start_event_loop_in_daemon
+
+from grpo.faults.worker import Worker, surviving
+from grpo.rollout.agents.command import AgentProcess
+from grpo.rollout.agents.door import Door, DoorServer
+from grpo.rollout.agents.episode import Episode, Template
+from grpo.rollout.agents.protocol import MODEL
+from grpo.rollout.turns.sampler import BatchOver, Sampler
+from grpo.rollout.turns.talk import TalkLimits
+
+Row = Mapping[str, Any]
+Agent = Callable[[Door, Row], Awaitable[Mapping[str, Any] | None]]
+POLL_S = 0.2
+GRACE_S = 5.0  # that an agent has to end when it is told to
+
+
+class TooManyFailed(RuntimeError):
+    """More agents have failed than the user allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentBatch:
+    """What a rank's agents of one batch are given; `GRPOTrainer.agent_batch` makes it."""
+
+    rows: Sequence[Row]
+    """One for each completion, with all columns of the data set."""
+    is_chat: bool
+    """Whether the data set's prompts are messages, and rewards are shown messages."""
+    sampler: Sampler
+    template: Template
+    limits: TalkLimits
+    """Of each chain."""
+    timeout_s: float
+    """Of an agent, without what engines take to return."""
+    max_at_once: int | None
+    max_failed: int
+    """Over the run."""
+    host: str
+    log: Path
+    """Where the standard error of commands goes."""
+    covers: Callable[[Path, int], None]
+    uncovers: Callable[[Path], None]
+    """See `AgentProcess`."""
+    say: Callable[[str], None]
+    prepare: Callable[[], None]
+    """Called first in each thread."""
+    end_token: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What came of an agent."""
+
+    episode: Episode
+    columns: Mapping[str, Any]
+    failure: str | None = None
+
+
+def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
+    """A `rollout_func` in which an agent of yours, unchanged, asks the node's engines in OpenAI's protocol.
+
+        async def agent(door, row):
+            client = AsyncOpenAI(base_url=door.url, api_key=door.key)
+            answer = await client.chat.completions.create(model=door.model, messages=row["prompt"])
+            return {"solved": float(answer.choices[0].message.content == row["answer"])}
+
+        trainer = GRPOTrainer(..., rollout_func=grpo.agents(agent))
+
+    Args:
+        agent: a coroutine function of a `Door` and a row of the data set, a mapping of its columns, which returns the
+            columns that reward functions are given beside those of the row, or None. Or a command, which is run for
+            each row: it is told of the door by `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, finds the row as
+            JSON on its standard input, and writes its columns as a JSON object into its last line.
+
+    Returns:
+        For `GRPOTrainer` in local mode: `rollout_func=agents(...)`. One object for one trainer.
+
+    Raises:
+        TypeError: it is no coroutine function; run blocking code by `await asyncio.to_thread(...)`.
+        ValueError: there is no such command.
+
+    Recorded are token ids, never text that is tokenised again; see docs/agents.md and
+    https://platform.openai.com/docs/api-reference/chat.
+    """
+    return AgentRollout(agent)
+
+
+class AgentRollout:
+    """See `agents`."""
+
+    def __init__(self, agent: Agent | str | Sequence[str]) -> None:
+        self._argv: list[str] | None = None
+        if isinstance(agent, str) or not callable(agent):
+            self._argv = shlex.split(agent) if isinstance(agent, str) else [*agent]
+            if not self._argv or shutil.which(self._argv[0]) is None:
+                raise ValueError(f"agent is {agent!r}: there is no such command; write one such as 'python agent.py'")
+        elif not _is_async(agent):
+            raise TypeError(
+                f"agent is {getattr(agent, '__name__', agent)!r}, which is no coroutine function: write `async def "
+                "agent(door, row)`, and run code that blocks by `await asyncio.to_thread(...)`"
+            )
+        self._agent = agent
+        self._server: DoorServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._renderer: Worker | None = None
+        self._running: set[int] = set()
+        self._num_failed = 0
+        self._first_failure = ""
+        self._told: set[str] = set()
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """As TRL calls a rollout function: lists of as many entries as prompts, of `prompt_ids`, `completion_ids`,
+        `logprobs`, `env_mask`, `completions`, `failed`, and one for each column that an agent has returned.
+
+        Raises:
+            TypeError: the trainer is not `grpo.GRPOTrainer`.
+            TooManyFailed: more agents than `max_failed_agents` have failed on this rank.
+        """
+        if not hasattr(trainer, "agent_batch"):
+            raise TypeError(f"grpo.agents is for grpo.GRPOTrainer, and this is {type(trainer).__name__}")
+        batch: AgentBatch = trainer.agent_batch(prompts)
+        if self._server is None or self._loop is None:
+            self._renderer = Worker("grpo-templates", batch.prepare)
+            self._server = DoorServer(batch.host, batch.say)
+            _, self._loop, ready = start_event_loop_in_daemon("grpo-agents")
+            ready.wait()
+            self._loop.call_soon_threadsafe(batch.prepare)
+        future = asyncio.run_coroutine_threadsafe(self._run_all(batch), self._loop)
+        while wait([future], POLL_S).not_done:
+            if batch.sampler.is_over:
+                future.cancel()
+                raise BatchOver("the batch that these agents belong to is over")
+        outcomes = future.result()
+        self._count(outcomes, batch)
+        return _as_trl_takes_them(outcomes, batch)
+
+    def close(self) -> None:
+        """End the door and the threads. Safe to call twice; another batch opens it anew."""
+        if self._server is not None:
+            self._server.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._server = self._loop = self._renderer = None
+
+    def pending(self) -> str:
+        """The agents that run now, in words."""
+        rows = sorted(self._running)
+        if not rows:
+            return ""
+        more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+        return f"the agents of rows {', '.join(map(str, rows[:8]))}{more}"
+
+    # -- one batch ------------------------------------------------------------------------------------------------
+
+    async def _run_all(self, batch: AgentBatch) -> list[_Outcome]:
+        places = asyncio.Semaphore(batch.max_at_once or len(batch.rows) or 1)
+        tasks = [asyncio.ensure_future(self._run(row, batch, places)) for row in range(len(batch.rows))]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _run(self, row: int, batch: AgentBatch, places: asyncio.Semaphore) -> _Outcome:
+        assert self._server is not None
+        assert self._renderer is not None
+        renderer = self._renderer
+        episode = Episode(
+            row,
+            sampler=batch.sampler,
+            template=batch.template,
+            limits=batch.limits,
+            render=lambda call: asyncio.wrap_future(renderer.run(call)),
+        )
+        async with places:
+            ticket, door = self._server.admit(episode, MODEL)
+            self._running.add(row)
+            try:
+                columns = await self._bounded(self._started(door, batch.rows[row], batch), batch)
+                return _Outcome(episode=episode, columns=columns)
+            except Exception as error:
+                if batch.sampler.is_over:
+                    raise
+                return _Outcome(episode=episode, columns={}, failure=f"{type(error).__name__}: {error}")
+            finally:
+                self._running.discard(row)
+                self._server.dismiss(ticket)
+
+    async def _started(self, door: Door, row: Row, batch: AgentBatch) -> Mapping[str, Any]:
+        if self._argv is None:
+            assert callable(self._agent)
+            columns = await surviving(_awaited(self._agent(door, {**row})))
+        else:
+            process = AgentProcess(self._argv, door, row, batch.log, batch.covers, batch.uncovers)
+            try:
+                columns = await asyncio.wrap_future(process.start())
+            except asyncio.CancelledError:
+                process.end()
+                raise
+        if columns is None:
+            return {}
+        if not isinstance(columns, Mapping):
+            raise TypeError(f"it returned {type(columns).__name__}: an agent returns a dict of columns, or None")
+        if reserved := columns.keys() & RESERVED:
+            raise ValueError(f"it returned a column {min(reserved)!r}, which is the trainer's own: choose another name")
+        return columns
+
+    async def _bounded(self, started: Awaitable[Mapping[str, Any]], batch: AgentBatch) -> Mapping[str, Any]:
+        """What it returns in its time, in which the node has engines."""
+        task = asyncio.ensure_future(started)
+        used_s, seen = 0.0, time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=min(POLL_S, batch.timeout_s))
+                now = time.monotonic()
+                used_s += 0.0 if batch.sampler.is_stalled else now - seen
+                seen = now
+                if used_s > batch.timeout_s and not task.done():
+                    raise TimeoutError(f"it has not ended after {batch.timeout_s:g} s (agent_timeout)")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=GRACE_S)  # one that does not heed it is left alone
+
+    def _count(self, outcomes: Sequence[_Outcome], batch: AgentBatch) -> None:
+        """Fill in what the batch's metrics are made of, and see to rows that are left out."""
+        counts: Counter[str] = batch.sampler.counts
+        counts["agent_episodes"] += len(outcomes)
+        for row, outcome in enumerate(outcomes):
+            episode = outcome.episode
+            counts["agent_requests"] += episode.num_requests
+            counts["agent_dropped_tokens"] += episode.num_dropped()
+            if episode.chosen() is None and episode.refusal is not None:
+                batch.sampler.refused[row] = episode.refusal
+                outcome.failure = None
+                continue
+            if outcome.failure is None and episode.chosen() is None:
+                outcome.failure = "it ended without having asked for anything"
+            if outcome.failure is None:
+                continue
+            self._num_failed += 1
+            told = f"the agent of row {row} failed: {outcome.failure}"
+            self._first_failure = self._first_failure or told
+            if self._num_failed > batch.max_failed:
+                raise TooManyFailed(
+                    f"more than {batch.max_failed} agents have failed on this rank (max_failed_agents) [GRPO-619]; the "
+                    f"first one: {self._first_failure}"
+                )
+            kind = outcome.failure.partition(":")[0]
+            if kind not in self._told:  # each kind once: the metric counts them
+                self._told.add(kind)
+                batch.say(f"WARNING: {told}; its row is left out, as others are that fail (agents/failed)")
+
+
+RESERVED = frozenset({"prompt", "prompt_ids", "completion_ids", "completions", "logprobs", "env_mask", "failed"})
+"""Columns that an agent cannot return."""
+
+
+def _is_async(agent: Any) -> bool:
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _as_trl_takes_them(outcomes: Sequence[_Outcome], batch: AgentBatch) -> dict[str, Any]:
+    """See `AgentRollout.__call__`."""
+    nothing = [batch.end_token]  # in the place of a prompt that nobody knows
+    chains = [outcome.episode.chosen() if outcome.failure is None else None for outcome in outcomes]
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.columns)
+    output: dict[str, Any] = {name: [outcome.columns.get(name) for outcome in outcomes] for name in names}
+    output |= {
+        "prompt_ids": [nothing if chain is None else chain.prompt for chain in chains],
+        "completion_ids": [[] if chain is None else chain.talk.token_ids for chain in chains],
+        "logprobs": [[] if chain is None else chain.talk.logprobs for chain in chains],
+        "env_mask": [[] if chain is None else chain.talk.tool_mask for chain in chains],
+        "failed": [outcome.failure for outcome in outcomes],
+    }
+    if batch.is_chat:
+        output["completions"] = [None if chain is None else chain.talk.messages or None for chain in chains]
+    return output
