@@ -24,7 +24,7 @@ from grpo.rollout.prompts import Prompts
 from grpo.rollout.refused import Refusals
 from grpo.rollout.report import figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
-from grpo.rollout.turns.rollouts import Rollouts
+from grpo.rollout.turns.rollouts import Rollouts, without_empty
 from grpo.rollout.turns.sampler import Sampler, Turn
 from grpo.rollout.turns.serving import RankConversations
 from grpo.rollout.turns.talk import Talk
@@ -274,20 +274,8 @@ class LocalVLLM:
         with self._in_rollout():
             output, self.last_batch = self._conversations.roll_out(func, num_rows)
         self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
-        return self._without_empty(output)
-
-    def _without_empty(self, output: dict[str, Any]) -> dict[str, Any]:
-        """With something for rows that are left out, and the function has nothing of."""
-        assert self.last_batch is not None
-        refused = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
-        empty = [row for row in refused if not len(output["completion_ids"][row])]
-        token_ids, logprobs = self._nothing()
-        fillers: dict[str, list[Any]] = {"completion_ids": token_ids, "logprobs": logprobs, "env_mask": [1]}
-        filled = {name: [*output[name]] for name in fillers if empty and output.get(name) is not None}
-        for name, values in filled.items():
-            for row in empty:
-                values[row] = fillers[name]
-        return {**output, **filled}
+        left_out = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
+        return without_empty(output, left_out, *self._nothing())
 
     def _nothing(self) -> tuple[list[int], list[float]]:
         """Token and log-probability of what no engine has sampled. TRL takes no empty completion; this one is left out

@@ -129,3 +129,17 @@ def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: dict
         tools.get("failures", 0),
         [[] for _ in talks],
     )
+
+
+def without_empty(
+    output: dict[str, Any], left_out: Sequence[int], token_ids: list[int], logprobs: list[float]
+) -> dict[str, Any]:
+    """What a rollout function gives, with something for rows that are left out, and it has nothing of: TRL takes no
+    empty completion."""
+    empty = [row for row in left_out if not len(output["completion_ids"][row])]
+    fillers: dict[str, list[Any]] = {"completion_ids": token_ids, "logprobs": logprobs, "env_mask": [1]}
+    filled = {name: [*output[name]] for name in fillers if empty and output.get(name) is not None}
+    for name, values in filled.items():
+        for row in empty:
+            values[row] = fillers[name]
+    return {name: values for name, values in {**output, **filled}.items() if name != "failed"}

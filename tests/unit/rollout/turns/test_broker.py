@@ -55,7 +55,8 @@ class Ranks:
         self.channels = [TurnChannel(self.broker.connect())]
         self.channels += [TurnChannel.to(str(self.broker.address)) for _ in range(ranks - 1)]
         self.samplers = [
-            Sampler(channel, base_seed=BASE, rank=rank, num_rows=NUM_ROWS) for rank, channel in enumerate(self.channels)
+            Sampler(channel, base_seed=BASE, rank=rank, num_rows=NUM_ROWS, max_model_len=64)
+            for rank, channel in enumerate(self.channels)
         ]
 
     def close(self) -> None:
@@ -302,7 +303,7 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
     stranger.close()
     channel = TurnChannel.to(str(broker.address))
     wait_until(lambda: not folder.exists() and not watch.covered)
-    sampler = Sampler(channel, base_seed=BASE, rank=0, num_rows=4)
+    sampler = Sampler(channel, base_seed=BASE, rank=0, num_rows=4, max_model_len=64)
     assert sampler.sample_all([[1]])[0].token_ids == expected([1], rank=0, row=0, turn=-1)
     channel.close()
     broker.close()

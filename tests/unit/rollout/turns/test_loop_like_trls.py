@@ -95,8 +95,12 @@ class Batch:
 
     # Of `Sampler` and `Template`, as `Rollouts` takes them.
 
-    async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, max_tokens: int | None = None) -> Turn:
-        for _ in range(rng("time", row, turn).randint(0, 9)):
+    @property
+    def max_model_len(self) -> int:
+        return self.model_len
+
+    async def sample(self, token_ids: Sequence[int], *, row: int, max_tokens: int | None = None, **_: None) -> Turn:
+        for _ in range(rng("time", row, len(token_ids)).randint(0, 9)):
             await asyncio.sleep(0)
         ids, logprobs = sampled(token_ids, min(max_tokens or self.most, self.model_len - len(token_ids)))
         return Turn(token_ids=ids, logprobs=logprobs, finish_reason="stop")
@@ -151,7 +155,7 @@ def ours(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
         on_end=None,
         loop=loop,
     )
-    future = rollouts.start(batch.prompts, batch, max_model_len=batch.model_len)  # type: ignore[arg-type]
+    future = rollouts.start(batch.prompts, batch)  # type: ignore[arg-type]
     future.add_done_callback(lambda _: main.wake())
     while not future.done():
         main.serve(60, left_s=60, check=lambda: None)

@@ -19,10 +19,11 @@ class Model:
     """Says what is written down, turn by turn."""
 
     def __init__(self, *turns: list[int], refused_from: int = 99) -> None:
-        self.turns, self.refused_from = turns, refused_from
+        self.turns, self.refused_from, self.max_model_len = turns, refused_from, 100
         self.asked: list[tuple[list[int], int | None]] = []
 
-    async def sample(self, token_ids: Sequence[int], *, row: int, turn: int, max_tokens: int | None = None) -> Turn:
+    async def sample(self, token_ids: Sequence[int], *, row: int, max_tokens: int | None = None, **_: None) -> Turn:
+        turn = len(self.asked)
         self.asked.append((list(token_ids), max_tokens))
         if turn >= self.refused_from:
             return Turn(token_ids=[], logprobs=[], finish_reason=None, refusal="too long")
@@ -56,13 +57,13 @@ def talk(
         max_turn_tokens=max_turn_tokens,
         max_tool_turns=turns,
     )
+    model.max_model_len = max_model_len
     return asyncio.run(
         hold_talk(
             0,
             PROMPT,
             model,  # type: ignore[arg-type]
             limits=limits,
-            max_model_len=max_model_len,
             template=Letters(),
             tools=ToolRunner(timeout_s=9, main=MainThread(), max_threads=1, max_abandoned=0),
             toolbox=Toolbox(sync={"tool": lambda: result}),
