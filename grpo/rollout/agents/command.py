@@ -1,12 +1,12 @@
 """An agent that is a command: a process of its own for each row, which is told of its door by its environment."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -69,8 +69,8 @@ class AgentProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         covers(self._folder, process.pid)
-        self._pid, self._ends = process.pid, ProcessEnd(process.pid)
-        self._process = process
+        self._process, self._ends = process, ProcessEnd(process.pid)
+        self._has_ended, self._reaping = threading.Event(), threading.Lock()
         self._close = weakref.finalize(self, _close, process, self._folder)  # at the interpreter's exit, too
 
     def start(self) -> "Future[dict[str, Any]]":
@@ -88,7 +88,9 @@ class AgentProcess:
     def _wait(self) -> dict[str, Any]:
         try:
             self._ends.wait()
-            self._close()
+            self._has_ended.set()
+            with self._reaping:
+                self._close()
             size = self._said.seek(0, os.SEEK_END)
             self._said.seek(max(0, size - STDOUT_BYTES))
             return columns_of(self._said.read(), self._process.returncode)
@@ -98,11 +100,12 @@ class AgentProcess:
             self._uncovers(self._folder)
 
     def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGTERM)  # it is not reaped before `_close`
-            if ProcessEnd(self._pid).wait(END_S):
-                return
-        self._close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with self._reaping:
+                if self._process.returncode is not None:
+                    return
+                os.kill(self._process.pid, number)  # it is not reaped: the number is still its own
+            self._has_ended.wait(END_S)
 
 
 def columns_of(said: bytes, status: int) -> dict[str, Any]:

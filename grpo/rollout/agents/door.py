@@ -134,7 +134,7 @@ class DoorServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             guest = self._guests.get(request.match_info["ticket"])
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if guest is None or not hmac.compare_digest(given.encode(), guest.key.encode()):
+            if guest is None or not hmac.compare_digest(given.encode(errors="surrogateescape"), guest.key.encode()):
                 raise RequestError(401, "invalid_api_key", "this key does not open this door: each row has its own")
             task = asyncio.current_task()
             assert task is not None
