@@ -9,6 +9,7 @@ from transformers import ProcessorMixin
 
 from grpo.config import GRPOConfig
 from grpo.config.models import base_of, readable_config
+from grpo.model.messages import MessageTemplate
 from grpo.model.pictures import with_list_of_images
 from grpo.model.text_part import placeholder_ids
 from grpo.place.spelling import did_you_mean
@@ -82,6 +83,8 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     tokenizer = inputs["processing_class"] or load_tokenizer(inputs["model"], args)  # or a processor
     if inputs["tools"] or inputs["environment_factory"]:
         check_tools(inputs["tools"] or [], tokenizer)
+    if getattr(inputs["rollout_func"], "speaks_in_messages", False):  # agents
+        MessageTemplate(tokenizer, args.chat_template_kwargs)
     if inputs["environment_factory"]:
         return FirstRow()  # which gives prompts, and what rewards read, only where there are engines
     row = with_list_of_images(first_row(inputs["train_dataset"]))

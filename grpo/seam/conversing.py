@@ -10,6 +10,7 @@ from typing import Any
 
 from trl.chat_template_utils import parse_response
 
+from grpo.model.messages import MessageTemplate
 from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
@@ -17,7 +18,6 @@ from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
-from grpo.seam.agents import AgentTemplate, fitting_template
 from grpo.seam.scoring import ScoringTrainer, use_device
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ConversingTrainer(ScoringTrainer):
 
     rollout_func: Any
     _rollouts: Rollouts | None = None
-    _agent_template: AgentTemplate | None = None
+    _agent_template: MessageTemplate | None = None
     _resetting = ExitStack()
 
     def _with_threads(self, factories: Any, args: Any) -> Any:
@@ -70,7 +70,6 @@ class ConversingTrainer(ScoringTrainer):
         if is_function:
             if isinstance(self.rollout_func, AgentRollout):
                 agents = self.rollout_func
-                self._agent_template = fitting_template(self)
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
 
@@ -123,7 +122,7 @@ class ConversingTrainer(ScoringTrainer):
         if engines is None:
             raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
         if self._agent_template is None:
-            self._agent_template = fitting_template(self)
+            self._agent_template = MessageTemplate(self.processing_class, self.chat_template_kwargs)
         rows = self.batch_rows
         place, folder = self.topology, Path(args.output_dir) / LOGS_FOLDER
         return AgentBatch(

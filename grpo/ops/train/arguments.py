@@ -51,7 +51,7 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus three that turn rows into prompts, evaluation sets, and one for the run's page."""
+    """TRL's script arguments, plus three that turn rows into prompts, evaluation sets, agents, and the run's page."""
 
     dataset_adapter: str | None = field(
         default=None,
@@ -80,6 +80,14 @@ class GRPOScriptArguments(TrlScriptArguments):
             "each with the split dataset_test_split, or an object of name, config and split, for example "
             '\'{"math": "math.jsonl", "gsm8k": {"name": "openai/gsm8k", "config": "main", "split": "test"}}\'. Rows '
             "become prompts as those of training do. None: dataset_test_split of the data set."
+        },
+    )
+    agent: str | None = field(
+        default=None,
+        metadata={
+            "help": "A command that is run for each completion, such as 'python agent.py': an agent that asks the "
+            "node's engines in OpenAI's protocol, and writes columns for reward functions, as JSON, into its last "
+            "line. Without reward_funcs its column 'reward' is the reward."
         },
     )
     report_every_s: float = field(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo import agents
 from grpo.ops.train.arguments import Arguments, ModelArguments
 from grpo.ops.train.code_reward import code_reward
 from grpo.ops.train.data import local_data
@@ -37,7 +38,7 @@ def check_weights_trained(arguments: Arguments) -> None:
 
 
 def check_task(arguments: Arguments) -> None:
-    """Refuses data without a model, and a model without data or rewards."""
+    """Refuses data or an agent without a model, a model without data or rewards, and an agent that is no command."""
     script, mixture = arguments.script, arguments.mixture
     has_data = bool(script.dataset_name or mixture.datasets)
     if arguments.is_demo:
@@ -46,7 +47,14 @@ def check_task(arguments: Arguments) -> None:
                 "a data set is given, but no model: name one with --model_name_or_path. Without a model the demo task "
                 "runs, which has a data set of its own"
             )
+        if script.agent is not None:
+            raise ValueError(
+                f"agent is {script.agent!r}, but no model: name one with --model_name_or_path. The demo's has no chat "
+                "template"
+            )
         return
+    if script.agent is not None:
+        agents(script.agent)
     if not has_data:
         raise ValueError("there is no data to train on: name it with --dataset_name, or list `datasets` in a YAML file")
     if script.dataset_name and not mixture.datasets:
@@ -65,7 +73,8 @@ def rewards_of(arguments: Arguments) -> "list[RewardFunc | str]":
     """
     script = arguments.script
     model = script.reward_model_name_or_path
-    rewards = [*([model] if model else []), *load_reward_funcs(script.reward_funcs or [])]
+    names = script.reward_funcs or (["agent_reward"] if script.agent is not None and not model else [])
+    rewards = [*([model] if model else []), *load_reward_funcs(names)]
     if not rewards:
         raise ValueError(
             "there is nothing to score completions with: name reward functions with --reward_funcs, or a reward model "

@@ -12,7 +12,7 @@ from grpo.place.spelling import did_you_mean
 RewardFunc = Callable[..., Any]
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-REWARD_NAMES = ("exact_match", "code_reward", *TRL_REWARDS)
+REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", *TRL_REWARDS)
 
 
 def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
@@ -23,6 +23,21 @@ def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: S
     return [
         float(_text(completion).strip() == str(a).strip()) for completion, a in zip(completions, answer, strict=True)
     ]
+
+
+def agent_reward(completions: Sequence[Any], reward: Sequence[float | None] | None = None, **_: Any) -> list[Any]:
+    """What each row's agent has returned as its column `reward` (see `grpo.agents`); None leaves a row unscored.
+
+    Raises:
+        ValueError: no agent has returned one, and the data set has no such column either.
+    """
+    if reward is None:
+        raise ValueError(
+            "agent_reward reads the column 'reward' of what agents return, and none has returned one: return "
+            "{'reward': ...} from the agent, or write it into a command's last line"
+        )
+    assert len(reward) == len(completions)
+    return [*reward]
 
 
 def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
@@ -42,6 +57,8 @@ def _load(name: str) -> RewardFunc:
         return exact_match
     if name == "code_reward":
         return code_reward
+    if name == "agent_reward":
+        return agent_reward
     if name in TRL_REWARDS:
         import trl.rewards
 

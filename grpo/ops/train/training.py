@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import get_peft_config
 
+from grpo import agents
 from grpo.ops import first_and_last, windows
 from grpo.ops.train.arguments import Arguments, quantisation_of
 from grpo.ops.train.checks import rewards_of
@@ -35,6 +36,7 @@ def run(arguments: Arguments) -> "GRPOTrainer":
         reward_funcs=rewards_of(arguments),
         train_dataset=split_of(dataset, script.dataset_train_split, "dataset_train_split"),
         eval_dataset=load_evaluation(arguments, dataset),
+        rollout_func=None if script.agent is None else agents(script.agent),
     )
     train(trainer, arguments)
     trainer.save_model(training.output_dir)

@@ -3,27 +3,12 @@
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+from grpo.model.messages import Message, MessageTemplate, Tools
 from grpo.rollout.agents.protocol import Reply, RequestError, canonical, digest_of
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk, TalkLimits
-from grpo.rollout.turns.tools import Message
-
-Tools = Sequence[dict[str, Any]] | None
-
-
-class Template(Protocol):
-    """How messages become tokens, and tokens messages. Called in one thread."""
-
-    def render(self, messages: list[Message], tools: Tools) -> list[int]:
-        """The tokens of a conversation, up to where the model goes on."""
-
-    def suffix(self, messages: list[Message]) -> list[int]:
-        """The tokens of messages behind one of the model's, up to where it goes on."""
-
-    def parse(self, token_ids: list[int], *, prefix: list[int], tools: Tools) -> Message:
-        """The message that the model has said, with its tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +40,7 @@ class Episode:
 
     Args:
         row: of the rank's rows.
-        render: runs a call of the template's in its thread, and awaits it.
+        render: runs a call of the template's in one thread, and awaits it.
     """
 
     def __init__(
@@ -63,7 +48,7 @@ class Episode:
         row: int,
         *,
         sampler: Sampler,
-        template: Template,
+        template: MessageTemplate,
         limits: TalkLimits,
         render: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:

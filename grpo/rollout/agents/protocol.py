@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from grpo.rollout.turns.tools import Message
+from grpo.model.messages import Message
 
 MODEL = "policy"
 """The model's name at the door; whatever an agent asks for, it is the one that is trained."""

@@ -16,9 +16,10 @@ from typing import Any
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from grpo.faults.worker import Worker, surviving
+from grpo.model.messages import MessageTemplate
 from grpo.rollout.agents.command import AgentProcess
 from grpo.rollout.agents.door import Door, DoorServer
-from grpo.rollout.agents.episode import Episode, Template
+from grpo.rollout.agents.episode import Episode
 from grpo.rollout.agents.protocol import MODEL
 from grpo.rollout.turns.sampler import BatchOver, Sampler
 from grpo.rollout.turns.talk import TalkLimits
@@ -42,7 +43,7 @@ class AgentBatch:
     is_chat: bool
     """Whether the data set's prompts are messages, and rewards are shown messages."""
     sampler: Sampler
-    template: Template
+    template: MessageTemplate
     limits: TalkLimits
     """Of each chain."""
     timeout_s: float
@@ -102,6 +103,9 @@ def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
 
 class AgentRollout:
     """See `agents`."""
+
+    speaks_in_messages = True
+    """A chat template is needed."""
 
     def __init__(self, agent: Agent | str | Sequence[str]) -> None:
         self._argv: list[str] | None = None

@@ -10,12 +10,12 @@ from typing import Any
 from grpo.faults.interrupt import DeadlinePassed
 from grpo.faults.streams import own_streams
 from grpo.faults.worker import Worker, surviving
+from grpo.model.messages import Message
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import home_of
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.turnstile import Turnstile
 
-Message = dict[str, Any]
 HANGS = "an earlier call has not returned"  # an environment may be in any state
 MAX_DECLARED = 64  # calls at a time of tools that are declared for threads, where no number is given
 

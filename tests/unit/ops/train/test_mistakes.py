@@ -137,6 +137,12 @@ MISTAKES = {
     "an asynchronous reward that raises": Mistake(**reward("raise OSError('no judge')", "async def score(completions, **kwargs):"), says=("OSError [GRPO-205]: no judge", "mine.py:2")),
     "a reward for conversations": Mistake(settings={"reward_funcs": ["accuracy_reward"]}, flags=("--dataset_columns", '{"answer": "solution"}'), says=("accuracy_reward", "TypeError", "'The answer is 42.' (as the prompts are)")),
     "more weights than rewards": Mistake(settings={"reward_weights": [0.5, 0.5]}, says=("reward_weights has 2", "1 reward functions")),
+    # agents
+    "an agent that is no command": Mistake(settings={"agent": "no-such-agent.sh --fast"}, says=("agent is 'no-such-agent.sh --fast'", "there is no such command")),
+    "an agent without a template": Mistake(settings={"agent": "true", "reward_funcs": None}, says=("agents speak in messages", "no chat template")),
+    "an agent of the demo": Mistake(settings={"agent": "true", "model_name_or_path": None, "dataset_name": None}, says=("agent is 'true', but no model", "--model_name_or_path")),
+    "an agent whose batch is over first": Mistake(settings={"agent_timeout": 4000}, says=("agent_timeout is 4000 s", "raise rollout_timeout")),
+    "agents none at a time": Mistake(settings={"max_agents_at_once": 0}, says=("max_agents_at_once is 0", "above 0")),
     # numbers
     "groups that do not divide": Mistake(settings={"per_device_train_batch_size": 3}, says=("generation_batch_size (3)", "per_device_train_batch_size to 4, or num_generations to 3")),
     "a group of one": Mistake(settings={"num_generations": 1}, says=("num_generations is 1", "2 or more")),

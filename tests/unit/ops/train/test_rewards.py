@@ -73,3 +73,10 @@ def test_an_error_inside_the_module_comes_through(here: Path, source: str, error
     (here / f"mine_{error.__name__}.py").write_text(source)
     with pytest.raises(error, match=words):
         load_reward_funcs([f"mine_{error.__name__}.f"])
+
+
+def test_agent_reward_is_what_the_agent_says() -> None:
+    (reward,) = load_reward_funcs(["agent_reward"])
+    assert reward(completions=["a", "b"], reward=[0.5, None]) == [0.5, None]
+    with pytest.raises(ValueError, match="none has returned one"):
+        reward(completions=["a", "b"])

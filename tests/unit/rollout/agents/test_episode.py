@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from grpo.rollout.agents.episode import Episode, Tools
+from grpo.model.messages import Message, Tools
+from grpo.rollout.agents.episode import Episode
 from grpo.rollout.agents.protocol import Reply, RequestError
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import TalkLimits
-from grpo.rollout.turns.tools import Message
 
 USER, MODEL, END = 1, 2, 3
 HI: Message = {"role": "user", "content": "hi"}
@@ -66,7 +66,7 @@ class Agent:
         self.episode = Episode(
             0,
             sampler=self.sampler,  # type: ignore[arg-type]
-            template=Template(),
+            template=Template(),  # type: ignore[arg-type]
             limits=limits,
             render=render,
         )
