@@ -19,8 +19,10 @@ class Chain:
     """[L], of its first request."""
     talk: Talk
     """All that follows the prompt."""
-    canon: tuple[str, ...] | None
-    """Its messages, the answer too, as `canonical` writes them; None: it was asked for in token ids."""
+    asked: tuple[str, ...] | None
+    """The messages of its last request, as `canonical` writes them; None: it was asked for in token ids."""
+    answers: frozenset[str]
+    """Likewise the answer: as it was given, and with the text that ended it, which some clients put back."""
     tools: str
     """Those that it was rendered with."""
     order: int
@@ -30,6 +32,12 @@ class Chain:
     def token_ids(self) -> list[int]:
         """[L + T]"""
         return self.prompt + self.talk.token_ids
+
+    def is_begun_by(self, told: tuple[str, ...]) -> bool:
+        """Whether these messages are its own and more."""
+        if self.asked is None or len(told) <= len(self.asked) + 1:
+            return False
+        return told[: len(self.asked)] == self.asked and told[len(self.asked)] in self.answers
 
 
 class Episode:
@@ -70,17 +78,15 @@ class Episode:
         """
         order, told = len(self._chains), tuple(map(canonical, messages))
         shown = json.dumps(tools or [], sort_keys=True)
-        known = [
-            chain
-            for chain in self._chains
-            if chain.canon is not None and chain.tools == shown and len(chain.canon) < len(told)
-            if told[: len(chain.canon)] == chain.canon
-        ]
-        parent = max(known, key=lambda chain: len(chain.canon or ()), default=None)
+        parent = max(
+            (chain for chain in self._chains if chain.tools == shown and chain.is_begun_by(told)),
+            key=lambda chain: len(chain.asked or ()),
+            default=None,
+        )
         if parent is None:
             prompt, talk = await self._rendered(lambda: self._template.render(messages, tools)), Talk()
         else:
-            new = messages[len(parent.canon or ()) :]
+            new = messages[len(parent.asked or ()) + 1 :]
             suffix = await self._rendered(lambda: self._template.suffix(new))
             prompt, talk = parent.prompt, _copy(parent.talk)
             talk.add_foreign(suffix)
@@ -88,12 +94,11 @@ class Episode:
         said = prompt + talk.token_ids
 
         async def read(token_ids: list[int]) -> Message:
-            message = await self._render(lambda: self._template.parse(token_ids, prefix=said, tools=tools))
-            return _cut(message, stop)
+            return await self._render(lambda: self._template.parse(token_ids, prefix=said, tools=tools))
 
         def chain_of(message: Message) -> Chain:
-            canon = (*told, canonical(message))
-            return Chain(prompt=prompt, talk=talk, canon=canon, tools=shown, order=order)
+            answers = frozenset({canonical(message), canonical(_cut(message, stop))})
+            return Chain(prompt=prompt, talk=talk, asked=told, answers=answers, tools=shown, order=order)
 
         return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
 
@@ -111,7 +116,7 @@ class Episode:
             return await self._render(lambda: self._template.parse(token_ids, prefix=prompt, tools=None))
 
         def chain_of(message: Message) -> Chain:
-            return Chain(prompt=prompt, talk=talk, canon=None, tools="", order=order)
+            return Chain(prompt=prompt, talk=talk, asked=None, answers=frozenset(), tools="", order=order)
 
         return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
 
@@ -173,7 +178,7 @@ class Episode:
         self._num_sampled += len(token_ids)
         self._chains.append(chain_of(message))
         return Reply(
-            message=message,
+            message=_cut(message, stop),
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=reason,
