@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tools.install import CONSTRAINTS, FROM_PYTORCH, LISTS, Command, find_uv, uv
 
-_ALWAYS = ("qlora", "track", "dev", "docs")
+_ALWAYS = ("qlora", "tasks", "track", "dev", "docs")
 EXTRAS = {"cpu": ("cpu", *_ALWAYS), "cuda": ("gpu", *_ALWAYS)}
 ABSENT = {"cpu": CONSTRAINTS / "not_on_cpu.txt"}
 OLDEST_PYTHON = "3.11.4"

@@ -17,6 +17,7 @@ from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 from grpo.config import GRPOConfig, own_fields
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.parser import StrictParser, TaskParser
+from grpo.ops.train.reasoning import parse_settings
 from grpo.place.files import settings_of
 from grpo.place.launch import read_launch
 from grpo.place.spelling import did_you_mean
@@ -51,7 +52,7 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus three that turn rows into prompts, evaluation sets, agents, and the run's page."""
+    """TRL's script arguments, plus those that make rows or turn them into prompts, of evaluation, agents and a page."""
 
     dataset_adapter: str | None = field(
         default=None,
@@ -80,6 +81,21 @@ class GRPOScriptArguments(TrlScriptArguments):
             "each with the split dataset_test_split, or an object of name, config and split, for example "
             '\'{"math": "math.jsonl", "gsm8k": {"name": "openai/gsm8k", "config": "main", "split": "test"}}\'. Rows '
             "become prompts as those of training do. None: dataset_test_split of the data set."
+        },
+    )
+    dataset_size: int = field(
+        default=10_000, metadata={"help": "Rows of a data set that is made where it is read, as reasoning_gym:TASK is."}
+    )
+    dataset_test_size: int = field(default=200, metadata={"help": "Likewise, of its test split."})
+    dataset_seed: int = field(
+        default=42,
+        metadata={"help": "Likewise, of its rows; the seed of the test split follows from it."},
+    )
+    task_settings: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Difficulty of reasoning-gym's tasks, by their names (a JSON object on the command line), for "
+            'example \'{"chain_sum": {"max_terms": 3, "max_digits": 2}}\'.'
         },
     )
     agent: str | None = field(
@@ -111,6 +127,11 @@ class GRPOScriptArguments(TrlScriptArguments):
                         f"{name} is {value!r}, which is no JSON object ({error}): write '{example}'"
                     ) from None
         _check_eval_datasets(self.eval_datasets)
+        if self.task_settings is not None:
+            self.task_settings = parse_settings(self.task_settings)
+        for name in ("dataset_size", "dataset_test_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.dataset_adapter is not None and self.dataset_adapter not in ADAPTERS:
             raise ValueError(
                 f"there is no dataset_adapter {self.dataset_adapter!r}{did_you_mean(self.dataset_adapter, ADAPTERS)}: "

@@ -9,6 +9,7 @@ from trl import get_dataset
 from grpo.faults.mistakes import is_users
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.arguments import Arguments, GRPOScriptArguments
+from grpo.ops.train.reasoning import PREFIX, load_tasks, tasks_of
 from grpo.preflight.data import check_columns
 from grpo.preflight.model import close_name, reason_of
 
@@ -63,6 +64,10 @@ def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: 
     """By split; a file is the one that is asked for."""
     from datasets import load_dataset
 
+    if name.startswith(PREFIX):
+        assert not isinstance(script.task_settings, str), "__post_init__ parses it"
+        sizes = {"size": script.dataset_size, "test_size": script.dataset_test_size, "seed": script.dataset_seed}
+        return load_tasks(name, **sizes, settings=script.task_settings or {}, option=option)
     path, streaming = local_data(name, option), script.dataset_streaming
     try:
         if path is not None and path.is_file():
@@ -77,10 +82,13 @@ def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: 
 
 
 def local_data(name: str, option: str = "dataset_name") -> Path | None:
-    """The local path that a data set's name stands for; None for a hub id.
+    """The local path that a data set's name stands for; None for a hub id, or for tasks of reasoning-gym.
 
-    Raises `ValueError` for a path that does not exist or holds no data that can be read.
+    Raises `ValueError` for a path that does not exist or holds no data that can be read, and for a task that is none.
     """
+    if name.startswith(PREFIX):
+        tasks_of(name, option)
+        return None
     path = Path(name).expanduser()
     kinds = ", ".join(_DATA_BUILDERS)
     if path.is_file():

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.ops.train.code_reward import code_reward
+from grpo.ops.train.reasoning import reasoning_gym_answer
 from grpo.place.spelling import did_you_mean
 
 RewardFunc = Callable[..., Any]
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", *TRL_REWARDS)
+REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", "reasoning_gym_answer", *TRL_REWARDS)
 
 
 def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
@@ -59,6 +60,8 @@ def _load(name: str) -> RewardFunc:
         return code_reward
     if name == "agent_reward":
         return agent_reward
+    if name == "reasoning_gym_answer":
+        return reasoning_gym_answer
     if name in TRL_REWARDS:
         import trl.rewards
 

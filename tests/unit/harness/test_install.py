@@ -158,7 +158,7 @@ def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: py
 
 @pytest.mark.parametrize("backend", LISTS)
 def test_the_lists_hold_what_pyproject_pins(backend: str) -> None:
-    always = ("report", "qlora", "track", "dev", "docs")
+    always = ("report", "qlora", "tasks", "track", "dev", "docs")
     extras = {"cpu": ("cpu", *always), "cuda": ("gpu", *always)}[backend]
     pins = listed(LISTS[backend])
     for text in metadata.requires("grpo-local") or []:

@@ -5,6 +5,7 @@ import copy
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,32 +132,45 @@ def test_rewards_and_the_completions_of_a_run_have_the_conversation(make: Make, 
     assert any(text.startswith("assistant: [{") and "\n\ntool: " in text for text in texts)
 
 
-def test_agents_that_fail_leave_their_rows_out(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_that_fail_leave_their_rows_out(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[int] = []
-    rows: list[int] = []
+    begun: list[int] = []
+    ended: list[int] = []
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    monkeypatch.setattr("grpo.rollout.agents.rollout.time", clock)
 
     async def agent(door: Any, row: Any) -> Any:
-        number = len(rows) % 8
-        rows.append(number)
-        said = None if number == 4 else await ask(door, "1*2")
-        if number == 0:
-            raise ZeroDivisionError("of the agent")
-        if number == 1:
-            sys.exit(3)
+        number = len(begun) % 8
+        begun.append(number)
         if number == 2:
+            while len(ended) % 8 != 7:
+                await asyncio.sleep(0.01)
+            ended.append(number)
+            passed_s[0] += 1e4
             await asyncio.sleep(600)
-        if number == 3:
-            return [said]
-        if number == 5:
-            return {"completion_ids": [1]}
-        return {"said": said}
+        try:
+            said = None if number == 4 else await ask(door, "1*2")
+            if number == 0:
+                raise ZeroDivisionError("of the agent")
+            if number == 1:
+                sys.exit(3)
+            if number == 3:
+                return [said]
+            if number == 5:
+                return {"completion_ids": [1]}
+            return {"said": said}
+        finally:
+            ended.append(number)
 
     def reward(said: list[str], **more: Any) -> list[float]:
         shown.append(len(said))
         assert None not in said
         return [float(number) for number in range(len(said))]
 
-    config = {"agent_timeout": 1.0, "max_agents_at_once": 3}
+    config = {"agent_timeout": 2000.0, "max_agents_at_once": 3}
     steps = steps_of(make(lambda text, seed: "5<e>", reward, rollout_func=agents(agent), config=config))
     assert shown == [2, 2]
     assert [step["agents/failed"] for step in steps] == [6.0, 6.0]
@@ -165,7 +179,7 @@ def test_agents_that_fail_leave_their_rows_out(make: Make, capsys: pytest.Captur
     for why in (
         "ZeroDivisionError: of the agent",
         "RuntimeError: SystemExit: 3",
-        r"TimeoutError: it has not ended after 1 s (agent_timeout)",
+        "TimeoutError: it has not ended after 2000 s (agent_timeout)",
         "TypeError: it returned list: an agent returns a dict of columns, or None",
         "it ended without having asked for anything",
         "ValueError: it returned a column 'completion_ids', which is the trainer's own",
