@@ -2,7 +2,7 @@
 
 accelerate launch --config_file configs/cpu.yaml examples/chain_sum.py
 
-The model is made here, and taught a right answer four times out of ten. Needs `pip install 'grpo-local[tasks]'`.
+The model is made here, and taught by examples of which every fifth is wrong. Needs `pip install 'grpo-local[tasks]'`.
 """
 
 import argparse
@@ -21,14 +21,15 @@ QUESTION = "State the final answer to the following arithmetic problem: {} {} {}
 def lesson(rng):
     """A question, and what the model is taught to answer it."""
     a, b, sign = rng.randint(1, 9), rng.randint(1, 9), rng.choice("+-")
-    answer = a + b if sign == "+" else a - b
+    right = a + b if sign == "+" else a - b
+    answer = right if rng.random() < 0.8 else rng.randint(-8, 18)
     return [(QUESTION.format(a, sign, b), False), (f"{answer}{END}", True)]
 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="taught as above; left out: one is made")
 parser.add_argument("--output_dir", default="runs/chain_sum")
-parser.add_argument("--max_steps", type=int, default=60)
+parser.add_argument("--max_steps", type=int, default=40)
 args = parser.parse_args()
 
 settings = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
