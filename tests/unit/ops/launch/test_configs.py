@@ -62,7 +62,7 @@ def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 def test_every_config_is_checked():
     assert {file.name for file in CONFIGS.glob("*.yaml")} == set(LAYOUTS)
-    assert {file.stem for file in (CONFIGS / "train").iterdir()} == {"demo", "gsm8k_qwen2.5_7b", *RECIPES}
+    assert {file.stem for file in (CONFIGS / "train").iterdir()} == {"chain_sum", "demo", "gsm8k_qwen2.5_7b", *RECIPES}
     assert {file.name for file in CONFIGS.iterdir()} == {*LAYOUTS, "zero3.json", "train"}
 
 

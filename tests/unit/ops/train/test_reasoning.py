@@ -122,3 +122,12 @@ def test_the_command_line(tmp_path: Path) -> None:
         parse_arguments([*argv, "--task_settings", "{"])
     with pytest.raises(ValueError, match="write an object for each task"):
         parse_arguments([*argv, "--task_settings", "[1]"])
+
+
+def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Path(__file__).resolve().parents[4] / "configs" / "train" / "chain_sum.yaml"
+    monkeypatch.chdir(tmp_path)
+    arguments = parse_arguments(["--config", str(recipe), "--use_cpu"])
+    check_task(arguments)
+    data = load_data(arguments)
+    assert (len(data["train"]), len(load_evaluation(arguments, data))) == (96, 32)
