@@ -304,7 +304,7 @@ class LocalVLLM:
     @property
     def refused_rows(self) -> list[bool] | None:
         """Of the last batch, this rank's rows that are left out: no engine took their prompts, or a rollout function
-        says that they failed. None where the whole job has none."""
+        has marked them as failed. None where the whole job has none."""
         batch = self.last_batch
         if batch is None or not any(report.num_refused + report.num_failed for report in batch.reports):
             return None

@@ -57,7 +57,7 @@ class ConversationConfig:
         default="127.0.0.1",
         metadata={
             "help": "The address at which a rank listens for its agents; 0.0.0.0 for agents in containers, which "
-            "everybody who reaches this machine can then try to ask."
+            "every host that reaches this machine can then connect to."
         },
     )
 

@@ -20,8 +20,8 @@ class MessageTemplate:
     """The chat template of a model, or TRL's for training where the model's own changes what was said.
 
     Args:
-        processor: a tokenizer or processor; where nothing says how the model writes calls of tools, and TRL knows it,
-            it is set (`add_response_schema`).
+        processor: a tokenizer or processor. Where it cannot read calls of tools, and TRL knows how, that is set
+            (`add_response_schema`).
         kwargs: for the template.
 
     Raises:
@@ -53,12 +53,10 @@ class MessageTemplate:
         """The tokens of a conversation, up to where the model goes on.
 
         Raises:
-            ValueError: tools, of which nobody could tell the calls.
+            ValueError: there are tools, and calls could not be read out of what the model writes.
         """
         if tools and not self._reads_calls:
-            raise ValueError(
-                "tools, but nothing says how this model writes calls: set the tokenizer's response_template"
-            )
+            raise ValueError("there are tools, but the tokenizer cannot read calls of them: set its response_template")
         return self._tokens(messages, tools=tools, add_generation_prompt=True)
 
     def suffix(self, messages: list[Message]) -> list[int]:

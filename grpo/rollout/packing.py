@@ -204,6 +204,11 @@ def _bits(arguments: list[int | str | None]) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
+def digest_of(token_ids: Sequence[int]) -> str:
+    """A name for these tokens: equal ones have the same in every process."""
+    return hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
+
+
 def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int | str) -> int:
     """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
 

@@ -29,7 +29,7 @@ class GenerationReport(Wire):
     num_refused: int = 0
     """Completions whose prompts no engine took."""
     num_failed: int = 0
-    """Completions left out because the rollout function says that they failed."""
+    """Completions left out because the rollout function has marked them as failed."""
     refusal: FailureRecord | None = None
     """Why, for the first that was refused."""
     num_not_finite: int = 0

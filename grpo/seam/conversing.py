@@ -66,10 +66,9 @@ class ConversingTrainer(ScoringTrainer):
         comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
         if comes_at_once and not self.tools and self.rollout_func is None:
             return None
-        is_function, agents = self.rollout_func is not None, None
+        is_function = self.rollout_func is not None
+        agents = self.rollout_func if isinstance(self.rollout_func, AgentRollout) else None
         if is_function:
-            if isinstance(self.rollout_func, AgentRollout):
-                agents = self.rollout_func
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
 

@@ -77,17 +77,16 @@ class ScoringTrainer(ObservedTrainer):
     def _generate(self, prompts: Any) -> Any:
         """TRL's; rewards begin, at the latest, when it is over."""
         self._is_chat = is_conversational({"prompt": prompts[0]})
-        if self._scoring is None or len(self._inputs) != len(prompts):  # a subclass may ask for completions alone
+        if self._scoring is None:
             return super()._generate(prompts)
+        if len(self._inputs) != len(prompts):  # a subclass may ask for completions alone
+            return _with_messages(super()._generate(prompts))
         if not self._scoring.scores(self.reward_funcs):
             self._score_beside()  # they were changed
         groups = self._groups(len(prompts))
         self._scoring.begin(self._rows(self._inputs, prompts), groups)
-        generated = super()._generate(prompts)
-        prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures = generated
-        if (said := more.pop("completions", None)) is not None:  # of a rollout function that knows its messages
-            completions = [own if each is None else each for own, each in zip(completions, said, strict=True)]
-            generated = prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures
+        generated = _with_messages(super()._generate(prompts))
+        _, completion_ids, _, completions, _, more, *_ = generated
         rows = self._rows(_with_fields(self._inputs, more), prompts)
         self._scoring.start(rows, completions, completion_ids, groups, refused=self._refused)
         return generated
@@ -148,6 +147,14 @@ class ScoringTrainer(ObservedTrainer):
         for row in range(num_rows):
             groups[(first + row) // size].append(row)
         return [*groups.values()]
+
+
+def _with_messages(generated: Sequence[Any]) -> Sequence[Any]:
+    """What TRL generates, with the messages that a rollout function gives in place of the decoded tokens."""
+    prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures = generated
+    if (messages := more.pop("completions", None)) is not None:
+        completions = [own if each is None else each for own, each in zip(completions, messages, strict=True)]
+    return prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures
 
 
 def _with_fields(inputs: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -15,31 +15,15 @@ import grpo
 
 # isort: split
 from openai import AsyncOpenAI
+from transformers.utils import get_json_schema
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from examples.calculator_model import problems
+from tests.support.made_up_tools import times
 
 way, model, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 CLIENT = AsyncOpenAI(api_key="given with each door")
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "times",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
-
-
-def times(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a * b
+TOOLS: list[Any] = [get_json_schema(times)]
 
 
 async def agent(door: Any, row: Any) -> dict[str, Any]:

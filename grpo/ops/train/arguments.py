@@ -17,7 +17,6 @@ from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 from grpo.config import GRPOConfig, own_fields
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.parser import StrictParser, TaskParser
-from grpo.ops.train.reasoning import parse_settings
 from grpo.place.files import settings_of
 from grpo.place.launch import read_launch
 from grpo.place.spelling import did_you_mean
@@ -47,6 +46,7 @@ DEMO_DEFAULTS: dict[str, Any] = {
 }
 _HELP = {"-h", "--help", "--help-all"}
 _SHORT = {"--resume": "--resume_from_checkpoint", "--model": "--model_name_or_path"}
+_TASK_SETTINGS = '{"chain_sum": {"max_terms": 3}}'
 DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 
@@ -118,6 +118,7 @@ class GRPOScriptArguments(TrlScriptArguments):
         for name, example in (
             ("dataset_columns", '{"question": "prompt"}'),
             ("eval_datasets", '{"math": "math.jsonl"}'),
+            ("task_settings", _TASK_SETTINGS),
         ):
             if isinstance(value := getattr(self, name), str):
                 try:
@@ -127,8 +128,7 @@ class GRPOScriptArguments(TrlScriptArguments):
                         f"{name} is {value!r}, which is no JSON object ({error}): write '{example}'"
                     ) from None
         _check_eval_datasets(self.eval_datasets)
-        if self.task_settings is not None:
-            self.task_settings = parse_settings(self.task_settings)
+        _check_task_settings(self.task_settings)
         for name in ("dataset_size", "dataset_test_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -146,6 +146,12 @@ class GRPOScriptArguments(TrlScriptArguments):
         reward_funcs: Any = vars(self)["reward_funcs"]
         if isinstance(reward_funcs, str):  # a single name in a YAML file
             self.reward_funcs = [reward_funcs]
+
+
+def _check_task_settings(settings: Any) -> None:
+    by_task = settings.values() if isinstance(settings, dict) else [settings]
+    if settings is not None and not all(isinstance(each, dict) for each in by_task):
+        raise ValueError(f"task_settings is {settings!r}: write an object for each task, such as '{_TASK_SETTINGS}'")
 
 
 def _check_eval_datasets(sets: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from grpo.ops.train.completion import text_of
 from grpo.ops.train.sandbox import Limits, must_isolate, run_program
 from grpo.place.launch import read_launch
 
@@ -32,7 +33,7 @@ def code_reward(
         verification_info: `{"language": "python", "test_cases": [{"type", "input", "output", "fn_name"}, …]}`, or that
             as JSON.
     """
-    texts = [each if isinstance(each, str) else str(each[-1]["content"]) for each in completions]
+    texts = [*map(text_of, completions)]
     rows = [json.loads(each) if isinstance(each, str) else each for each in verification_info]
     isolated = must_isolate()
     with ThreadPoolExecutor(_places()) as pool:

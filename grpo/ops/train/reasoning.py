@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo.ops.train.adapters import last_boxed
+from grpo.ops.train.completion import Completion, text_of
 from grpo.place.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -95,20 +96,20 @@ def load_tasks(
 
 
 def reasoning_gym_answer(
-    completions: Sequence[str | Sequence[dict[str, Any]]],
+    completions: Sequence[Completion],
     answer: Sequence[str | None],
     metadata: Sequence[str],
     task: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """What the task's own scorer says of the answer, 0 to 1.
+    """Score answers by their tasks' own scorers, 0 to 1.
 
     The answer is taken out of the completion first: what stands in the last `<answer>` and `</answer>`, or else in the
     last `\\boxed{}`, or else all of it. Text that only contains the answer scores by the share that the answer is of
     it. An answer that a scorer cannot read counts 0.
     """
-    rows = zip(completions, answer, metadata, task, strict=True)
-    return [_score(_text(completion), known, told, name) for completion, known, told, name in rows]
+    texts = map(text_of, completions)
+    return [_score(*row) for row in zip(texts, answer, metadata, task, strict=True)]
 
 
 def extract_answer(text: str) -> str:
@@ -119,26 +120,6 @@ def extract_answer(text: str) -> str:
         return last_boxed(text).strip()
     except ValueError:
         return text.strip()
-
-
-def parse_settings(value: Any) -> dict[str, dict[str, Any]]:
-    """`task_settings`: an object of objects, or JSON of one.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    example = '{"chain_sum": {"max_terms": 3}}'
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except ValueError as error:
-            raise ValueError(
-                f"task_settings is {value!r}, which is no JSON object ({error}): write '{example}'"
-            ) from None
-    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-        raise ValueError(f"task_settings is {value!r}: write an object for each task, such as '{example}'")
-    return found
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -189,7 +170,7 @@ def _literal(metadata: Any, task: str) -> str:
 def _score(text: str, known: str | None, metadata: str, task: str) -> float:
     try:
         return float(_score_answer(extract_answer(text), known, metadata, task))
-    except Exception:  # noqa: BLE001  a scorer that parses what a model says
+    except Exception:  # noqa: BLE001  a scorer parses the model's text
         return 0.0
 
 
@@ -214,7 +195,3 @@ def _scorer(task: str) -> Callable[..., float]:
     from reasoning_gym import get_score_answer_fn
 
     return get_score_answer_fn(task)
-
-
-def _text(completion: str | Sequence[dict[str, Any]]) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.ops.train.code_reward import code_reward
+from grpo.ops.train.completion import Completion, text_of
 from grpo.ops.train.reasoning import reasoning_gym_answer
 from grpo.place.spelling import did_you_mean
 
@@ -16,13 +17,13 @@ TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_rew
 REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", "reasoning_gym_answer", *TRL_REWARDS)
 
 
-def exact_match(completions: Sequence[str | Sequence[dict[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
+def exact_match(completions: Sequence[Completion], answer: Sequence[str], **_: Any) -> list[float]:
     """1.0 where a completion is its row's `answer`, spaces around both aside, else 0.0.
 
     A conversational completion (a list of messages) counts by the content of its last message.
     """
     return [
-        float(_text(completion).strip() == str(a).strip()) for completion, a in zip(completions, answer, strict=True)
+        float(text_of(completion).strip() == str(a).strip()) for completion, a in zip(completions, answer, strict=True)
     ]
 
 
@@ -47,10 +48,6 @@ def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
     Raises `ValueError` for a name that leads nowhere. An error inside an imported module is raised as it is.
     """
     return [_load(name) for name in names]
-
-
-def _text(completion: str | Sequence[dict[str, Any]]) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _load(name: str) -> RewardFunc:

@@ -1,4 +1,4 @@
-"""An agent that is a command: a process of its own for each row, which is told of its door by its environment."""
+"""An agent that is a command: a process of its own for each row, which finds its door in its environment."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class AgentProcess:
         argv: what to run, in the working directory of the rank.
         row: the columns of the data set, given as JSON on standard input.
         log: where its standard error goes.
-        covers, uncovers: tell whoever outlives this process of a folder to remove and a session to end.
+        covers, uncovers: hand a folder to remove and a session to end to the sentinel, which outlives this process.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class AgentProcess:
         }
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would wait for whatever the command leaves behind
         try:
-            with tempfile.TemporaryFile() as given, log.open("ab") as told:
+            with tempfile.TemporaryFile() as given, log.open("ab") as errors:
                 given.write(json.dumps(row, default=str).encode())
                 given.seek(0)
                 process = subprocess.Popen(
-                    argv, stdin=given, stdout=self._said, stderr=told, env=env, start_new_session=True
+                    argv, stdin=given, stdout=self._said, stderr=errors, env=env, start_new_session=True
                 )
         except BaseException:
             self._said.close()
@@ -70,7 +70,8 @@ class AgentProcess:
             raise
         covers(self._folder, process.pid)
         self._process, self._ends = process, ProcessEnd(process.pid)
-        self._has_ended, self._reaping = threading.Event(), threading.Lock()
+        self._reaping = threading.Lock()
+        self._done: Future[dict[str, Any]] = Future()
         self._close = weakref.finalize(self, _close, process, self._folder)  # at the interpreter's exit, too
 
     def start(self) -> "Future[dict[str, Any]]":
@@ -79,7 +80,8 @@ class AgentProcess:
         Raises:
             AgentFailed: it ends with another status than 0, or its last line is no JSON object.
         """
-        return Worker("grpo-agent").run(self._wait)
+        self._done = Worker("grpo-agent").run(self._wait)
+        return self._done
 
     def end(self) -> None:
         """Ask it to end, and see to it. Returns at once."""
@@ -88,7 +90,6 @@ class AgentProcess:
     def _wait(self) -> dict[str, Any]:
         try:
             self._ends.wait()
-            self._has_ended.set()
             with self._reaping:
                 self._close()
             size = self._said.seek(0, os.SEEK_END)
@@ -105,7 +106,7 @@ class AgentProcess:
                 if self._process.returncode is not None:
                     return
                 os.kill(self._process.pid, number)  # it is not reaped: the number is still its own
-            self._has_ended.wait(END_S)
+            wait([self._done], END_S)
 
 
 def columns_of(said: bytes, status: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Where agents ask: an HTTP server on this rank, for OpenAI's clients and for those that speak token ids.
 
-Hostile input costs nobody else anything: who has no key is sent away before a body is read, a body has a size and a
-deadline, and whatever a request waits for holds up no other one.
+Hostile input does not slow down other agents: a request without the key is refused before its body is read, a body has
+a size and a deadline, and no request waits for another one.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from trl.trainer.utils import start_event_loop_in_daemon
 from grpo.place.log import FILE_ONLY
 from grpo.rollout.agents.episode import Episode
 from grpo.rollout.agents.protocol import (
+    MODEL,
     ChatRequest,
     GenerateRequest,
     Reply,
@@ -74,7 +75,7 @@ class DoorServer:
 
     Args:
         host: the address to listen on: 127.0.0.1, or 0.0.0.0 for agents in containers.
-        say: tells the user of something once.
+        say: for warnings, each of which comes once.
 
     Raises:
         ValueError: it cannot listen there.
@@ -101,17 +102,16 @@ class DoorServer:
         self._base = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}"
         _keep_from_proxies(shown)
 
-    def admit(self, episode: Episode, model: str) -> tuple[str, Door]:
+    def admit(self, episode: Episode) -> tuple[str, Door]:
         """A door for this row's agent, and what to `dismiss` it by."""
         ticket, key = secrets.token_hex(4), f"sk-{secrets.token_urlsafe(24)}"
         self._guests[ticket] = _Guest(key=key, episode=episode)
-        return ticket, Door(url=f"{self._base}/{ticket}/v1", key=key, model=model)
+        return ticket, Door(url=f"{self._base}/{ticket}/v1", key=key, model=MODEL)
 
     def dismiss(self, ticket: str) -> None:
-        """Whatever that agent still asks is in vain."""
+        """Close a door: requests under way are cancelled, later ones refused."""
         guest = self._guests.pop(ticket)
-        for task in [*guest.asking]:
-            self._loop.call_soon_threadsafe(task.cancel)
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in guest.asking])
 
     async def _listen(self) -> tuple[web.AppRunner, int]:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
@@ -151,18 +151,18 @@ class DoorServer:
         try:
             return await handler(request)
         except RequestError as error:
-            told = error
+            refusal = error
         except web.HTTPRequestEntityTooLarge:
-            told = RequestError(413, "request_too_large", f"a body may have {MAX_BODY_BYTES >> 20} MiB")
+            refusal = RequestError(413, "request_too_large", f"a body may have {MAX_BODY_BYTES >> 20} MiB")
         except web.HTTPException as error:
-            told = RequestError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
+            refusal = RequestError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
         except (ConnectionError, BatchOver) as error:
-            told = RequestError(503, "shutting_down", str(error))
+            refusal = RequestError(503, "shutting_down", str(error))
         except Exception as error:  # noqa: BLE001  one request's: the others go on
             _log.exception("a request of an agent failed", extra=FILE_ONLY)
-            told = RequestError(500, "internal_error", f"{type(error).__name__}: {error}")
-        response = web.json_response(told.body(), status=told.status)
-        response.headers["x-should-retry"] = str(told.retries).lower()  # which OpenAI's clients heed
+            refusal = RequestError(500, "internal_error", f"{type(error).__name__}: {error}")
+        response = web.json_response(refusal.body(), status=refusal.status)
+        response.headers["x-should-retry"] = "false"  # which OpenAI's clients heed
         response.force_close()  # a body that was not read is not waited for
         return response
 
@@ -170,7 +170,7 @@ class DoorServer:
         asked: ChatRequest = parse(ChatRequest, await _body(request))
         if asked.n not in (None, 1):
             raise RequestError(400, "unsupported_value", f"n is {asked.n}: ask for one answer at a time")
-        self._tell_ignored(asked.ignored())
+        self._warn_of_ignored(asked.ignored())
         tools = None if asked.tool_choice == "none" else asked.tools
         most = asked.max_completion_tokens or asked.max_tokens
         reply = await episode.chat(messages_of(asked), tools, max_tokens=most, stop=asked.stops)
@@ -189,14 +189,14 @@ class DoorServer:
             raise RequestError(400, "unsupported_value", "token ids are not streamed: leave stream out")
         if asked.sampling_params.get("n") not in (None, 1):
             raise RequestError(400, "unsupported_value", "n: ask for one answer at a time")
-        self._tell_ignored(asked.ignored())
+        self._warn_of_ignored(asked.ignored())
         reply: Reply = await episode.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stops)
         return web.json_response(generated(reply, asked.request_id))
 
     async def _models(self, request: web.Request, episode: Episode) -> web.StreamResponse:
         return web.json_response(models())
 
-    def _tell_ignored(self, names: list[str]) -> None:
+    def _warn_of_ignored(self, names: list[str]) -> None:
         if new := [name for name in names if name not in self._ignored]:
             self._ignored.update(new)
             self._say(

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.model.messages import Message, MessageTemplate, Tools
-from grpo.rollout.agents.protocol import Reply, RequestError, canonical, digest_of
+from grpo.rollout.agents.protocol import Reply, RequestError, canonical
+from grpo.rollout.packing import digest_of
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk, TalkLimits
 
@@ -33,11 +34,11 @@ class Chain:
         """[L + T]"""
         return self.prompt + self.talk.token_ids
 
-    def is_begun_by(self, told: tuple[str, ...]) -> bool:
+    def is_begun_by(self, asked: tuple[str, ...]) -> bool:
         """Whether these messages are its own and more."""
-        if self.asked is None or len(told) <= len(self.asked) + 1:
+        if self.asked is None or len(asked) <= len(self.asked) + 1:
             return False
-        return told[: len(self.asked)] == self.asked and told[len(self.asked)] in self.answers
+        return asked[: len(self.asked)] == self.asked and asked[len(self.asked)] in self.answers
 
 
 class Episode:
@@ -76,10 +77,10 @@ class Episode:
             RequestError: it cannot be rendered, or no engine takes it.
             ConnectionError, BatchOver: the job is ending, or the batch has ended.
         """
-        order, told = len(self._chains), tuple(map(canonical, messages))
+        order, asked = len(self._chains), tuple(map(canonical, messages))
         shown = json.dumps(tools or [], sort_keys=True)
         parent = max(
-            (chain for chain in self._chains if chain.tools == shown and chain.is_begun_by(told)),
+            (chain for chain in self._chains if chain.tools == shown and chain.is_begun_by(asked)),
             key=lambda chain: len(chain.asked or ()),
             default=None,
         )
@@ -98,7 +99,7 @@ class Episode:
 
         def chain_of(message: Message) -> Chain:
             answers = frozenset({canonical(message), canonical(_cut(message, stop))})
-            return Chain(prompt=prompt, talk=talk, asked=told, answers=answers, tools=shown, order=order)
+            return Chain(prompt=prompt, talk=talk, asked=asked, answers=answers, tools=shown, order=order)
 
         return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
 
@@ -156,9 +157,20 @@ class Episode:
         """As `hold_talk` goes on, within its limits."""
         self.num_requests += 1
         said = prompt + talk.token_ids
+
+        def reply(message: Message, token_ids: list[int], logprobs: list[float], reason: str) -> Reply:
+            return Reply(
+                message=message,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                num_prompt_tokens=len(said),
+                digest=digest_of(said + token_ids),
+            )
+
         left = self._limits.max_completion_tokens - len(talk.token_ids)
         if talk.token_ids and (left < 0 or len(said) >= self._sampler.max_model_len):
-            return _nothing(said)  # the model has no room to go on
+            return reply({"role": "assistant", "content": ""}, [], [], "length")  # no room to go on
         token_ids: list[int] = []
         logprobs: list[float] = []
         reason = "length"
@@ -177,14 +189,7 @@ class Episode:
             talk.messages.append(message)
         self._num_sampled += len(token_ids)
         self._chains.append(chain_of(message))
-        return Reply(
-            message=_cut(message, stop),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            num_prompt_tokens=len(said),
-            digest=digest_of(said + token_ids),
-        )
+        return reply(_cut(message, stop), token_ids, logprobs, reason)
 
 
 def _copy(talk: Talk) -> Talk:
@@ -202,14 +207,3 @@ def _cut(message: Message, stop: Sequence[str]) -> Message:
     content = message.get("content") or ""
     found = [place for each in stop if (place := content.find(each)) >= 0]
     return {**message, "content": content[: min(found)]} if found else message
-
-
-def _nothing(said: list[int]) -> Reply:
-    return Reply(
-        message={"role": "assistant", "content": ""},
-        token_ids=[],
-        logprobs=[],
-        finish_reason="length",
-        num_prompt_tokens=len(said),
-        digest=digest_of(said),
-    )

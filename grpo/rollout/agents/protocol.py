@@ -1,6 +1,5 @@
 """What an agent asks and is answered: OpenAI's chat completions, and vLLM's token ids in and out."""
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from grpo.model.messages import Message
 MODEL = "policy"
 """The model's name at the door; whatever an agent asks for, it is the one that is trained."""
 NEUTRAL = ("model", "user", "metadata", "store", "seed", "parallel_tool_calls", "stream_options", "request_id")
-"""Fields of a request that change nothing here, and of which nobody need hear."""
+"""Fields of a request that have no effect here, and need no warning."""
 
 
 class RequestError(Exception):
@@ -23,12 +22,11 @@ class RequestError(Exception):
     Args:
         status: of HTTP.
         code: as OpenAI names it.
-        retries: whether a client that asks again may be answered.
     """
 
-    def __init__(self, status: int, code: str, message: str, *, retries: bool = False) -> None:
+    def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.status, self.code, self.retries = status, code, retries
+        self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -65,16 +63,10 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     stream: bool | None = None
-    stop: str | list[str] | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else [each for each in self.stop or [] if each]
 
     def ignored(self) -> list[str]:
-        """Fields that somebody has set and that have no effect."""
-        more = {name: value for name, value in (self.model_extra or {}).items() if name not in NEUTRAL}
-        return sorted(name for name, value in more.items() if value not in (None, False, [], {}))
+        """Fields that are set and have no effect."""
+        return _set_in(self.model_extra or {}, but=NEUTRAL)
 
 
 class ChatRequest(_Request):
@@ -86,6 +78,11 @@ class ChatRequest(_Request):
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     n: int | None = 1
+    stop: str | list[str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return _stops(self.stop)
 
     @property
     def includes_usage(self) -> bool:
@@ -103,13 +100,25 @@ class GenerateRequest(_Request):
     request_id: str | None = None
 
     @property
+    def stops(self) -> list[str]:
+        return _stops(self.sampling_params.get("stop"))
+
+    @property
     def max_tokens(self) -> int | None:
         most = self.sampling_params.get("max_tokens")
         return most if isinstance(most, int) and most > 0 else None
 
     def ignored(self) -> list[str]:
-        own = {name for name, value in self.sampling_params.items() if value not in (None, False, [], {})}
-        return [*super().ignored(), *sorted(own - {"max_tokens", "logprobs", "seed", "n", "stop"})]
+        own = _set_in(self.sampling_params, but=("max_tokens", "logprobs", "seed", "n", "stop"))
+        return [*super().ignored(), *own]
+
+
+def _set_in(given: Mapping[str, Any], *, but: Sequence[str]) -> list[str]:
+    return sorted(name for name, value in given.items() if name not in but and value not in (None, False, [], {}))
+
+
+def _stops(stop: Any) -> list[str]:
+    return [stop] if isinstance(stop, str) else [each for each in stop or [] if each]
 
 
 def parse(kind: "type[Any]", body: bytes) -> Any:
@@ -137,20 +146,19 @@ def messages_of(request: ChatRequest) -> list[Message]:
     for given in request.messages:
         message: Message = {"role": "system" if given.role == "developer" else given.role, "content": _text(given)}
         if given.tool_calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
-                for call in given.tool_calls
-            ]
-            for number, call in enumerate(given.tool_calls):
-                names[call.id] = call.function.name
-                if call.id is not None:
-                    message["tool_calls"][number]["id"] = call.id
+            message["tool_calls"] = [*map(_call, given.tool_calls)]
+            names |= {call.id: call.function.name for call in given.tool_calls}
         if given.role == "tool":
             message["name"] = given.name or names.get(given.tool_call_id) or "unknown"
             if given.tool_call_id is not None:
                 message["tool_call_id"] = given.tool_call_id
         messages.append(message)
     return messages
+
+
+def _call(call: _Call) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call)}
+    return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
 
 
 def _text(message: _Message) -> str:
@@ -184,8 +192,8 @@ def canonical(message: Message) -> str:
     calls = [
         [call["function"]["name"], call["function"].get("arguments") or {}] for call in message.get("tool_calls") or []
     ]
-    told = content.strip() if message["role"] == "assistant" else content
-    return json.dumps([message["role"], told, calls], sort_keys=True, default=str)
+    text = content.strip() if message["role"] == "assistant" else content
+    return json.dumps([message["role"], text, calls], sort_keys=True, default=str)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -209,8 +217,12 @@ class Reply:
 
 def chat_completion(reply: Reply) -> dict[str, Any]:
     """The body of an answer that comes at once."""
-    message = _openai_message(reply)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply, message)}
+    choice = {
+        "index": 0,
+        "message": _openai_message(reply),
+        "logprobs": None,
+        "finish_reason": _finish_reason(reply),
+    }
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
@@ -219,11 +231,10 @@ def chat_chunks(reply: Reply, *, usage: bool) -> Iterator[str]:
     message = _openai_message(reply)
     calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", []))]
     head = _head(reply, "chat.completion.chunk")
-    reason = _finish_reason(reply, {"tool_calls": calls} if calls else {})
     delta = {**message, **({"tool_calls": calls} if calls else {})}
     bodies: list[dict[str, Any]] = [
         {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)}]},
     ]
     if usage:
         bodies.append({**head, "choices": [], "usage": _usage(reply)})
@@ -256,10 +267,6 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo"}]}
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
-    return hashlib.blake2b(json.dumps([*token_ids]).encode(), digest_size=12).hexdigest()
-
-
 def _openai_message(reply: Reply) -> dict[str, Any]:
     said = reply.message
     calls = [
@@ -286,8 +293,8 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _finish_reason(reply: Reply, message: Mapping[str, Any]) -> str:
-    return "tool_calls" if message.get("tool_calls") else reply.finish_reason
+def _finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
 
 
 def _head(reply: Reply, kind: str) -> dict[str, Any]:

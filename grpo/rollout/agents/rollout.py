@@ -6,8 +6,7 @@ import inspect
 import shlex
 import shutil
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,16 @@ from trl.trainer.utils import start_event_loop_in_daemon
 
 from grpo.faults.worker import Worker, surviving
 from grpo.model.messages import MessageTemplate
-from grpo.rollout.agents.command import AgentProcess
+from grpo.rollout.agents.command import AgentFailed, AgentProcess
 from grpo.rollout.agents.door import Door, DoorServer
-from grpo.rollout.agents.episode import Episode
-from grpo.rollout.agents.protocol import MODEL
+from grpo.rollout.agents.episode import Chain, Episode
 from grpo.rollout.turns.sampler import BatchOver, Sampler
 from grpo.rollout.turns.talk import TalkLimits
 
 Row = Mapping[str, Any]
-Agent = Callable[[Door, Row], Awaitable[Mapping[str, Any] | None]]
+Agent = Callable[[Door, Row], Coroutine[Any, Any, Mapping[str, Any] | None]]
 POLL_S = 0.2
-GRACE_S = 5.0  # that an agent has to end when it is told to
+GRACE_S = 5.0  # from an agent's cancellation until it is left alone
 
 
 class TooManyFailed(RuntimeError):
@@ -69,7 +67,9 @@ class _Outcome:
 
     episode: Episode
     columns: Mapping[str, Any]
-    failure: str | None = None
+    failure: str | None
+    chain: Chain | None
+    """Of its last answer."""
 
 
 def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
@@ -85,8 +85,8 @@ def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
     Args:
         agent: a coroutine function of a `Door` and a row of the data set, a mapping of its columns, which returns the
             columns that reward functions are given beside those of the row, or None. Or a command, which is run for
-            each row: it is told of the door by `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, finds the row as
-            JSON on its standard input, and writes its columns as a JSON object into its last line.
+            each row: it finds the door in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, the row as JSON on
+            its standard input, and writes its columns as a JSON object into its last line.
 
     Returns:
         For `GRPOTrainer` in local mode: `rollout_func=agents(...)`. One object for one trainer.
@@ -125,7 +125,7 @@ class AgentRollout:
         self._running: set[int] = set()
         self._num_failed = 0
         self._first_failure = ""
-        self._told: set[str] = set()
+        self._known_kinds: set[str] = set()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """As TRL calls a rollout function: lists of as many entries as prompts, of `prompt_ids`, `completion_ids`,
@@ -193,23 +193,25 @@ class AgentRollout:
             render=lambda call: asyncio.wrap_future(renderer.run(call)),
         )
         async with places:
-            ticket, door = self._server.admit(episode, MODEL)
+            ticket, door = self._server.admit(episode)
             self._running.add(row)
+            columns: Mapping[str, Any] = {}
+            failure = None
             try:
                 columns = await self._bounded(self._started(door, batch.rows[row], batch), batch)
-                return _Outcome(episode=episode, columns=columns)
             except Exception as error:
                 if batch.sampler.is_over:
                     raise
-                return _Outcome(episode=episode, columns={}, failure=f"{type(error).__name__}: {error}")
+                failure = f"{type(error).__name__}: {error}"
             finally:
                 self._running.discard(row)
                 self._server.dismiss(ticket)
+            return _Outcome(episode=episode, columns=columns, failure=failure, chain=episode.chosen())
 
     async def _started(self, door: Door, row: Row, batch: AgentBatch) -> Mapping[str, Any]:
         if self._argv is None:
             assert callable(self._agent)
-            columns = await surviving(_awaited(self._agent(door, {**row})))
+            columns = await surviving(self._agent(door, {**row}))
         else:
             process = AgentProcess(self._argv, door, row, batch.log, batch.covers, batch.uncovers)
             try:
@@ -225,7 +227,7 @@ class AgentRollout:
             raise ValueError(f"it returned a column {min(reserved)!r}, which is the trainer's own: choose another name")
         return columns
 
-    async def _bounded(self, started: Awaitable[Mapping[str, Any]], batch: AgentBatch) -> Mapping[str, Any]:
+    async def _bounded(self, started: Coroutine[Any, Any, Mapping[str, Any]], batch: AgentBatch) -> Mapping[str, Any]:
         """What it returns in its time, in which the node has engines."""
         task = asyncio.ensure_future(started)
         used_s, seen = 0.0, time.monotonic()
@@ -237,6 +239,8 @@ class AgentRollout:
                 seen = now
                 if used_s > batch.timeout_s and not task.done():
                     raise TimeoutError(f"it has not ended after {batch.timeout_s:g} s (agent_timeout)")
+            if task.cancelled():  # by the agent itself, which must not end the batch
+                raise AgentFailed("it was cancelled from inside")
             return task.result()
         finally:
             if not task.done():
@@ -245,32 +249,32 @@ class AgentRollout:
 
     def _count(self, outcomes: Sequence[_Outcome], batch: AgentBatch) -> None:
         """Fill in what the batch's metrics are made of, and see to rows that are left out."""
-        counts: Counter[str] = batch.sampler.counts
+        counts = batch.sampler.counts
         counts["agent_episodes"] += len(outcomes)
         for row, outcome in enumerate(outcomes):
             episode = outcome.episode
             counts["agent_requests"] += episode.num_requests
             counts["agent_dropped_tokens"] += episode.num_dropped()
-            if episode.chosen() is None and episode.refusal is not None:
+            if outcome.chain is None and episode.refusal is not None:
                 batch.sampler.refused[row] = episode.refusal
                 outcome.failure = None
                 continue
-            if outcome.failure is None and episode.chosen() is None:
+            if outcome.failure is None and outcome.chain is None:
                 outcome.failure = "it ended without having asked for anything"
             if outcome.failure is None:
                 continue
             self._num_failed += 1
-            told = f"the agent of row {row} failed: {outcome.failure}"
-            self._first_failure = self._first_failure or told
+            failure = f"the agent of row {row} failed: {outcome.failure}"
+            self._first_failure = self._first_failure or failure
             if self._num_failed > batch.max_failed:
                 raise TooManyFailed(
                     f"more than {batch.max_failed} agents have failed on this rank (max_failed_agents) [GRPO-619]; the "
                     f"first one: {self._first_failure}"
                 )
             kind = outcome.failure.partition(":")[0]
-            if kind not in self._told:  # each kind once: the metric counts them
-                self._told.add(kind)
-                batch.say(f"WARNING: {told}; its row is left out, as others are that fail (agents/failed)")
+            if kind not in self._known_kinds:  # each kind once: the metric counts them
+                self._known_kinds.add(kind)
+                batch.say(f"WARNING: {failure}; its row is left out, as others are that fail (agents/failed)")
 
 
 RESERVED = frozenset({"prompt", "prompt_ids", "completion_ids", "completions", "logprobs", "env_mask", "failed"})
@@ -281,14 +285,10 @@ def _is_async(agent: Any) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
-
-
 def _as_trl_takes_them(outcomes: Sequence[_Outcome], batch: AgentBatch) -> dict[str, Any]:
     """See `AgentRollout.__call__`."""
-    nothing = [batch.end_token]  # in the place of a prompt that nobody knows
-    chains = [outcome.episode.chosen() if outcome.failure is None else None for outcome in outcomes]
+    nothing = [batch.end_token]  # for rows without a prompt
+    chains = [outcome.chain if outcome.failure is None else None for outcome in outcomes]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.columns)
     output: dict[str, Any] = {name: [outcome.columns.get(name) for outcome in outcomes] for name in names}
     output |= {

@@ -28,7 +28,7 @@ class ConversationReport(Wire):
     counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
     num_failed: int = 0
-    """Conversations of which a rollout function says that they failed."""
+    """Conversations that a rollout function has marked as failed."""
     tools_s: float = 0.0
     """Of `wait_s`, in which the main thread ran tools."""
     idle_s: float = 0.0

@@ -32,7 +32,7 @@ class Rollouts:
         prepare: called first in the thread of that function, and in the event loop's.
         toolbox_of: what the conversation of a row may call; None where there are no tools.
         on_end: hears of each conversation that has ended, by its row, from the event loop.
-        func: that function, where it says what it waits for (`pending`) and leaves something behind (`close`).
+        func: that function, where it names what it waits for (`pending`) and has threads to end (`close`).
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
     """
 

@@ -1,7 +1,6 @@
 """What a rollout calls to have its turns sampled."""
 
 import asyncio
-import hashlib
 import itertools
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.rollout.packing import REFUSED, turn_seed
+from grpo.rollout.packing import REFUSED, digest_of, turn_seed
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.messages import Answer
 
@@ -42,7 +41,7 @@ class Turn:
 
 
 class BatchOver(RuntimeError):
-    """Somebody asks for a turn of a batch that has ended."""
+    """A turn was asked for of a batch that has ended."""
 
 
 class Sampler:
@@ -123,7 +122,7 @@ class Sampler:
             sampling["max_tokens"] = max_tokens
         mine = object()
         if turn is None:
-            digest = hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
+            digest = digest_of(token_ids)
             names = (f"{digest} {times}" for times in itertools.count())
             key: int | str = next(name for name in names if self._taken.setdefault((row, name), mine) is mine)
         elif self._taken.setdefault((row, key := turn), mine) is not mine:
@@ -200,7 +199,7 @@ class Sampler:
         if answer.refusal is None:
             self.engines[row] = answer.engine
             self.policy_versions[row] = answer.policy_version
-            if isinstance(turn, str) or turn >= 0:  # of `sample`, which told of a refusal before: it was asked anew
+            if isinstance(turn, str) or turn >= 0:  # of `sample`, whose caller knew of a refusal before: asked anew
                 self.refused.pop(row, None)
             return
         self.engines.setdefault(row, REFUSED)

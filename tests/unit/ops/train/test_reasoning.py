@@ -51,15 +51,15 @@ def test_difficulty_is_what_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"chain_sun": {}}, r"task_settings is for chain_sun.*did you mean chain_sum"),
         ({"chain_sum": {"terms": 3}}, r"cannot make chain_sum with the settings .*'terms'"),
         ({"chain_sum": {"min_terms": 9, "max_terms": 2}}, r"cannot make chain_sum with the settings"),
     ],
 )
-def test_settings_that_are_none(settings: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_are_none(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load(settings=settings)
 
 

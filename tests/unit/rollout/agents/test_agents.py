@@ -14,36 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from openai import AsyncOpenAI, BadRequestError
+from transformers.utils import get_json_schema
 
 from examples.calculator_model import TEMPLATE
 from grpo import GRPOTrainer, agents
 from tests.support.engines import Script
+from tests.support.made_up_tools import times
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, right, steps_of
 
-TIMES = {
-    "type": "function",
-    "function": {
-        "name": "times",
-        "description": "Multiply two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
+TIMES = get_json_schema(times)
 CHANGING = TEMPLATE.replace("<u>", "<u>{{ '!' if messages | length > 2 }}", 1)
 """In a conversation that goes on, a user's messages are written in another way."""
-
-
-def times(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a * b
 
 
 async def calculator(door: Any, row: Any) -> dict[str, Any]:
@@ -175,7 +156,7 @@ def test_agents_that_fail_leave_their_rows_out(
     assert shown == [2, 2]
     assert [step["agents/failed"] for step in steps] == [6.0, 6.0]
     assert [step["rollout/refused"] for step in steps] == [0.0, 0.0]
-    told = capsys.readouterr().out
+    screen = capsys.readouterr().out
     for why in (
         "ZeroDivisionError: of the agent",
         "RuntimeError: SystemExit: 3",
@@ -184,7 +165,22 @@ def test_agents_that_fail_leave_their_rows_out(
         "it ended without having asked for anything",
         "ValueError: it returned a column 'completion_ids', which is the trainer's own",
     ):
-        assert told.count(f"failed: {why}") == 1, why
+        assert screen.count(f"failed: {why}") == 1, why
+
+
+def test_an_agent_that_cancels_itself_fails_alone(make: Make) -> None:
+    begun: list[int] = []
+
+    async def agent(door: Any, row: Any) -> Any:
+        begun.append(len(begun))
+        if begun[-1] == 0:
+            raise asyncio.CancelledError
+        return {"said": await ask(door, "1*2")}
+
+    config = {"max_steps": 1}
+    rewards: Any = lambda said, **_: [0.0] * len(said)  # noqa: E731
+    (step,) = steps_of(make(lambda text, seed: "5<e>", rewards, rollout_func=agents(agent), config=config))
+    assert step["agents/failed"] == 1.0
 
 
 def test_too_many_that_fail_end_the_job(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""Agents that are commands: what they are told, what they say, and that nothing of them stays."""
+"""Agents that are commands: their environment, their output, and that nothing of them stays."""
 
 import signal
 import sys
@@ -42,7 +42,7 @@ class Run:
         assert session_members(session) == []
 
 
-def test_what_it_is_told_and_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_and_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("JUDGE_API_KEY", "its own")
@@ -70,7 +70,7 @@ def test_a_row_that_is_longer_than_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("raise SystemExit(3)", "it ended with status 3"),
         ("import os; os.kill(os.getpid(), 9)", "it ended by SIGKILL"),
@@ -79,9 +79,9 @@ def test_a_row_that_is_longer_than_a_pipe(tmp_path: Path) -> None:
         ("print('[' * 100000)", "its last line is no JSON"),
     ],
 )
-def test_one_that_fails_says_how(tmp_path: Path, text: str, told: str) -> None:
+def test_one_that_fails_says_how(tmp_path: Path, text: str, message: str) -> None:
     run = Run(tmp_path, text)
-    with pytest.raises(AgentFailed, match=told):
+    with pytest.raises(AgentFailed, match=message):
         run.columns()
     run.expect_nothing_left()
 
@@ -105,7 +105,7 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_one_that_is_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeds: bool) -> None:
+def test_one_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeds: bool) -> None:
     monkeypatch.setattr("grpo.rollout.agents.command.END_S", 0.3)
     ready = tmp_path / "ready"
     run = Run(

@@ -65,7 +65,7 @@ class House:
         self.server = DoorServer("127.0.0.1", self.said.append)
 
     def admit(self, episode: Episode | None = None) -> tuple[str, Door]:
-        return self.server.admit(episode or Episode(), "policy")  # type: ignore[arg-type]
+        return self.server.admit(episode or Episode())  # type: ignore[arg-type]
 
     def client(self, door: Door, **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=door.url, api_key=door.key, timeout=DEADLINE_S, **more)
@@ -137,7 +137,8 @@ def test_an_answer_that_is_streamed_is_the_same(house: House, message: dict[str,
 def test_token_ids_in_and_out(house: House) -> None:
     episode = Episode()
     _, door = house.admit(episode)
-    body = json.dumps({"token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "logprobs": 1}}).encode()
+    sampling = {"max_tokens": 5, "logprobs": 1, "stop": ["x"]}
+    body = json.dumps({"token_ids": [1, 2], "sampling_params": sampling}).encode()
     assert house.post(door, body, path="/inference/v1/generate") == (200, None)
     connection = http.client.HTTPConnection("127.0.0.1", house.server.port, timeout=DEADLINE_S)
     root = door.url.partition(f":{house.server.port}")[2].removesuffix("/v1")
@@ -146,7 +147,7 @@ def test_token_ids_in_and_out(house: House) -> None:
     connection.close()
     assert choice["token_ids"] == [5, 6]
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0, -2.0]
-    assert episode.asked[0] == ([{"ids": [1, 2]}], {"max_tokens": 5, "stop": []})
+    assert episode.asked[0] == ([{"ids": [1, 2]}], {"max_tokens": 5, "stop": ["x"]})
 
 
 def test_models(house: House) -> None:
@@ -308,12 +309,12 @@ def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House, monke
         half_body.sendall(request_of(house, door, 1000) + b'{"messages')
         half_head.sendall(b"POST / HTTP/1.1\r\nHo")
         assert ask(house, door).choices[0].message.content == "hello"
-        told = b""
-        while b"request_timeout" not in told:
+        received = b""
+        while b"request_timeout" not in received:
             chunk = half_body.recv(4096)
-            assert chunk, told
-            told += chunk
-        assert told.startswith(b"HTTP/1.1 408")
+            assert chunk, received
+            received += chunk
+        assert received.startswith(b"HTTP/1.1 408")
     finally:
         for connection in connections:
             connection.close()
@@ -359,7 +360,7 @@ def test_an_address_where_nobody_can_listen() -> None:
 def test_everywhere_means_an_address_that_others_reach() -> None:
     server = DoorServer("0.0.0.0", print)
     try:
-        _, door = server.admit(Episode(), "policy")  # type: ignore[arg-type]
+        _, door = server.admit(Episode())  # type: ignore[arg-type]
         assert "0.0.0.0" not in door.url
         with openai.OpenAI(base_url=door.url, api_key=door.key) as client:
             assert [model.id for model in client.models.list()] == ["policy"]

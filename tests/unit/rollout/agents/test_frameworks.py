@@ -61,7 +61,7 @@ def test_pydantic_ai() -> None:
     )
     server = DoorServer("127.0.0.1", lambda line: None)
     try:
-        _, door = server.admit(episode, "policy")
+        _, door = server.admit(episode)
         model = OpenAIChatModel(door.model, provider=OpenAIProvider(base_url=door.url, api_key=door.key))
         agent = Agent(model, tools=[times], instructions="Use the calculator.")
         assert agent.run_sync("What is 12 times 34?").output == "It is 408."
