@@ -106,13 +106,11 @@ class Host:
             self._tasks.pop(completion_id, None)
 
     async def _sample(self, sample: Sample, ids: range) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             answers = await self._completions(sample, ids)
-        except EngineDeadError:
-            return  # `serve` notices and reports it once, for all requests
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
+            if self._engine.errored:
+                return  # `serve` reports the death once, for all requests and calls
             answers = [refusal(completion_id, error) for completion_id in ids]
             if not answers[0].is_refusal:
                 with contextlib.suppress(OSError):  # a full disk
@@ -140,7 +138,7 @@ class Host:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
                 raise ValueError("vLLM ended the request with an error, which its log tells")
             if completion.finish_reason not in ENDED_WELL:
-                await self._die_if_it_does()
+                await self._wait_for_death()
                 raise RuntimeError(f"vLLM ended the request with the reason {completion.finish_reason!r}")
         return [
             Sampled(
@@ -153,14 +151,10 @@ class Host:
             for completion_id, completion in zip(ids, final.outputs, strict=True)
         ]
 
-    async def _die_if_it_does(self) -> None:
+    async def _wait_for_death(self) -> None:
         """An engine process that was told to end (SIGTERM) aborts its requests first, and is missed a moment later."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         until = time.monotonic() + ABORT_S
-        while time.monotonic() < until:
-            if self._engine.errored:
-                raise EngineDeadError
+        while time.monotonic() < until and not self._engine.errored:
             await asyncio.sleep(HEALTH_POLL_S / 5)
 
     def _send_answers(self) -> None:
@@ -182,6 +176,8 @@ class Host:
             _log.debug("call %d ends, after %.3f s: %s", call.call_id, time.monotonic() - begun, call.method)
             self._connection.send(Reply(call_id=call.call_id, value=value, error=None))
         except Exception as error:  # noqa: BLE001  process boundary: the local main raises it
+            if self._engine.errored:
+                return
             _log.warning("call %d failed: %s: %s", call.call_id, call.method, type(error).__name__)
             reply = Reply(call_id=call.call_id, value=None, error=text_of(error), kind=kind_of(error))
             self._connection.send(reply)

@@ -68,12 +68,12 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
     with started(engine_spec(tiny_model), tmp_path, deaths.append) as client:
         ready = client.wait_ready(START_S)
         pool = EnginePool([client], max_num_seqs=[ready.max_num_seqs], max_tokens=MAX_TOKENS)
+        inner = inner_process(client.pid)
+        inner.suspend()  # so that nothing is answered before it dies
         with pytest.raises(EngineError, match=r"8 of 8 completions after 0.2 s .*GRPO-411"):
             pool.collect(pool.submit(prompts), 0.2)
 
         batch = pool.submit(prompts)
-        inner = inner_process(client.pid)
-        inner.suspend()  # so that nothing is answered yet when it dies
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(client.call, "reset_prefix_cache", CONTRACT_S)
             until(lambda: bool(client._calls), CONTRACT_S, "nothing was asked")

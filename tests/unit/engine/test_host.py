@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from grpo.engine import host as engine_host
 from grpo.engine.answers import sampled_logprobs, sampling_params, tokens_so_far
@@ -298,3 +298,16 @@ def test_tokens_so_far_are_those_of_completions_with_what_has_ended_of_a_request
         state_of("-1", 0, 2),  # a trial's, of no batch
     ]
     assert tokens_so_far(states) == {3: 17, 20: 4, 21: 3, 22: 9}
+
+
+def test_a_call_that_finds_the_engine_dead_is_left_to_the_report_of_its_death() -> None:
+    """Its local main brings such an engine back; an answer would be another failure."""
+
+    class DeadEngine(MadeUpEngine):
+        async def reset_prefix_cache(self) -> bool:
+            self.errored = True
+            raise EngineDeadError
+
+    host, sent = host_of(DeadEngine())
+    asyncio.run(host._call(Call(call_id=7, method="reset_prefix_cache", kwargs={})))
+    assert sent == []
