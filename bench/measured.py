@@ -19,6 +19,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "generate": ("bench/generate.py", "bench/bare_vllm.py", "bench/engines.py", *_SAMPLING),
     "conversations": ("bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
     "neighbours": ("bench/neighbours.py", "bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
+    "agents": ("bench/agents.py", "bench/conversations.py", *_SAMPLING),
     "rewards": ("bench/rewards.py", *_SAMPLING, "grpo/rewards", "grpo/seam/scoring.py"),
     "lora": ("bench/lora.py", "bench/generate.py", "bench/engines.py", *_SAMPLING, "grpo/weights/adapter*.py"),
     "startup": (
