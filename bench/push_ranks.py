@@ -27,6 +27,7 @@ from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, packed_bytes, packed_pl
 from grpo.weights.engine_args import transfer_args
 from grpo.weights.gather import ShardGather
 from grpo.weights.push import Pusher
+from grpo.weights.sender import Sender
 from grpo.weights.source import GatheredSource, PushPlan
 from grpo.weights.wire_format import WireFormat, ask_engines
 
@@ -205,20 +206,23 @@ class Ranks:
         return self._timed("pack", run)
 
     def load(self) -> float:
-        """The engine loads what stands in the packed buffers, once for each bucket; the values are of other ones."""
+        """The engine loads what stands in the packed buffers, bucket by bucket; the values are of other ones."""
 
         def run() -> None:
             if self.client is None:
                 return
             transport, engines = self.pusher._transport, self.pusher._engines
             assert transport is not None
-            engines.start_weight_update()
-            for index, bucket in enumerate(self.plan.buckets):
-                transport.places(index % NUM_BUFFERS, bucket)
-                transport.start_sending(index % NUM_BUFFERS, bucket)
-                engines.update_weights(transport.update_info(index % NUM_BUFFERS, bucket))
-            self.pusher._finish(0, {})
+            sender = Sender(
+                transport, engines, self.plan.buckets, held=self.plan.held, sums_bits=False, timeout_s=CALL_S
+            )
+            for bucket in self.plan.buckets:
+                sender.places(bucket)
+                sender.send(bucket)
+            error = sender.finish(lambda: self.pusher._finish(0, {}))
             transport.end()
+            if error is not None:
+                raise error
 
         return self._timed("load", run)
 

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ from transformers import PretrainedConfig
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from grpo.weights.buckets import MIN_BUCKETS, Bucket, ParamMeta
+from grpo.weights.buckets import MIN_BUCKETS, Bucket, ParamMeta, described
 from grpo.weights.push import Pusher
 from grpo.weights.sender import Sender
 
@@ -56,12 +57,16 @@ class TrlWays:
         def send(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
             transport, engines = self._pusher._transport, self._pusher._engines
             assert transport is not None
+            transport.begin()
             engines.start_weight_update()
-            for name, tensor in parameters:
+            for number, (name, tensor) in enumerate(parameters):
                 bucket = Bucket(parameters=(), metas=(self._meta(name, tensor),))
                 transport.places(0, bucket)[0].copy_(tensor)
-                transport.start_sending(0, bucket)
-                engines.update_weights(transport.update_info(0, bucket) | {"held": self.held})
+                told = {**described(bucket.metas), "sizes": [1], "timeout_s": self._timeout_s}
+                with ThreadPoolExecutor(1) as thread:
+                    update = thread.submit(engines.update_weights, told | {"held": self.held if number == 0 else []})
+                    transport.start_sending(0, bucket)
+                    update.result()
             self._pusher._finish(0, {})
             transport.end()
 
@@ -71,18 +76,22 @@ class TrlWays:
         """Server mode, `VLLMClient.update_named_params`: gathered parameters are kept until a chunk is full, which is
         packed and loaded while the next one is gathered.
 
-        TRL's worker knows of all chunks from one call, ours is told of each, while it loads the one before. Chunks are
-        packed where the engine reads them, with the cast, and three may be on their way where TRL has two buffers.
+        TRL's worker knows of all chunks from one call, and so does ours. Chunks are packed where the engine reads them,
+        with the cast, and three may be on their way where TRL has two buffers.
         """
+        names = self._chunks(
+            (name, torch.empty(p.ds_shape, device="meta")) for name, p in self._model.named_parameters()
+        )
+        buckets = [Bucket(parameters=(), metas=tuple(self._meta(*each) for each in chunk)) for chunk in names]
 
         def send(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
             transport = self._pusher._transport
             assert transport is not None
             sender = Sender(
-                transport, self._pusher._engines, held=self.held, sums_bits=False, timeout_s=self._timeout_s
+                transport, self._pusher._engines, buckets, held=self.held, sums_bits=False, timeout_s=self._timeout_s
             )
-            for chunk in self._chunks(parameters):
-                bucket = Bucket(parameters=(), metas=tuple(self._meta(name, tensor) for name, tensor in chunk))
+            for bucket, chunk in zip(buckets, self._chunks(parameters), strict=True):
+                assert [meta.name for meta in bucket.metas] == [name for name, _ in chunk]
                 places = sender.places(bucket)
                 for place, (_, tensor) in zip(places or (), chunk, strict=places is not None):
                     place.copy_(tensor)
@@ -94,7 +103,7 @@ class TrlWays:
 
         return self._timed(send)
 
-    def _chunks(self, parameters: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _chunks(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Cut as vLLM's `pack_tensors` does: a chunk is full with the parameter that makes it larger than the limit."""
         chunk: list[tuple[str, torch.Tensor]] = []
         for name, tensor in parameters:

@@ -1,23 +1,25 @@
-"""The trainer's side of the NCCL backend: one small communicator of the local main and its engines' workers.
+"""The NCCL backend: one small communicator of the local main and its engines' workers.
 
 Imports vLLM only where the group is opened: the rest runs, and is tested, with torch alone.
 """
 
 import base64
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import Bucket, described, packed_bytes, packed_places
+from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta, packed_bytes, packed_places
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+    from grpo.weights.node_engines import NodeEngines
 
 _NO_NCCL = "vLLM could not load NCCL in the trainer [GRPO-501]: set vllm_sync_backend to 'shm', or mend NCCL"
+POLL_S = 0.0005
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 
@@ -27,26 +29,26 @@ class NcclTransport:
     A bucket is filled on the current stream and broadcast on a stream of its own, which waits for the first. Both are
     queued by the main thread, bucket by bucket, so the order of operations on a communicator is the same everywhere;
     the push group's has no rank in common with an all-gather that could wait for it but this one. A buffer is free
-    again when the engines have answered its update: they synchronise their device first, so the broadcast is over.
+    again when its broadcast is over.
 
     Args:
         buffer_bytes: room for any bucket.
         num_workers: of all the node's engines.
     """
 
-    in_flight = 1  # updates have to be taken up in the order of the broadcasts
     device = "cuda"
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._buffers: dict[int, torch.Tensor] = {}  # [bytes] uint8, by index, during a push
+        self._sent: dict[int, Any] = {}  # an event after its broadcast, by the same index
         self._stream = torch.cuda.Stream()
         self._num_workers = num_workers
         self._communicator: Any = None
         self._aborted = threading.Event()
         self._abort_lock = threading.Lock()
 
-    def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
+    def open(self, engines: "NodeEngines", on_refusal: Callable[[EngineError], None]) -> None:
         """Meet the workers.
 
         Args:
@@ -72,8 +74,7 @@ class NcclTransport:
             rank_offset=1,
             world_size=1 + self._num_workers,
             packed=True,
-            packed_buffer_size_bytes=self._buffer_bytes,  # an update, which is a bucket, fits one broadcast
-            packed_num_buffers=1,
+            packed_buffer_size_bytes=self._buffer_bytes,
         )
         # The workers wait for this rank inside of the call, and this rank for them.
         pool = ThreadPoolExecutor(max_workers=1)
@@ -104,19 +105,17 @@ class NcclTransport:
         if self._aborted.is_set():
             raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
 
-    def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
+    def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
+        index = number % NUM_BUFFERS
         if index not in self._buffers:
             self._buffers[index] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self.device)
         return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
 
-    def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
-        return described(bucket.metas)
-
-    def start_sending(self, index: int, bucket: Bucket) -> None:
+    def start_sending(self, number: int, bucket: Bucket) -> None:
         """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
         holds the caller until its peers are there, or until `abort`."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        packed = self._buffers[index][: packed_bytes(bucket.metas, UNALIGNED)]
+        packed = self._buffers[number % NUM_BUFFERS][: packed_bytes(bucket.metas, UNALIGNED)]
         if self._aborted.is_set():  # right before the call: what is given up is freed
             return
         try:
@@ -124,11 +123,19 @@ class NcclTransport:
         except RuntimeError as error:
             if not self._aborted.is_set():  # else an engine has failed, and its answer says why
                 raise EngineError(f"the broadcast to the node's engines failed: {error}") from error
+        self._sent[number % NUM_BUFFERS] = self._stream.record_event()
+
+    def is_taken(self, number: int, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while not (taken := self._sent[number % NUM_BUFFERS].query()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return bool(taken)
 
     def end(self) -> None:
         # The memory goes back to the current stream, which must not write to it before the last broadcast is over.
         torch.cuda.current_stream().wait_stream(self._stream)
         self._buffers.clear()
+        self._sent.clear()
 
     def abort(self) -> None:
         """End every operation on the push group, from any thread; the group cannot be used again."""
@@ -142,3 +149,38 @@ class NcclTransport:
         self.abort()
         self._communicator = None
         self._buffers.clear()
+
+
+def receive(
+    group: Any,
+    buckets: Sequence[Sequence[ParamMeta]],
+    load: Callable[[list[tuple[str, torch.Tensor]]], None],
+    device: torch.device | str,
+) -> None:
+    """The workers' side: one bucket is received while the one before it is loaded.
+
+    vLLM's own consumer (0.31) ends a buffer where it is full, and we where a bucket ends. It also loads on several
+    streams in turn, while the layer-wise reload keeps what has come of a layer from one to the next.
+
+    Args:
+        group: vLLM's communicator.
+        load: called with the tensors of each bucket, in order; they are views of memory that nobody writes to again as
+            long as they are kept.
+        device: where they come.
+    """
+    loading, receiving = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def start(metas: Sequence[ParamMeta]) -> tuple[torch.Tensor, Any]:
+        packed = torch.empty(packed_bytes(metas, UNALIGNED), dtype=torch.uint8, device=device)
+        receiving.wait_stream(loading)  # which may have loaded out of this memory before
+        group.broadcast(packed, src=0, stream=receiving)
+        return packed, receiving.record_event()
+
+    def named(metas: Sequence[ParamMeta], packed: torch.Tensor, arrived: Any) -> list[tuple[str, torch.Tensor]]:
+        loading.wait_event(arrived)
+        return [(meta.name, place) for meta, place in zip(metas, packed_places(packed, metas, UNALIGNED), strict=True)]
+
+    coming = [start(buckets[0])]
+    for number, metas in enumerate(buckets):
+        coming += [start(following) for following in buckets[number + 1 : number + 2]]
+        load(named(metas, *coming.pop(0)))

@@ -6,8 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +15,7 @@ from grpo.engine.like import EngineLike
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
+from grpo.weights.node_engines import NodeEngines
 from grpo.weights.page_sums import fetched, page_sum
 from grpo.weights.report import PushReport
 from grpo.weights.sender import Sender, Transport
@@ -23,9 +23,7 @@ from grpo.weights.sent_adapters import SentAdapter, SentAdapters
 from grpo.weights.shm import ShmTransport
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdatePayload
-
-    from grpo.weights.source import GatheredSource  # needs transformers; a push takes any that is like it
+    from grpo.weights.source import GatheredSource, PushPlan  # needs transformers; a push takes any that is like it
 
 _log = logging.getLogger(__name__)
 
@@ -52,73 +50,6 @@ def load_transport(backend: str) -> None:
             os.environ.pop(_COMPILE_THREADS, None)
         else:
             os.environ[_COMPILE_THREADS] = threads
-
-
-class NodeEngines:
-    """vLLM's four-method weight-sync client over all engines of a node, called concurrently."""
-
-    def __init__(self, clients: Sequence[EngineLike], *, tensor_parallel_size: int, timeout_s: float) -> None:
-        self._clients = list(clients)
-        self._tensor_parallel_size = tensor_parallel_size
-        self._timeout_s = timeout_s
-        self.on_failure: Callable[[], None] = lambda: None
-        """Ends the transport's operations in flight, from any thread."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Rank 0 of the push group is the sender, then engine by engine its workers."""
-        infos = [dict(init_info) for _ in self._clients]
-        if "rank_offset" in init_info:
-            for index, info in enumerate(infos):
-                info["rank_offset"] = 1 + index * self._tensor_parallel_size
-        self._on_all("init_weight_transfer_engine", [{"init_info": info} for info in infos])
-
-    def start_weight_update(self) -> None:
-        self._on_all("start_weight_update", [{} for _ in self._clients])
-
-    def update_weights(self, update_info: "WeightTransferUpdatePayload") -> None:
-        self._on_all("update_weights", [{"update_info": update_info} for _ in self._clients])
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._on_all("finish_weight_update", [{"weight_version": weight_version} for _ in self._clients])
-
-    def check_bits(self, sent: dict[str, int]) -> None:
-        """Not of vLLM's client: compare what an update has brought with what was sent."""
-        self._on_all("check_bits", [{"sent": sent} for _ in self._clients])
-
-    def end_weight_update(self, policy_version: str) -> None:
-        """Not of vLLM's client: as `finish_weight_update`, but the engines keep the adapters that they hold."""
-        self._on_all("end_weight_update", [{"policy_version": policy_version} for _ in self._clients])
-
-    def take_adapter(self, number: int, policy_version: str, keep: Collection[int] = ()) -> None:
-        """Not of vLLM's client: hold the adapter that the update has brought, and of the others those to keep."""
-        arguments = {"number": number, "policy_version": policy_version, "keep": sorted(keep)}
-        self._on_all("take_adapter", [arguments for _ in self._clients])
-
-    def pause(self) -> list[dict[int, int]]:
-        """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
-
-        An engine of the node that fails leaves the others paused: they are of no use any more, see `Pusher.push`.
-        """
-        return self._on_all("pause", [{} for _ in self._clients])
-
-    def resume(self) -> None:
-        """Not of vLLM's client: go on where `pause` has stopped."""
-        self._on_all("resume", [{} for _ in self._clients])
-
-    def _on_all(self, method: str, kwargs: list[dict[str, Any]]) -> list[Any]:
-        """What each engine answers."""
-        pool = ThreadPoolExecutor(max_workers=len(self._clients))
-        futures = [
-            pool.submit(client.call, method, self._timeout_s, **each)
-            for client, each in zip(self._clients, kwargs, strict=True)
-        ]
-        pool.shutdown(wait=False)
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)  # each ends within its deadline
-        if waiting or any(future.exception() for future in done):
-            self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
-        for future in [*done, *waiting]:
-            future.result()
-        return [future.result() for future in futures]
 
 
 class Pusher:
@@ -260,7 +191,7 @@ class Pusher:
         self._paused_s = None
         self._sent_adapters.begin()
         sums: dict[str, torch.Tensor] = {}
-        sender = None if self._transport is None else self._sender(version, plan.held, sums_bits=checks_bits)
+        sender = None if self._transport is None else self._sender(version, plan, sums_bits=checks_bits)
         gather_s = 0.0
         try:
             for bucket in plan.buckets:
@@ -297,18 +228,19 @@ class Pusher:
         report = PushReport(
             total_s=time.monotonic() - begun,
             gather_s=gather_s,
-            send_s=0.0 if sender is None else sender.busy_s,
+            send_s=0.0 if sender is None else sender.send_s,
             num_bytes=0 if sender is None else plan.num_bytes,
             paused_s=self._paused_s,
         )
         return report, error
 
-    def _sender(self, version: int, held: Sequence[str], *, sums_bits: bool) -> Sender:
+    def _sender(self, version: int, plan: "PushPlan", *, sums_bits: bool) -> Sender:
         assert self._transport is not None
         return Sender(
             self._transport,
             self._engines,
-            held=held,
+            plan.buckets,
+            held=plan.held,
             sums_bits=sums_bits,
             timeout_s=self._timeout_s,
             on_stuck=self._tell,
@@ -364,7 +296,7 @@ class Pusher:
         plan, sums = self.source.plan(), {name: page_sum(tensor) for name, tensor in adapter.tensors.items()}
         assert plan.is_adapters, "weights of the base travel with each push, beside adapters"
         self._pauses = False
-        sender = self._sender(newest_version, plan.held, sums_bits=True)
+        sender = self._sender(newest_version, plan, sums_bits=True)
 
         def complete() -> None:
             self._engines.end_weight_update(str(newest_version))

@@ -50,8 +50,8 @@ class PushReport(Wire):
     """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
     NCCL, in queueing that on the GPU."""
     send_s: float
-    """While calls to the engines were under way: transport and loading, the first and the last call of a push among
-    them. 0 on ranks that send nothing."""
+    """From the first bucket on its way until the engines have taken up all: transport, loading, and what was gathered
+    meanwhile. 0 on ranks that send nothing."""
     num_bytes: int
     """Bytes that each engine was sent; 0 on ranks that send nothing."""
     paused_s: float | None = None

@@ -1,72 +1,110 @@
 """The trainer's side of the shared-memory backend: packed buffers that the node's engines read."""
 
+import contextlib
 import mmap
 import os
+import select
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from io import FileIO
+from typing import TYPE_CHECKING
 
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import NUM_BUFFERS, Bucket, described, packed_offsets, packed_places
+from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_places
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+    from grpo.weights.node_engines import NodeEngines
+
+FILLED, GIVEN_UP = b"\1", b"\0"
+"""What the trainer writes to a worker: of the next bucket, of the push."""
 
 
 class ShmTransport:
-    """Packed buffers in one unnamed memory file.
+    """Packed buffers in one unnamed memory file, and pipes that say when one is filled and when it was read.
 
     It needs no room in /dev/shm (64 MB in a plain container), no other user can open it, and it is gone with the last
-    process that maps it, however that one ends. A buffer is free again when the engines have answered its update: they
-    copy what they keep. The next update waits at the engines when they answer one, so that they need not wait for it.
-    The file stays between pushes, in host memory.
+    process that maps it, however that one ends. Workers copy what they keep out of a buffer, which is free again when
+    all of them have written their number into the common pipe. The file stays between pushes, in host memory.
 
     Args:
         buffer_bytes: room for any bucket.
-        num_workers: of all the node's engines.
+        num_workers: of all the node's engines, at most 256.
     """
 
-    in_flight = 2
     device = "cpu"
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
-        del num_workers  # each maps the file
         self._num_bytes = NUM_BUFFERS * buffer_bytes
-        self._begins = [index * buffer_bytes for index in range(NUM_BUFFERS)]
         self._descriptor = os.memfd_create("grpo-push", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self._num_bytes)
         mapped = torch.frombuffer(mmap.mmap(self._descriptor, self._num_bytes), dtype=torch.uint8)
-        self._buffers = mapped.split(buffer_bytes)
+        self._buffers = mapped.chunk(NUM_BUFFERS)
+        self._num_taken = [0] * num_workers  # buckets of this push, by worker
+        self._filled = [_pipe() for _ in range(num_workers)]  # the workers' ends first, as in `_taken`
+        taken, workers_end = _pipe()
+        self._taken = (workers_end, taken)  # both stay open: a pipe without a writer has nothing to wait for
+        self._poll = select.poll()
+        self._poll.register(taken, select.POLLIN)
+        self._is_aborted = False
 
-    def open(self, engines: "VLLMWeightSyncClient", on_refusal: Callable[[EngineError], None]) -> None:
-        """Let the engines map the file, through this process's /proc entry."""
+    def open(self, engines: "NodeEngines", on_refusal: Callable[[EngineError], None]) -> None:
+        """Let the workers map the file and open their ends of the pipes, through this process's /proc entry."""
         del on_refusal  # a refusal is raised at once
+        folder = f"/proc/{os.getpid()}/fd"
+        # The fields of `worker.ShmInitInfo`, whose module would bring vLLM into this process: seconds.
+        info = {
+            "path": f"{folder}/{self._descriptor}",
+            "num_bytes": self._num_bytes,
+            "filled": [f"{folder}/{end.fileno()}" for end, _ in self._filled],
+            "taken": f"{folder}/{self._taken[0].fileno()}",
+            "rank_offset": 1,
+        }
         try:
-            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-            # The fields of `worker.ShmInitInfo`, whose module would bring vLLM into this process: seconds.
-            engines.init_weight_transfer_engine({"path": path, "num_bytes": self._num_bytes})
+            engines.init_weight_transfer_engine(info)
         finally:
             os.close(self._descriptor)
+            for workers_end, _ in self._filled:
+                workers_end.close()
 
     def begin(self) -> None:
-        """Nothing to do: the buffers are there."""
+        if self._is_aborted:
+            raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
+        self.is_taken(0, 0.0)  # what the last push has not read any more
+        self._num_taken = [0] * len(self._num_taken)
 
-    def places(self, index: int, bucket: Bucket) -> list[torch.Tensor]:
-        return packed_places(self._buffers[index], bucket.metas)
+    def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
+        return packed_places(self._buffers[number % NUM_BUFFERS], bucket.metas)
 
-    def update_info(self, index: int, bucket: Bucket) -> dict[str, Any]:
-        offsets = [self._begins[index] + offset for offset in packed_offsets(bucket.metas)]
-        return {**described(bucket.metas), "offsets": offsets}
+    def start_sending(self, number: int, bucket: Bucket) -> None:
+        """Tell the workers, which read the buffer themselves."""
+        self._tell(FILLED)
 
-    def start_sending(self, index: int, bucket: Bucket) -> None:
-        """Nothing to do: the engines read the buffer themselves."""
+    def is_taken(self, number: int, wait_s: float) -> bool:
+        while min(self._num_taken) <= number and self._poll.poll(1000 * wait_s):
+            for worker in os.read(self._taken[1].fileno(), 4096):
+                self._num_taken[worker] += 1
+        return min(self._num_taken) > number
 
     def end(self) -> None:
         """Nothing to do: the engines have the file mapped."""
 
     def abort(self) -> None:
-        """Nothing of this transport waits."""
+        self._is_aborted = True
+        self._tell(GIVEN_UP)
+
+    def _tell(self, word: bytes) -> None:
+        for _, end in self._filled:
+            with contextlib.suppress(OSError, ValueError):  # a worker is gone, or this is closed: others say so
+                end.write(word)
 
     def close(self) -> None:
         self._buffers = ()
+        for end in (*(end for _, end in self._filled), *self._taken):
+            end.close()
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """Its reader and its writer."""
+    reader, writer = os.pipe()
+    return FileIO(reader, "r"), FileIO(writer, "w")

@@ -1,18 +1,15 @@
-"""The engine's side of a push: vLLM's weight-transfer engines, made to count what arrived before a reload is finalised.
+"""The engine's side of a push: vLLM's worker with a few questions more, and how the buckets come to it.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
 
-import contextlib
-import functools
 import itertools
-import logging
 import mmap
-import os
+import select
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from io import FileIO
 from typing import Any
 
 import torch
@@ -24,248 +21,38 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
-from grpo.weights.completeness import (
-    ChangedBitsError,
-    IncompletePushError,
-    incomplete_layers,
-    shown,
-    unreached_tensors,
-    unsent_names,
-)
-from grpo.weights.destinations import (
-    Destination,
-    Loader,
-    WholeLoad,
-    arrivals_of,
-    destinations,
-    held_dtypes,
-    loaded_weight,
-    loaders_replaced,
-    whole_loads,
-)
+from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, packed_places
 from grpo.weights.engine_args import BACKENDS
-from grpo.weights.packed_on_cpu import refresh_packed_weights
-from grpo.weights.page_sums import ArrivedSums
-from grpo.weights.wire_format import WireFormat
-
-_log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """vLLM warns of each layer that received nothing; here it is known which ones may."""
-    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-class CountedReload(WeightTransferEngine):
-    """The layer-wise reload with a proof of completeness at its end; mixed into both transports."""
-
-    _known: frozenset[str] = frozenset()  # checkpoint names that finished pushes have brought
-    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished pushes have filled
-    _places: Sequence[Destination] = ()  # during a push: all that it may fill
-    _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
-    _sources: Mapping[str, set[str]] = MappingProxyType({})  # by a layer's path, checkpoint names of what fills it
-    _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
-
-    @property
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-
-    def wire_format(self, question: dict[str, Any]) -> WireFormat:
-        """Before the first push: which dtypes this engine holds, which experts it can load at once, and what it has no
-        place for.
-
-        A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
-
-        Args:
-            question: as `GatheredSource.question` gives it.
-
-        Raises:
-            ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
-        """
-        asked, buffers = question["metas"], {*question["buffers"]}
-        weights = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, dtype, shape in zip(asked["names"], asked["dtype_names"], asked["shapes"], strict=True)
-        }
-        with without_adapters(self.model):
-            initialize_layerwise_reload(self.model)
-            try:
-                arrivals, self._sources = arrivals_of(self.model, weights, buffers)
-                held = held_dtypes(arrivals, weights)
-                loads = {each["name"]: whole_loads(each["parts"], arrivals) for each in question["experts"]}
-            finally:
-                with _without_warnings():
-                    finalize_layerwise_reload(self.model, self.model_config)
-        reached = {*itertools.chain(*self._sources.values())}
-        self._whole_experts = {name: each for name, each in loads.items() if each is not None}
-        self._parts = {each["name"]: list(itertools.chain(*each["parts"])) for each in question["experts"]}
-        return WireFormat(
-            dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in held.items()},
-            whole_experts=tuple(self._whole_experts),
-            computed=tuple(name for name in question["buffers"] if name not in reached),
-            unplaced=tuple(name for name in weights if name not in reached and name not in buffers),
-        )
-
-    def start_weight_update(self) -> None:
-        self._received: set[str] = set()
-        self._held: set[str] = set()
-        self._filled: set[str] = set()  # paths of the engine's tensors
-        self._adapter: dict[str, torch.Tensor] = {}
-        self._reload = contextlib.ExitStack()
-        self._reloads = False
-        self._sums: ArrivedSums | None = None  # while bits are checked
-
-    def _begin_reload(self) -> None:
-        """With the first weight that comes: a push of adapters alone walks over no layer."""
-        self._reloads = True
-        self._reload.enter_context(without_adapters(self.model))
-        initialize_layerwise_reload(self.model)
-        self._places = destinations(self.model)
-        self._reload.enter_context(loaders_replaced(self.model, self._watch))
-
-    def _watch(self, destination: Destination, loader: Loader) -> Loader:
-        path, held = destination.path, destination.tensor.dtype
-
-        @functools.wraps(loader)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            sent = loaded_weight(args, kwargs).dtype
-            if sent != held and sent.is_floating_point and held.is_floating_point:
-                raise IncompletePushError(f"{path} was sent in {sent}, but this engine holds it in {held}")
-            self._filled.add(path)
-            return loader(*args, **kwargs)
-
-        original = _get_original_loader(destination.tensor)
-        if original is not loader:  # vLLM's own keeps what it gets until a layer is complete, and unwraps this then
-            watched.__wrapped__ = self._summed(original)
-        return watched
-
-    def _summed(self, loader: Loader) -> Loader:
-        """A loader that sums what it gets, before it is loaded."""
-
-        @functools.wraps(loader)
-        def summed(*args: Any, **kwargs: Any) -> Any:
-            if self._sums is not None:
-                self._sums.load(loaded_weight(args, kwargs))
-            return loader(*args, **kwargs)
-
-        return summed
-
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load what one update brings: experts that came whole part by part, all else through the model's own way.
-
-        Adapters are laid aside for `take_adapter`.
-        """
-        if self._sums is not None:
-            for name, weight in weights:
-                self._sums.arrive(name, weight)
-        self._adapter |= {name: weight.clone() for name, weight in weights if is_adapters(name)}
-        weights = [(name, weight) for name, weight in weights if not is_adapters(name)]
-        if weights and not self._reloads:
-            self._begin_reload()
-        for name, weight in weights:
-            if loads := self._whole_experts.get(name):
-                for each, part in zip(loads, weight.chunk(len(loads), dim=1), strict=True):
-                    each.load(part)
-        others = [(name, weight) for name, weight in weights if name not in self._whole_experts]
-        if others:
-            with disable_mtp_completeness_check():
-                self.model.load_weights(others)
-
-    def finish_weight_update(self) -> None:
-        """Complete the reload.
-
-        Raises:
-            IncompletePushError: a layer did not get all of its elements, or a tensor has never been filled by a push;
-                names the layers and what is missing.
-        """
-        received = {name for name in self._received if not is_adapters(name)}
-        reached = self._reached | self._filled
-        lines = self._incomplete(received, reached) if self._reloads else []
-        lines += unsent_names(known=self._known, received=self._received, held=self._held)
-        if lines:
-            raise IncompletePushError(f"the push is incomplete in {len(lines)} places [GRPO-503]: {shown(lines)}")
-        if self._reloads:
-            self._finish_reload()
-        self._known |= self._received
-        self._reached = reached
-        _log.debug("the push is complete: %d parameters came, %d tensors are filled", len(received), len(reached))
-
-    def _incomplete(self, received: set[str], reached: Collection[str]) -> list[str]:
-        before = bool(self._known)
-        lines = incomplete_layers(
-            self.model, tied=self._tied, received=received, pushed_before=before, sources=self._sources
-        )
-        layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
-        for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
-            if line.partition(": ")[0].rpartition(".")[0] not in layers:
-                lines.append(line)
-        return lines
-
-    def _finish_reload(self) -> None:
-        reloaded = {
-            layer
-            for layer in self.model.modules()
-            if not get_layerwise_info(layer).can_load() or get_layerwise_info(layer).load_numel > 0
-        }
-        with _without_warnings():
-            finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            refresh_packed_weights(self.model, reloaded)
-        self._places = ()
-        self._reload.close()
-
-    def check_bits(self, sent: Mapping[str, int]) -> None:
-        """Compare what this push has brought with what was sent, once all of it is loaded.
-
-        Args:
-            sent: the trainer's sums (`page_sum`), by the names under which tensors travel.
-
-        Raises:
-            ChangedBitsError: they differ; names the tensors.
-        """
-        assert self._sums is not None, "check_bits after a push that did not ask for sums"
-        if lines := self._sums.changed(sent):
-            raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
-
-    def take_adapter(self, lora_manager: Any, number: int, keep: Collection[int]) -> None:
-        """Hold the adapter that the last push has brought, and those to keep."""
-        take_adapter(lora_manager, number, self._adapter, self.device, keep)
-        self._adapter = {}
-
-    def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
-        """Record what one update brings; a name that comes twice would make the count believe in a full layer."""
-        if sums_bits and self._sums is None:
-            self._sums = ArrivedSums()
-        for name in names:
-            parts = self._parts.get(name, [name])
-            if not self._received.isdisjoint(parts):
-                raise IncompletePushError(f"the push sends {name} twice")
-            self._received.update(parts)
-        self._held.update(part for name in held for part in self._parts.get(name, [name]))
+from grpo.weights.nccl import receive
+from grpo.weights.reload import CountedReload
+from grpo.weights.shm import FILLED
 
 
 @dataclass
-class NCCLUpdateInfo(NCCLWeightTransferUpdateInfo):
-    """vLLM's, and what the push leaves out."""
+class BucketsInfo(WeightTransferUpdateInfo):
+    """What both backends are told of a push, before its first bucket is there."""
 
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    """All three of every tensor, in order."""
+    sizes: list[int]
+    """Tensors of each bucket."""
+    timeout_s: float
+    """For which a bucket is waited for, at most."""
     held: list[str] = field(default_factory=list)
-    """Checkpoint names that this engine has from an earlier push; said once."""
+    """Checkpoint names that this engine has from an earlier push, and that this one leaves out."""
     sums_bits: bool = False
     """Whether what arrives is summed for `check_bits`."""
+
+    def buckets(self) -> list[list[ParamMeta]]:
+        tensors = (
+            ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
+            for name, dtype_name, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+        )
+        return [list(itertools.islice(tensors, size)) for size in self.sizes]
 
 
 class AskedWorker:
@@ -297,7 +84,7 @@ class AskedWorker:
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
     """vLLM's own NCCL engine, counted."""
 
-    update_info_cls = NCCLUpdateInfo
+    update_info_cls = BucketsInfo
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         if self.model_update_group is not None:  # the trainer opens a new one, for another engine has been replaced
@@ -307,83 +94,87 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
         if getattr(self.model_update_group, "disabled", False):
             raise RuntimeError("vLLM could not load NCCL in the engine: set vllm_sync_backend to 'shm', or mend NCCL")
 
-    def receive_weights(self, update_info: NCCLUpdateInfo) -> None:
-        """As vLLM's own, but for experts that come whole."""
+    def receive_weights(self, update_info: BucketsInfo) -> None:
         assert self.model_update_group is not None, "receive_weights before init_transfer_engine"
         self.note_received(update_info.names, update_info.held, sums_bits=update_info.sums_bits)
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        packed_nccl_broadcast_consumer(
-            iterator=zip(update_info.names, zip(update_info.shapes, dtypes, strict=True), strict=True),
-            group=self.model_update_group,
-            src=0,
-            post_unpack_func=self.load,
-            buffer_size_bytes=self.packed_buffer_size_bytes,
-            num_buffers=self.packed_num_buffers,
-            device=self.device,
-        )
+        receive(self.model_update_group, update_info.buckets(), self.load, self.device)
 
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where the trainer's shared buffer is: an unnamed memory file, opened through the trainer's /proc entry."""
+    """Where the trainer's buffers and pipes are: unnamed files, opened through the trainer's /proc entry."""
 
     path: str
+    """Of the buffers."""
     num_bytes: int
+    filled: list[str]
+    """By worker of the node: the pipe that says when the next bucket is there."""
+    taken: str
+    """The pipe into which a worker writes its number when it has read a bucket."""
+    rank_offset: int
+    """1 + the number of this engine's first worker, as vLLM counts ranks where the trainer is rank 0."""
 
 
-@dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """What stands in the buffer now: parameters at byte offsets, in this order."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
-    held: list[str] = field(default_factory=list)
-    sums_bits: bool = False
-    """Both as in `NCCLUpdateInfo`."""
-
-
-class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsInfo]):
     """Reads parameters out of memory shared with the trainer: for CPUs, and for nodes whose NCCL does not serve."""
 
     init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
-    _buffer: torch.Tensor | None = None
+    update_info_cls = BucketsInfo
+    _buffers: Sequence[torch.Tensor] = ()  # [bytes] uint8
+    _filled_pipe: FileIO | None = None
+    _taken_pipe: FileIO | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        descriptor = os.open(init_info.path, os.O_RDONLY)
-        try:
-            mapped = mmap.mmap(descriptor, init_info.num_bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
+        self.shutdown()  # the trainer opens a new group, for another engine has been replaced
+        self._number = init_info.rank_offset - 1 + self.parallel_config.rank
+        self._filled_pipe = FileIO(init_info.filled[self._number], "r")
+        self._taken_pipe = FileIO(init_info.taken, "w")
+        with FileIO(init_info.path, "r") as file:
+            mapped = mmap.mmap(file.fileno(), init_info.num_bytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is copied from only
-            self._buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+            self._buffers = torch.frombuffer(mapped, dtype=torch.uint8).chunk(NUM_BUFFERS)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class ends with torch.accelerator.synchronize(), which raises without an accelerator (vLLM 0.31).
         self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: BucketsInfo) -> None:
+        assert self._taken_pipe is not None, "receive_weights before init_transfer_engine"
+        self.note_received(update_info.names, update_info.held, sums_bits=update_info.sums_bits)
+        for number, metas in enumerate(update_info.buckets()):
+            self._wait_filled(update_info.timeout_s)
+            places = packed_places(self._buffers[number % NUM_BUFFERS], metas)
+            # Copies: the layer-wise reload keeps references until a whole layer has arrived, and the trainer fills
+            # this buffer again before that. Without them weights are wrong and nothing says so.
+            copies = [(meta.name, self._copied(place)) for meta, place in zip(metas, places, strict=True)]
+            self._synchronize()
+            self._taken_pipe.write(bytes([self._number]))
+            self.load(copies)
+        self._synchronize()
+
+    def _copied(self, place: torch.Tensor) -> torch.Tensor:
+        return place.to(self.device, copy=True)
+
+    def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        assert self._buffer is not None, "receive_weights before init_transfer_engine"
-        self.note_received(update_info.names, update_info.held, sums_bits=update_info.sums_bits)
-        weights = []
-        for name, dtype_name, shape, offset in zip(
-            update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets, strict=True
-        ):
-            dtype = getattr(torch, dtype_name)
-            num_bytes = dtype.itemsize * torch.Size(shape).numel()
-            view = self._buffer[offset : offset + num_bytes].view(dtype).view(shape)
-            # A copy: the layer-wise reload keeps references until a whole layer has arrived, and the trainer fills
-            # this buffer again before that. Without it weights are wrong and nothing says so.
-            weights.append((name, view.to(self.device, copy=True)))
-        self.load(weights)
+    def _wait_filled(self, timeout_s: float) -> None:
+        """Raises TimeoutError, or ConnectionError where the trainer has given the push up or is gone."""
+        assert self._filled_pipe is not None
+        poll = select.poll()
+        poll.register(self._filled_pipe, select.POLLIN)
+        if not poll.poll(1000 * timeout_s):
+            raise TimeoutError(f"the trainer's next bucket did not come within {timeout_s:.0f} s")
+        if self._filled_pipe.read(1) != FILLED:
+            raise ConnectionError("the trainer has given the push up")
 
     def shutdown(self) -> None:
-        self._buffer = None
+        for end in (self._filled_pipe, self._taken_pipe):
+            if end is not None:
+                end.close()
+        self._buffers, self._filled_pipe, self._taken_pipe = (), None, None
 
 
 WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], CountedNCCLEngine)

@@ -43,8 +43,8 @@ def placed(family: Family, folder: Path) -> "tuple[Any, WireFormat]":
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from grpo.model.text_part import is_hybrid, is_multimodal, model_without_weights
+    from grpo.weights.reload import CountedReload
     from grpo.weights.source import GatheredSource
-    from grpo.weights.worker import CountedReload
 
     class Engine(CountedReload):
         """Without a transport."""

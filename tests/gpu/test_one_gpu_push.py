@@ -1,16 +1,13 @@
-"""The NCCL transport on real streams, over a wire of ours to vLLM's own consumer of packed buffers; torch alone.
+"""The NCCL transport on real streams, at both ends of a wire of ours; torch alone.
 
 On a GPU a broadcast is a long sleep and then a copy, both on the stream that the transport gives: what fills a buffer
 again too early, or reads one that is not filled yet, shows as other bits. On CPU, threads stand for streams.
 """
 
-import importlib.util
-import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +24,8 @@ from tests.support.nccl_stand_in import (
     StandInTransport,
     Wire,
     only_streams_stand_in,
-    packed_tensor_module,
 )
 
-PACKED_TENSOR = "GRPO_VLLM_PACKED_TENSOR"
 NUM_BUCKETS = 24
 FAILS_AT = 3
 EMBEDDING = (152_064, 3584)  # Qwen2.5-7B's, the largest parameter and so the size of a buffer
@@ -39,29 +34,17 @@ MODEL_BYTES = 15_231_233_024
 Figure = Callable[[str, float, str], None]
 
 
-@pytest.fixture
-def packed_tensor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """vLLM's file, which imports torch alone: the installed one's, or the one that is named."""
+@pytest.fixture(autouse=True)
+def _streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         only_streams_stand_in(monkeypatch)
-    path = os.environ.get(PACKED_TENSOR)
-    if path is not None:
-        assert Path(path).is_file(), f"{PACKED_TENSOR}={path} is no file"
-    elif importlib.util.find_spec("vllm") is None:
-        pytest.skip(
-            "needs vLLM's distributed/weight_transfer/packed_tensor.py, which imports torch alone: copy it out of "
-            f"vLLM's wheel, and name it in {PACKED_TENSOR}"
-        )
-    return packed_tensor_module(path)
 
 
 class Push:
     """A pusher over one wire to one engine, both of which are there for this test."""
 
-    def __init__(
-        self, source: Any, wire: Wire, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, **engine: Any
-    ) -> None:
-        self.engine = StandInEngine(wire, source.buffer_bytes, packed_tensor=packed_tensor, **engine)
+    def __init__(self, source: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> None:
+        self.engine = StandInEngine(wire, **engine)
         monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
         clients: list[Any] = [self.engine]
         self.pusher = Pusher(source, clients, backend="nccl", tensor_parallel_size=1, timeout_s=60.0)
@@ -90,12 +73,11 @@ def made_up(dtype: torch.dtype, device: torch.device) -> MadeUpSource:
 def test_what_arrives_is_bit_equal(
     dtype: torch.dtype,
     device: torch.device,
-    packed_tensor: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     figure: Figure,
 ) -> None:
     source = made_up(dtype, device)
-    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    one = Push(source, Wire(device.type), monkeypatch)
     for version in (1, 2):  # the second with buffers made anew
         one.engine.arrived.clear()
         report, error = one.run(version)
@@ -115,11 +97,11 @@ def test_sums_of_bits_are_the_same_on_every_device(device: torch.device) -> None
 
 @pytest.mark.parametrize("fault", ["drop", "repeat", "swap"])
 def test_a_page_that_changes_on_the_wire_is_named(
-    fault: str, device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch
+    fault: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are queued on the streams on which buckets are filled and received."""
     source = made_up(torch.bfloat16, device)
-    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    one = Push(source, Wire(device.type), monkeypatch)
     _, error = one.run(checks_bits=True)
     assert error is None
     pages = [slice(number * PAGE_BYTES, (number + 1) * PAGE_BYTES) for number in range(2)]
@@ -135,11 +117,9 @@ def test_a_page_that_changes_on_the_wire_is_named(
     assert "bucket0.0: other bits arrived than were sent" in str(error)
 
 
-def test_what_the_check_of_bits_costs(
-    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
-) -> None:
+def test_what_the_check_of_bits_costs(device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
     source = made_up(torch.bfloat16, device)
-    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    one = Push(source, Wire(device.type), monkeypatch)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for version in range(2 + 10):  # the first two are not counted
         report, error = one.run(version, checks_bits=version % 2 == 1)
@@ -152,11 +132,11 @@ def test_what_the_check_of_bits_costs(
 
 
 def test_an_engine_that_answers_early_gets_wrong_weights(
-    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:
     """The test above can fail: a buffer is filled again while its broadcast still waits on the stream."""
     source = made_up(torch.bfloat16, device)
-    one = Push(source, Wire(device.type), packed_tensor, monkeypatch, answers_early=True)
+    one = Push(source, Wire(device.type), monkeypatch, answers_early=True)
     _, error = one.run()
     one.engine.finish()
     if device.type == "cuda":
@@ -169,10 +149,10 @@ def test_an_engine_that_answers_early_gets_wrong_weights(
 
 
 def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(
-    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = made_up(torch.bfloat16, device)
-    broken = Push(source, Wire(device.type, fails_at=FAILS_AT), packed_tensor, monkeypatch)
+    broken = Push(source, Wire(device.type, fails_at=FAILS_AT), monkeypatch)
     _, error = broken.run()
     assert isinstance(error, EngineError)
     assert "NCCL error: unhandled system error" in str(error)
@@ -181,7 +161,7 @@ def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(
     assert again is not None, "what is broken was used again"
     assert source.num_fills == 2 * NUM_BUCKETS
 
-    fresh = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    fresh = Push(source, Wire(device.type), monkeypatch)
     _, error = fresh.run(3)
     assert error is None
     assert different(source, fresh.engine) == []
@@ -233,7 +213,7 @@ def allocated(device: torch.device) -> int:
 
 
 def test_a_push_of_7b_gives_its_memory_back(
-    device: torch.device, packed_tensor: ModuleType, monkeypatch: pytest.MonkeyPatch, figure: Figure
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:
     """Beside a trainer that has filled its GPU: nothing from the connection on, the packed buffers during a push alone.
 
@@ -245,7 +225,7 @@ def test_a_push_of_7b_gives_its_memory_back(
         if room < needs:
             pytest.skip(f"needs {needs / 2**30:.0f} GiB of free GPU memory (this one has {room / 2**30:.0f})")
     before = allocated(device)
-    one = Push(source, Wire(device.type), packed_tensor, monkeypatch)
+    one = Push(source, Wire(device.type), monkeypatch)
     one.engine.arrived = Forgets()
     connected = allocated(device)
     if device.type == "cuda":

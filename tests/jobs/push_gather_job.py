@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from grpo.groups.process_groups import let_gloo_rest
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.weights import push
-from grpo.weights.buckets import NUM_BUFFERS, Bucket, packed_bytes, packed_places
+from grpo.weights.buckets import Bucket, packed_bytes, packed_places
 from grpo.weights.gather import ShardGather, has_plain_shards, is_zero3
 from grpo.weights.push import Pusher
 from grpo.weights.shm import ShmTransport
@@ -173,7 +173,7 @@ def peak_of_a_push(num_layers: int) -> dict[str, int]:
     before = resident("VmRSS")
     transport = ShmTransport(buffer_bytes=source.buffer_bytes, num_workers=1) if rank == 0 else None
     for index, bucket in enumerate(plan.buckets):
-        source.fill(bucket, None if transport is None else transport.places(index % NUM_BUFFERS, bucket))
+        source.fill(bucket, None if transport is None else transport.places(index, bucket))
     return {
         "grown": resident("VmHWM") - before,
         "bucket": source.buffer_bytes,
@@ -214,7 +214,7 @@ def over_a_wire_that_breaks() -> dict[str, object]:
 
     def connected(wire: Wire) -> tuple[Pusher, StandInEngine]:
         push.TRANSPORTS["nccl"] = partial(StandInTransport, wire)
-        engine = StandInEngine(wire, source.buffer_bytes)
+        engine = StandInEngine(wire)
         engines = [engine] if rank == 0 else []
         pusher = Pusher(source, engines, backend="nccl", tensor_parallel_size=1, timeout_s=60)  # type: ignore[arg-type]
         pusher.connect()

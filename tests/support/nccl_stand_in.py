@@ -1,51 +1,31 @@
-"""The NCCL transport without NCCL: its real code and vLLM's own packed consumer; only the wire between them stands in.
+"""The NCCL transport without NCCL: its real code at both ends; only the wire between them stands in.
 
 Runs with torch alone, on CPUs and on one GPU. A broadcast takes place late, on the stream that it is given, as NCCL's
-does: whoever fills a buffer again before the engine has answered changes what arrives.
-
-vLLM's `packed_tensor.py` imports torch alone, and is loaded from its file where vLLM is not installed.
+does: whoever fills a buffer again before its broadcast is over changes what arrives.
 """
 
-import importlib.util
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from grpo.engine.client import EngineError
 from grpo.weights.buckets import Bucket, ParamMeta, packed_bytes
-from grpo.weights.nccl import NcclTransport
+from grpo.weights.nccl import NcclTransport, receive
 from grpo.weights.page_sums import ArrivedSums
 from tests.support.engines import Script, ScriptedEngine
 
 LATE_S = 0.02  # from a broadcast's turn on its stream until it reads the buffer
 LATE_CYCLES = 40_000_000  # likewise on a GPU: about that time at 2 GHz
 WIRE_S = 30.0  # until a worker gives up waiting for the trainer
-
-
-def packed_tensor_module(path: str | Path | None = None) -> ModuleType:
-    """vLLM's `packed_tensor.py`: from `path`, or of the installed vLLM, without importing vLLM."""
-    if path is None:
-        found = importlib.util.find_spec("vllm")
-        assert found is not None, (
-            "vLLM is not installed: give the path of its distributed/weight_transfer/packed_tensor.py"
-        )
-        assert found.submodule_search_locations
-        path = Path(found.submodule_search_locations[0]) / "distributed" / "weight_transfer" / "packed_tensor.py"
-    spec = importlib.util.spec_from_file_location("vllm_packed_tensor", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class CpuStream:
@@ -60,6 +40,12 @@ class CpuStream:
     def wait_stream(self, stream: Any) -> None:
         """On CPUs what fills a buffer has run when it returns."""
 
+    def record_event(self) -> "CpuEvent":
+        return CpuEvent(self.run(lambda: None))
+
+    def wait_event(self, event: "CpuEvent") -> None:
+        event.over.result()
+
     def synchronize(self) -> None:
         self.run(lambda: None).result()
 
@@ -67,6 +53,15 @@ class CpuStream:
         """As `torch.cuda.stream(stream)`."""
 
     def __exit__(self, *error: Any) -> None: ...
+
+
+class CpuEvent(NamedTuple):
+    """Of a `CpuStream`."""
+
+    over: Future[None]
+
+    def query(self) -> bool:
+        return self.over.done()
 
 
 class Wire:
@@ -84,10 +79,7 @@ class Wire:
 
     # -- the trainer's end: vLLM's PyNcclCommunicator -------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        if stream is None:
-            self._receive(tensor)
-            return
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
         assert (src, tensor.dtype, tensor.dim()) == (0, torch.uint8, 1)
         if self.holds:
             self.destroyed.wait(WIRE_S)
@@ -116,12 +108,43 @@ class Wire:
 
     # -- the engine's end -----------------------------------------------------------------------------------------
 
-    def _receive(self, tensor: torch.Tensor) -> None:
+    def receive(self, tensor: torch.Tensor, stream: Any) -> None:
+        if self.device == "cpu":
+
+            def copy() -> None:
+                sent, until_there = self._sent.get(timeout=WIRE_S)
+                until_there()
+                tensor.copy_(sent)
+                self.has_arrived(tensor)
+
+            stream.run(copy)
+            return
         sent, until_there = self._sent.get(timeout=WIRE_S)
-        until_there()
-        tensor.copy_(sent)
-        if self.device != "cpu":
-            sent.record_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            until_there()
+            tensor.copy_(sent)
+            sent.record_stream(stream)
+            self.has_arrived(tensor)
+
+    def has_arrived(self, packed: torch.Tensor) -> None:
+        """[bytes] uint8, in the receiver's memory; for tests that do something to it."""
+
+
+class EngineEnd:
+    """The same of the engine's end.
+
+    Args:
+        dies_at: the number of the bucket, from 0, at which the engine is gone.
+    """
+
+    def __init__(self, wire: Wire, dies_at: int | None = None) -> None:
+        self._wire, self._dies_at, self._num_asked = wire, dies_at, 0
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+        if self._num_asked == self._dies_at:
+            raise EngineError("was killed by signal 9")
+        self._num_asked += 1
+        self._wire.receive(tensor, stream)
 
 
 class StandInTransport(NcclTransport):
@@ -136,35 +159,25 @@ class StandInTransport(NcclTransport):
         self._communicator = self._wire
 
 
-def _cpu_streams(device: object, number: int) -> tuple[CpuStream, ...]:
-    return tuple(CpuStream() for _ in range(number))
-
-
 class StandInEngine(ScriptedEngine):
-    """With vLLM's consumer of packed buffers behind it.
+    """With the workers' side of the transport behind it.
 
     Args:
-        answers_early: before an update has arrived; the engine that must not be.
-        dies_at: the number of the update, from 0, in which it fails.
+        answers_early: before anything has arrived; the engine that must not be.
+        dies_at: the number of the bucket, from 0, at which it fails.
         hangs: whether it answers no update; the client's deadline passes.
     """
 
     def __init__(
         self,
         wire: Wire,
-        buffer_bytes: int,
         *,
-        packed_tensor: ModuleType | None = None,
         answers_early: bool = False,
         dies_at: int | None = None,
         hangs: bool = False,
     ) -> None:
         super().__init__(script=Script(control=self._answer))
         self._wire = wire
-        self._buffer_bytes = buffer_bytes
-        self._packed_tensor = packed_tensor or packed_tensor_module()
-        if wire.device == "cpu":
-            self._packed_tensor._get_streams = _cpu_streams  # type: ignore[attr-defined]
         self._late = ThreadPoolExecutor(max_workers=1)  # takes up updates in order where they are answered early
         self._answers_early, self._dies_at, self._hangs = answers_early, dies_at, hangs
         self.arrived: dict[str, torch.Tensor] = {}
@@ -182,15 +195,12 @@ class StandInEngine(ScriptedEngine):
         return super().call(method, timeout_s, **kwargs)
 
     def _answer(self, method: str, kwargs: dict[str, Any]) -> bool:
-        number = self.methods().count("update_weights") - 1
         if method == "start_weight_update":
             self._sums = ArrivedSums()
         if method == "check_bits" and (lines := self._sums.changed(kwargs["sent"])):
             raise EngineError("; ".join(lines))
         if method != "update_weights":
             return True
-        if number == self._dies_at:
-            raise EngineError("was killed by signal 9")
         if self._hangs:
             self._wire.destroyed.wait(self._timeout_s)
             raise EngineError(f"did not answer update_weights within {self._timeout_s:.0f} s")
@@ -205,18 +215,12 @@ class StandInEngine(ScriptedEngine):
         self._late.shutdown()
 
     def _consume(self, update: dict[str, Any]) -> None:
-        dtypes = [getattr(torch, name) for name in update["dtype_names"]]
-        metas = zip(update["names"], zip(update["shapes"], dtypes, strict=True), strict=True)
+        tensors = zip(update["names"], update["dtype_names"], update["shapes"], strict=True)
+        metas = (ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors)
+        buckets = [list(islice(metas, size)) for size in update["sizes"]]
+        take = partial(self._take, update["sums_bits"])
         try:
-            self._packed_tensor.packed_nccl_broadcast_consumer(
-                iter(list(metas)),
-                group=self._wire,
-                src=0,
-                post_unpack_func=partial(self._take, update["sums_bits"]),
-                buffer_size_bytes=self._buffer_bytes,
-                num_buffers=1,
-                device=self._wire.device,
-            )
+            receive(EngineEnd(self._wire, self._dies_at), buckets, take, self._wire.device)
         except queue.Empty:
             raise EngineError("the trainer's broadcast did not come") from None
         if self._wire.device != "cpu" and not self._answers_early:

@@ -194,7 +194,7 @@ def test_the_push_group_of_a_dead_engine_is_closed_before_its_successor_starts(
 
 def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(StepFailed, match=r"1 times in an hour .*\[GRPO-408\]: EngineDied: engine 0 of node 0"):
-        trained(tiny_model, tmp_path, script, ("submit", 3), ("update_weights", 4), vllm_max_respawns=1)
+        trained(tiny_model, tmp_path, script, ("submit", 3), ("update_weights", 3), vllm_max_respawns=1)
     assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
     limit = supervisor.RespawnLimit(2)
     assert [limit.allows(now) for now in (0.0, 10.0, 20.0, 3611.0, 3650.0)] == [True, True, False, True, True]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer import packed_tensor
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -22,9 +21,9 @@ from grpo.weights import push
 from grpo.weights.buckets import NUM_BUFFERS
 from grpo.weights.page_sums import PAGE_BYTES
 from grpo.weights.push import Pusher
-from grpo.weights.worker import CountedNCCLEngine, CountedShmEngine, NCCLUpdateInfo, ShmInitInfo, ShmUpdateInfo
+from grpo.weights.worker import BucketsInfo, CountedNCCLEngine, CountedShmEngine, ShmInitInfo
 from tests.support.engines import Script, ScriptedEngine, agree
-from tests.support.nccl_stand_in import CpuStream, MadeUpSource, StandInTransport, Wire, only_streams_stand_in
+from tests.support.nccl_stand_in import EngineEnd, MadeUpSource, StandInTransport, Wire, only_streams_stand_in
 
 NUM_BUCKETS = 3 * NUM_BUFFERS
 HIT = 1  # the bucket, from 0, to which something happens
@@ -85,11 +84,20 @@ class FaultyWire(Wire):
         self.is_late = False
         self._received: list[torch.Tensor] = []
 
-    def _receive(self, tensor: torch.Tensor) -> None:
-        super()._receive(tensor)
-        self._received.append(tensor)
-        if self.fault is not None and len(self._received) == HIT + 1 + self.is_late:
-            self.fault(self._received[HIT])
+    def has_arrived(self, packed: torch.Tensor) -> None:
+        self._received.append(packed)
+        if self.fault is not None and len(self._received) == HIT + 1 and not self.is_late:
+            self.fault(packed)
+
+
+class FaultyNccl(CountedNCCLEngine):
+    """A receive buffer of which a part is used again while the layer still waits for its other tensors."""
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        wire: Any = self.model_update_group._wire  # type: ignore[union-attr]
+        super().load(weights)
+        if wire.fault is not None and wire.is_late and weights[0][0] == NAME:
+            wire.fault(wire._received[HIT])
 
 
 class FaultyShm(CountedShmEngine):
@@ -98,23 +106,15 @@ class FaultyShm(CountedShmEngine):
     fault: Fault | None = None
     copies = True
 
-    def receive_weights(self, info: ShmUpdateInfo) -> None:
-        self._info, shared = info, self._buffer
-        assert shared is not None
-        if self.fault is not None and NAME in info.names:
-            self._buffer = shared.clone()
-            self.fault(self._buffer[info.offsets[0] :])
-        super().receive_weights(info)
-        self._buffer = shared
+    def _wait_filled(self, timeout_s: float) -> None:
+        super()._wait_filled(timeout_s)
+        self._num_filled = getattr(self, "_num_filled", 0) + 1
 
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        if not self.copies:
-            places = zip(self._info.offsets, weights, strict=True)
-            weights = [
-                (name, self._buffer[at : at + tensor.nbytes].view(tensor.dtype))  # type: ignore[index]
-                for at, (name, tensor) in places
-            ]
-        super().load(weights)
+    def _copied(self, place: torch.Tensor) -> torch.Tensor:
+        copy = super()._copied(place) if self.copies else place
+        if self.fault is not None and self._num_filled == HIT + 1 and place.numel() > PAGE_BYTES:
+            self.fault(copy.view(torch.uint8))
+        return copy
 
 
 class Stack:
@@ -125,13 +125,12 @@ class Stack:
         self.model = Layers(self.source)
         record_metadata_for_reloading(self.model)
         self.wire, self._lock = FaultyWire(), threading.Lock()
-        self.worker: Any = object.__new__(CountedNCCLEngine if backend == "nccl" else FaultyShm)  # it wants an engine
+        self.worker: Any = object.__new__(FaultyNccl if backend == "nccl" else FaultyShm)  # it wants an engine
         self.worker.model, self.worker.device = self.model, torch.device("cpu")
         self.worker.model_config = SimpleNamespace(dtype=dtype, hf_text_config=SimpleNamespace())
-        self.worker.model_update_group = self.wire
-        self.worker.packed_buffer_size_bytes, self.worker.packed_num_buffers = self.source.buffer_bytes, 1
+        self.worker.model_update_group = EngineEnd(self.wire)
+        self.worker.parallel_config = SimpleNamespace(rank=0)
         only_streams_stand_in(monkeypatch)
-        monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, number: tuple(CpuStream() for _ in range(number)))
         monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, self.wire))
         self.engine = ScriptedEngine(script=Script(control=self._control))
         self.pusher = Pusher(
@@ -144,22 +143,21 @@ class Stack:
         self.pusher.connect()
 
     def _control(self, method: str, kwargs: dict[str, Any]) -> Any:
-        info: Any = ShmUpdateInfo if isinstance(self.worker, FaultyShm) else NCCLUpdateInfo
         try:
             with self._lock:  # a worker does one thing at a time
-                self._do(method, kwargs, info)
+                self._do(method, kwargs)
         except RuntimeError as error:
             raise EngineError(f"failed: {type(error).__name__}: {error}") from error
         return agree(method, kwargs)
 
-    def _do(self, method: str, kwargs: dict[str, Any], info: Any) -> None:
+    def _do(self, method: str, kwargs: dict[str, Any]) -> None:
         match method:
             case "init_weight_transfer_engine":
                 self.worker.init_transfer_engine(ShmInitInfo(**kwargs["init_info"]))
             case "start_weight_update":
                 self.worker.start_weight_update()
             case "update_weights":
-                self.worker.receive_weights(info(**kwargs["update_info"]))
+                self.worker.receive_weights(BucketsInfo(**kwargs["update_info"]))
             case "finish_weight_update":
                 self.worker.finish_weight_update()
             case "check_bits":

@@ -13,8 +13,8 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from grpo.weights.buckets import ParamMeta, described
 from grpo.weights.completeness import IncompletePushError
 from grpo.weights.destinations import Arrival, Destination, whole_loads
+from grpo.weights.reload import CountedReload
 from grpo.weights.wire_format import WireFormat
-from grpo.weights.worker import CountedReload
 
 BIAS = "layer.gate.e_score_correction_bias"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.device_communicators import pynccl_wrapper
-from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+from vllm.distributed.weight_transfer import nccl_common
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
@@ -26,12 +26,20 @@ from grpo.engine.client import EngineError
 from grpo.weights import nccl, push
 from grpo.weights.buckets import ParamMeta
 from grpo.weights.engine_args import BACKENDS
-from grpo.weights.push import NodeEngines, Pusher
+from grpo.weights.node_engines import NodeEngines
+from grpo.weights.push import Pusher
+from grpo.weights.reload import CountedReload
 from grpo.weights.source import GatheredSource
 from grpo.weights.wire_format import WireFormat
-from grpo.weights.worker import CountedNCCLEngine, CountedReload, NCCLUpdateInfo
+from grpo.weights.worker import BucketsInfo, CountedNCCLEngine
 from tests.support.engines import Script, ScriptedEngine, agree
-from tests.support.nccl_stand_in import CpuStream, StandInTransport, Wire, only_streams_stand_in
+from tests.support.nccl_stand_in import (
+    CpuStream,
+    EngineEnd,
+    StandInTransport,
+    Wire,
+    only_streams_stand_in,
+)
 from tests.support.tiny_models import tiny_model
 
 
@@ -270,14 +278,13 @@ def test_the_nccl_push_up_to_the_collective(without_gpus: None, monkeypatch: pyt
         "start_weight_update", "finish_weight_update", "reset_prefix_cache"
     ]  # fmt: skip
     assert calls[-1][1] == {"reset_connector": True}  # without it KV that was offloaded stays, of the weights before
-    updates = [NCCLUpdateInfo(**kwargs["update_info"]) for name, kwargs in calls if name == "update_weights"]
-    assert len(updates) == len(communicator.sent) == len(source.plan().buckets) > 2
+    (update,) = [BucketsInfo(**kwargs["update_info"]) for name, kwargs in calls if name == "update_weights"]
+    assert len(update.buckets()) == len(communicator.sent) == len(source.plan().buckets) > 2
     arrived = {}
-    for update, packed in zip(updates, communicator.sent, strict=True):
-        assert packed.numel() <= worker_infos[0].packed_buffer_size_bytes  # so the worker receives it in one piece
-        dtypes = [getattr(torch, name) for name in update.dtype_names]
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(update.shapes, dtypes, strict=True)]
-        arrived |= dict(unpack_tensor(packed, update.names, update.shapes, dtypes, sizes))
+    for metas, packed in zip(update.buckets(), communicator.sent, strict=True):
+        names, shapes, dtypes = zip(*((meta.name, [*meta.shape], meta.dtype) for meta in metas), strict=True)
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        arrived |= dict(unpack_tensor(packed, [*names], [*shapes], [*dtypes], sizes))
     for name, parameter in trained.named_parameters():
         assert torch.equal(arrived[name], parameter.to(torch.bfloat16)), name
     assert report.num_bytes == sum(packed.numel() for packed in communicator.sent)
@@ -303,16 +310,14 @@ def test_the_workers_own_code_takes_what_the_transport_sends(
     arrived: dict[str, torch.Tensor] = {}
 
     worker = object.__new__(CountedNCCLEngine)  # its constructor wants an engine
-    worker.model_update_group, worker.device = wire, torch.device("cpu")  # type: ignore[assignment]
-    worker.packed_buffer_size_bytes, worker.packed_num_buffers = source.buffer_bytes, 1
+    worker.model_update_group, worker.device = EngineEnd(wire), torch.device("cpu")  # type: ignore[assignment]
     worker._received, worker._held = set(), set()
     worker._parts = {}
     monkeypatch.setattr(worker, "load", lambda tensors: arrived.update((n, t.clone()) for n, t in tensors))
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, number: tuple(CpuStream() for _ in range(number)))
 
     def load(method: str, kwargs: dict[str, Any]) -> Any:
         if method == "update_weights":
-            worker.receive_weights(NCCLUpdateInfo(**kwargs["update_info"]))
+            worker.receive_weights(BucketsInfo(**kwargs["update_info"]))
         return agree(method, kwargs)
 
     monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))

@@ -1,4 +1,4 @@
-"""The thread that sends buckets while others are filled, over scripted engines."""
+"""The thread that tells the engines of a push while its buckets are filled, over scripted engines."""
 
 import threading
 from typing import Any
@@ -7,42 +7,56 @@ import pytest
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import NUM_BUFFERS
+from grpo.weights import sender as sender_module
+from grpo.weights.buckets import NUM_BUFFERS, Bucket, ParamMeta
 from grpo.weights.sender import Sender
+
+BUCKETS = [
+    Bucket(parameters=(), metas=(ParamMeta(f"w{number}", torch.float32, (1,)), ParamMeta(f"v{number}", torch.int8, ())))
+    for number in range(NUM_BUFFERS + 3)
+]
+WAIT_S = 30.0
 
 
 class ScriptedTransport:
-    """A transport whose buffers hold nothing; records what was started."""
+    """Buffers that hold nothing, over which `ScriptedEngines` hear of buckets; records what was started."""
 
-    def __init__(self, in_flight: int) -> None:
-        self.in_flight = in_flight
+    def __init__(self) -> None:
         self.started: list[int] = []
-        self.aborted = False
+        self.num_taken = 0
+        self.aborted = threading.Event()
+        self.changed = threading.Condition()
 
     def begin(self) -> None: ...
 
-    def places(self, index: int, bucket: Any) -> list[torch.Tensor]:
-        return [torch.tensor(index)]
+    def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
+        return [torch.tensor(number % NUM_BUFFERS)]
 
-    def update_info(self, index: int, bucket: Any) -> dict[str, Any]:
-        return {"names": [bucket], "buffer": index}
+    def start_sending(self, number: int, bucket: Bucket) -> None:
+        with self.changed:
+            self.started.append(number)
+            self.changed.notify_all()
 
-    def start_sending(self, index: int, bucket: Any) -> None:
-        self.started.append(index)
+    def is_taken(self, number: int, wait_s: float) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.num_taken > number, wait_s)
 
     def end(self) -> None: ...
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
+        with self.changed:
+            self.changed.notify_all()
 
 
 class ScriptedEngines:
-    """Engines that answer an update when they are let, and refuse the one of bucket `refuses`."""
+    """Take buckets one by one, when they are let, until the one at which they refuse."""
 
-    def __init__(self, refuses: str = "") -> None:
+    def __init__(self, transport: ScriptedTransport, refuses_at: int | None = None) -> None:
         self.calls: list[Any] = []
-        self.may_answer = threading.Semaphore(0)
-        self._refuses = refuses
+        self.info: dict[str, Any] = {}
+        self.may_take = threading.Semaphore(0)
+        self._transport, self._refuses_at = transport, refuses_at
 
     def pause(self) -> None:
         self.calls.append("pause")
@@ -50,138 +64,160 @@ class ScriptedEngines:
     def start_weight_update(self) -> None:
         self.calls.append("start")
 
-    def update_weights(self, info: dict[str, Any]) -> None:
-        assert self.may_answer.acquire(timeout=30)
-        self.calls.append((info["names"][0], info["buffer"], tuple(info["held"])))
-        if info["names"] == [self._refuses]:
-            raise EngineError("does not take it")
+    def update_weights(self, info: dict[str, Any], timeout_s: float) -> None:
+        self.calls.append("update")
+        self.info = info
+        for number in range(len(info["sizes"])):
+            while not self.may_take.acquire(timeout=0.05):
+                if self._transport.aborted.is_set():
+                    raise EngineError("the trainer has given the push up")
+            if number == self._refuses_at:
+                raise EngineError("does not take it")
+            with self._transport.changed:
+                assert self._transport.changed.wait_for(
+                    lambda count=number: len(self._transport.started) > count, WAIT_S
+                )
+                self._transport.num_taken += 1
+                self._transport.changed.notify_all()
+
+    def late(self, what: str) -> EngineError:
+        return EngineError(f"engine 0 {what}")
 
 
-def sender_of(engines: ScriptedEngines, in_flight: int = 1) -> tuple[Sender, ScriptedTransport]:
-    transport = ScriptedTransport(in_flight)
-    return Sender(transport, engines, held=["kept"], sums_bits=False, timeout_s=5.0), transport  # type: ignore[arg-type]
+def sender_of(
+    refuses_at: int | None = None, num_buckets: int = len(BUCKETS), timeout_s: float = WAIT_S, pauses: bool = False
+) -> tuple[Sender, ScriptedTransport, ScriptedEngines]:
+    transport = ScriptedTransport()
+    engines = ScriptedEngines(transport, refuses_at)
+    sender = Sender(
+        transport,  # type: ignore[arg-type]
+        engines,  # type: ignore[arg-type]
+        BUCKETS[:num_buckets],
+        held=["kept"],
+        sums_bits=True,
+        timeout_s=timeout_s,
+        pause=engines.pause if pauses else None,
+    )
+    return sender, transport, engines
 
 
-def test_buckets_are_filled_while_others_are_sent_and_no_buffer_before_its_answer() -> None:
-    engines = ScriptedEngines()
-    sender, transport = sender_of(engines)
-    for index in range(NUM_BUFFERS):
-        assert sender.places("any") == [index]  # type: ignore[arg-type]  # nothing has been answered yet
-        sender.send(f"bucket {index}")  # type: ignore[arg-type]
+def sent(sender: Sender, buckets: list[Bucket]) -> list[int | None]:
+    """In which buffers they stood."""
+    used: list[int | None] = []
+    for bucket in buckets:
+        places = sender.places(bucket)
+        used.append(None if places is None else int(places[0]))
+        if places is not None:
+            sender.send(bucket)
+    return used
+
+
+def test_sender_of_many_buckets_makes_one_call_and_fills_no_buffer_that_is_not_taken() -> None:
+    sender, transport, engines = sender_of()
+    assert sent(sender, BUCKETS[:NUM_BUFFERS]) == [*range(NUM_BUFFERS)]  # nothing has been taken yet
     freed = threading.Event()
-    waiting = threading.Thread(target=lambda: (sender.places("any"), freed.set()))
+    waiting = threading.Thread(target=lambda: (sender.places(BUCKETS[NUM_BUFFERS]), freed.set()))
     waiting.start()
     assert not freed.wait(0.3)
-    engines.may_answer.release()
+    engines.may_take.release()
     assert freed.wait(5)
     waiting.join()
-    sender.send("bucket 3")  # type: ignore[arg-type]
-    engines.may_answer.release(NUM_BUFFERS)
+    engines.may_take.release(len(BUCKETS))
+    assert sent(sender, BUCKETS[NUM_BUFFERS:]) == [number % NUM_BUFFERS for number in range(NUM_BUFFERS, len(BUCKETS))]
     assert sender.finish(lambda: engines.calls.append("finish")) is None
-    buffers = [*range(NUM_BUFFERS), 0]
-    updates = [(f"bucket {k}", buffer, ("kept",) if k == 0 else ()) for k, buffer in enumerate(buffers)]
-    assert engines.calls == ["start", *updates, "finish"]
-    assert transport.started == buffers
-    assert sender.busy_s > 0.2
+    assert engines.calls == ["start", "update", "finish"]
+    assert transport.started == [*range(len(BUCKETS))]
+    assert engines.info["names"] == [meta.name for bucket in BUCKETS for meta in bucket.metas]
+    assert engines.info["shapes"][:2] == [[1], [1]]
+    assert (engines.info["sizes"], engines.info["held"], engines.info["sums_bits"]) == ([2] * 6, ["kept"], True)
+    assert sender.send_s > 0.2
 
 
-def test_the_next_update_waits_at_the_engines_while_one_is_loaded() -> None:
-    engines = ScriptedEngines()
-    under_way = threading.Barrier(2)
-
-    def update(info: dict[str, Any]) -> None:
-        under_way.wait(5)  # broken unless two updates are there at once
-        engines.calls.append(info["names"][0])
-
-    engines.update_weights = update  # type: ignore[method-assign]
-    sender, _ = sender_of(engines, in_flight=2)
-    for index in range(4):
-        assert sender.places("any") is not None  # type: ignore[arg-type]
-        sender.send(f"bucket {index}")  # type: ignore[arg-type]
-    assert sender.finish(lambda: engines.calls.append("finish")) is None
-    assert (engines.calls[0], engines.calls[-1]) == ("start", "finish")
-    assert sorted(engines.calls[1:-1]) == [f"bucket {index}" for index in range(4)]
-    assert 0 < sender.busy_s < 5
-
-
-def test_after_a_refusal_nothing_more_is_sent_and_the_error_is_kept() -> None:
-    engines = ScriptedEngines(refuses="bucket 1")
-    engines.may_answer.release(10)
-    sender, _ = sender_of(engines)
-    sent = 0
-    for index in range(NUM_BUFFERS + 3):
-        if sender.places("any") is not None:  # type: ignore[arg-type]
-            sender.send(f"bucket {index}")  # type: ignore[arg-type]
-            sent += 1
+def test_sender_after_a_refusal_sends_nothing_more_and_keeps_the_error() -> None:
+    sender, transport, engines = sender_of(refuses_at=1)
+    engines.may_take.release(10)
+    used = sent(sender, BUCKETS)
     error = sender.finish(lambda: engines.calls.append("finish"))
-    assert isinstance(error, EngineError)
-    assert [call[0] for call in engines.calls[1:]] == ["bucket 0", "bucket 1"]  # and no finish
-    assert sent <= 1 + NUM_BUFFERS
+    assert str(error) == "does not take it"
+    assert engines.calls == ["start", "update"]  # and no finish
+    assert len(transport.started) <= 1 + NUM_BUFFERS
+    assert used[-1] is None
 
 
-def test_the_first_of_two_refusals_is_the_cause() -> None:
-    engines = ScriptedEngines()
-    under_way, second_failed = threading.Barrier(2), threading.Event()
+def test_sender_whose_broadcast_breaks_leaves_the_word_to_the_engine() -> None:
+    sender, transport, engines = sender_of(refuses_at=0)
 
-    def update(info: dict[str, Any]) -> None:
-        under_way.wait(5)
-        if info["names"] == ["bucket 0"]:
-            assert second_failed.wait(5)
-            raise EngineError("does not take it")
-        threading.Timer(0.2, second_failed.set).start()
-        raise EngineError("no update is under way")
+    def fail(number: int, bucket: Bucket) -> None:
+        engines.may_take.release()
+        raise EngineError("NCCL error")
 
-    engines.update_weights = update  # type: ignore[method-assign]
-    sender, _ = sender_of(engines, in_flight=2)
-    sender.send("bucket 0")  # type: ignore[arg-type]
-    sender.send("bucket 1")  # type: ignore[arg-type]
+    transport.start_sending = fail  # type: ignore[method-assign]
+    sender.send(BUCKETS[0])
     assert str(sender.finish(lambda: None)) == "does not take it"
+    assert transport.aborted.is_set()
 
 
-def test_a_push_that_is_given_up_sends_nothing_more() -> None:
-    engines = ScriptedEngines()
-    sender, transport = sender_of(engines)
-    for index in range(NUM_BUFFERS):
-        sender.send(f"bucket {index}")  # type: ignore[arg-type]
+def test_sender_whose_engine_takes_nothing_gives_up_in_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "POLL_S", 0.05)
+    sender, transport, engines = sender_of(timeout_s=0.3)
+    engines.may_take.release()
+    used = sent(sender, BUCKETS)
+    error = sender.finish(lambda: engines.calls.append("finish"))
+    assert str(error) == f"engine 0 has not taken bucket 2 of {len(BUCKETS)} within 0 s"  # not that it was given up
+    assert transport.aborted.is_set()
+    assert engines.calls == ["start", "update"]
+    assert used == [0, 1, 2, 0, None, None]
+
+
+def test_sender_whose_engine_does_not_load_what_it_took_gives_up_in_its_deadline() -> None:
+    sender, transport, engines = sender_of(num_buckets=1, timeout_s=0.3, pauses=True)
+    update = engines.update_weights
+
+    def hang(info: dict[str, Any], timeout_s: float) -> None:
+        update(info, timeout_s)
+        assert transport.aborted.wait(WAIT_S)
+        raise EngineError("was aborted")
+
+    engines.update_weights = hang  # type: ignore[method-assign]
+    engines.may_take.release()
+    sent(sender, BUCKETS[:1])
+    assert str(sender.finish(lambda: None)) == "engine 0 has not loaded the last bucket within 0 s"
+
+
+def test_sender_that_is_abandoned_sends_nothing_more() -> None:
+    sender, transport, _ = sender_of()
+    sent(sender, BUCKETS[:NUM_BUFFERS])
     sender.abandon(KeyboardInterrupt())
-    assert transport.aborted
-    engines.may_answer.release(NUM_BUFFERS)
+    assert transport.aborted.is_set()
     sender.abandon(KeyboardInterrupt())  # twice does no harm
-    sender._threads.shutdown()
-    assert engines.calls[1:] in ([], [("bucket 0", 0, ("kept",))])  # what was under way
+    sender._thread.shutdown()  # it has come to an end
+    assert sender.places(BUCKETS[0]) is None
+    assert transport.started == [*range(NUM_BUFFERS)]
 
 
 @pytest.mark.parametrize("num_buckets", [0, 2])
-def test_engines_that_are_paused_are_asked_for_nothing_before_a_bucket_is_filled(num_buckets: int) -> None:
-    engines = ScriptedEngines()
-    for _ in range(num_buckets):
-        engines.may_answer.release()
-    sender = Sender(
-        ScriptedTransport(1),
-        engines,  # type: ignore[arg-type]
-        held=["kept"],
-        sums_bits=False,
-        timeout_s=5.0,
-        pause=engines.pause,
-    )
-    for index in range(num_buckets):
-        assert sender.places("any") == [index]  # type: ignore[arg-type]
-        assert index or engines.calls == []
-        sender.send(f"bucket {index}")  # type: ignore[arg-type]
+def test_sender_that_pauses_asks_the_engines_for_nothing_before_a_bucket_is_filled(num_buckets: int) -> None:
+    sender, _, engines = sender_of(num_buckets=num_buckets, pauses=True)
+    engines.may_take.release(1 + num_buckets)
+    for number, bucket in enumerate(BUCKETS[:num_buckets]):
+        assert sender.places(bucket) is not None
+        assert number or engines.calls == []
+        sender.send(bucket)
     assert sender.finish(lambda: engines.calls.append("finish")) is None
-    assert [call[0] for call in engines.calls[2:-1]] == [f"bucket {index}" for index in range(num_buckets)]
-    assert [*engines.calls[:2], engines.calls[-1]] == ["pause", "start", "finish"]
+    assert engines.calls == ["pause", "start", *["update"][:num_buckets], "finish"]
 
 
-def test_engines_are_not_paused_for_a_transport_that_is_broken() -> None:
+def test_sender_over_a_broken_transport_does_not_pause_the_engines() -> None:
     class Broken(ScriptedTransport):
         def begin(self) -> None:
             raise EngineError("the push group was ended")
 
-    engines = ScriptedEngines()
+    transport = Broken()
+    engines = ScriptedEngines(transport)
     sender = Sender(
-        Broken(1),
+        transport,  # type: ignore[arg-type]
         engines,  # type: ignore[arg-type]
+        BUCKETS,
         held=[],
         sums_bits=False,
         timeout_s=5.0,

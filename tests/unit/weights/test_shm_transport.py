@@ -1,0 +1,78 @@
+"""The shared-memory transport from end to end: two workers' own code, and an engine that dies between two buckets."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo.engine.client import EngineError
+from grpo.weights.push import Pusher
+from grpo.weights.worker import BucketsInfo, CountedShmEngine, ShmInitInfo
+from tests.support.engines import Script, ScriptedEngine, agree
+from tests.support.nccl_stand_in import MadeUpSource
+
+
+class SlowToDie:
+    """Two engines of one worker each, behind scripted clients; the second one dies between two buckets of the push."""
+
+    def __init__(self, dies_at: int | None) -> None:
+        self.engines = [ScriptedEngine(f"engine {number}", Script(control=self.controls(number))) for number in (0, 1)]
+        self.loaded: list[list[str]] = [[], []]
+        self.gave_up = threading.Event()
+        self._dies_at = dies_at
+
+    def controls(self, number: int) -> Any:
+        worker = object.__new__(CountedShmEngine)  # its constructor wants an engine
+        worker.device = torch.device("cpu")
+        worker.parallel_config = SimpleNamespace(rank=0)  # type: ignore[assignment]
+        worker.note_received = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+        def load(weights: list[tuple[str, torch.Tensor]]) -> None:
+            if number == 1 and len(self.loaded[1]) == self._dies_at:
+                raise EngineError("was killed by signal 9")
+            self.loaded[number].append(weights[0][0])
+
+        worker.load = load  # type: ignore[method-assign]
+
+        def control(method: str, kwargs: dict[str, Any]) -> Any:
+            if method == "init_weight_transfer_engine":
+                worker.init_transfer_engine(ShmInitInfo(**kwargs["init_info"]))
+            if method == "update_weights":
+                try:
+                    worker.receive_weights(BucketsInfo(**kwargs["update_info"]))
+                except ConnectionError as error:
+                    self.gave_up.set()
+                    raise EngineError(str(error)) from error
+            return agree(method, kwargs)
+
+        return control
+
+
+@pytest.mark.parametrize("dies_at", [None, 5])
+def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_push(dies_at: int | None) -> None:
+    """The other one hears of it at once, and the other ranks gather to the end."""
+    source = MadeUpSource(12, torch.bfloat16)
+    node = SlowToDie(dies_at)
+    pusher = Pusher(source, node.engines, backend="shm", tensor_parallel_size=1, timeout_s=60.0)  # type: ignore[arg-type]
+    pusher.connect()
+    begun = time.monotonic()
+    _, error = pusher.push(1)
+    assert time.monotonic() - begun < 30
+    assert source.num_fills == 12
+    heads = [f"bucket{number}.0" for number in range(12)]
+    if dies_at is None:
+        assert error is None
+        _, error = pusher.push(2)
+        assert error is None
+        assert node.loaded == [heads * 2, heads * 2]
+    else:
+        assert str(error) == "was killed by signal 9"
+        assert node.gave_up.wait(20)
+        assert node.loaded[1] == heads[:dies_at]
+        assert len(node.loaded[0]) < 12
+        _, error = pusher.push(2)
+        assert "ended by an earlier failure" in str(error)
+    pusher.close()
