@@ -1,8 +1,8 @@
 """A step whose rows are agents, with and without many idle connections to the door, in one run.
 
 One trainer on one engine; steps take turns: before every other one a process opens the connections, and after it closes
-them. Each agent asks three times by the `openai` package, for as many tokens each time. What opens and closes is not
-part of a step.
+them; before each of the others it opens none. Each agent asks three times by the `openai` package, for as many tokens
+each time. What opens and closes is not part of a step.
 
     python -m bench.agents [--connections 1000]
 """
@@ -65,11 +65,14 @@ class Turns(TrainerCallback):
         self._agent = agent
         self._connections = connections
         self._holder: subprocess.Popen[str] | None = None
+        self._holds = False
         self._begun = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step >= NUM_WARM and state.global_step % 2:
-            command = [sys.executable, "-c", HOLD, str(self._connections), str(self._agent.port)]
+        if state.global_step >= NUM_WARM:
+            self._holds = bool(state.global_step % 2)
+            number = self._connections if self._holds else 0
+            command = [sys.executable, "-c", HOLD, str(number), str(self._agent.port)]
             self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._holder.stdout is not None
             if self._holder.stdout.readline() != "held\n":
@@ -79,7 +82,7 @@ class Turns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         seconds = time.perf_counter() - self._begun
         if state.global_step > NUM_WARM:  # which counts this step
-            self.seconds[self._holder is not None].append(seconds)
+            self.seconds[self._holds].append(seconds)
         self.close()
 
     def close(self) -> None:
