@@ -49,6 +49,7 @@ SHORT_FORMS = {
         ("first node: both alike / beside twice the turns", "second node's own time / the batch's"),
         {"first node, both alike": "s", "batch, one with twice the turns": "s"},
     ),
+    "agents": (("a step / beside idle connections",), {"a step": "s", "beside idle connections": "s"}),
     "rewards": (
         (
             *("full overlap / declared", "TRL's place / declared", "TRL's place / undeclared"),
@@ -94,6 +95,7 @@ LONG = (
     "generate",
     "conversations",
     "neighbours",
+    "agents",
     "rewards",
     "overlap",
     "overlap_ragged",
