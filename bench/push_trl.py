@@ -43,6 +43,7 @@ class TrlWays:
     ) -> None:
         self._model, self._pusher, self._timeout_s = model, pusher, timeout_s
         self._wire_dtype, self._dtypes = wire_dtype, dtypes
+        self._buckets: list[Bucket] | None = None
         wire_bytes = [parameter.ds_numel * wire_dtype.itemsize for parameter in model.parameters()]
         self.largest_bytes = max(wire_bytes)
         self.chunk_bytes = sum(wire_bytes) // MIN_BUCKETS
@@ -79,10 +80,13 @@ class TrlWays:
         TRL's worker knows of all chunks from one call, and so does ours. Chunks are packed where the engine reads them,
         with the cast, and three may be on their way where TRL has two buffers.
         """
-        names = self._chunks(
-            (name, torch.empty(p.ds_shape, device="meta")) for name, p in self._model.named_parameters()
-        )
-        buckets = [Bucket(parameters=(), metas=tuple(self._meta(*each) for each in chunk)) for chunk in names]
+        if self._buckets is None:  # the first time: all ranks walk with each other to learn what comes
+            shapes = [(name, torch.empty_like(tensor, device="meta")) for name, tensor in self._parameters()]
+            chunks = self._chunks(shapes)
+            self._buckets = [
+                Bucket(parameters=(), metas=tuple(self._meta(*each) for each in chunk)) for chunk in chunks
+            ]
+        buckets = self._buckets
 
         def send(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
             transport = self._pusher._transport
@@ -123,18 +127,22 @@ class TrlWays:
 
         return self._timed(load, everywhere=True)
 
-    def _timed(self, take: Callable[[Iterator[tuple[str, torch.Tensor]]], None], *, everywhere: bool = False) -> float:
-        """With TRL's parameters, of which the ranks that send nothing take part in the gathers alone."""
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As TRL walks through them. Collective."""
         generation = object.__new__(VLLMGeneration)  # its constructor wants an engine of TRL's
         generation._dist = object.__new__(DistributedBackend)
         generation._dist.zero_stage, generation._dist.fsdp_version = 3, None
         generation.model = self._model
+        return generation._iter_named_params()
+
+    def _timed(self, take: Callable[[Iterator[tuple[str, torch.Tensor]]], None], *, everywhere: bool = False) -> float:
+        """With TRL's parameters, of which the ranks that send nothing take part in the gathers alone."""
         dist.barrier()
         begun = time.perf_counter()
         if everywhere or self._pusher._transport is not None:
-            take(generation._iter_named_params())
+            take(self._parameters())
         else:
-            for _ in generation._iter_named_params():
+            for _ in self._parameters():
                 pass
         if torch.cuda.is_available():
             torch.cuda.synchronize()

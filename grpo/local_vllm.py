@@ -94,6 +94,7 @@ class LocalVLLM:
         self.eval_sampling: Mapping[str, Any] = {}
         """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
+        self.kept_batches: list[dict[str, Any]] = []  # by `keep_ahead`, in the checkpoint that training goes on from
         self._serving: Serving | None = None
         self._is_closed = False
 
@@ -111,7 +112,7 @@ class LocalVLLM:
             startup=self.startup,
             rollouts=self._rollouts,
             progress=self._progress_now,
-            prompts_of_batch=self._packed_prompts_of_batch,
+            prompts_of_batch=self._prompts_of_batch,
             revive=self._revive,
             on_respawn=self._hear_of_respawn,
         ).wait()
@@ -218,6 +219,9 @@ class LocalVLLM:
         _log.debug("generation for step %d (%s) begins: %d prompts of this rank", now.step, now.mode, len(prompts))
         with profiler, self._watch.during("generate"):
             asked = Prompts.of(prompts) if images is None else Prompts.with_images(prompts, images, self._engine_ids())
+            if now.mode == "train":
+                batches.resume(self.kept_batches)
+                self.kept_batches = []
             with self._timeline.span(WAIT_GENERATE):
                 self.last_batch = batches.take(asked)
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
@@ -231,8 +235,7 @@ class LocalVLLM:
     def keep(
         self, completions: Completions, prompt_ids: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Take these rows, which other ranks may have sampled, for this rank's of the last batch; their tokens and
-        log-probabilities."""
+        """Take these rows, which other ranks may have sampled, for this rank's of the last batch."""
         assert self.last_batch is not None, "they are of one"
         self.last_batch = replace(self.last_batch, completions=completions)
         self._last_prompt_tokens = [len(prompt) for prompt in prompt_ids]
@@ -326,8 +329,15 @@ class LocalVLLM:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.batches.wait()
 
+    def keep_ahead(self, *, is_hurried: bool) -> list[dict[str, Any]]:
+        """For a checkpoint: `GenerationBatches.kept`; nothing where weights arrive in flight. Collective."""
+        if self._serving is None or (self.args.generation_lookahead > 1 and not self._trained.adapters_travel):
+            return []
+        with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
+            return self._serving.batches.kept(is_hurried=is_hurried)
+
     def drop_ahead(self) -> None:
-        """Forget the batch that is sampled ahead. On every rank, but not collective."""
+        """Forget what is sampled ahead. On every rank, but not collective."""
         if self._serving is not None:
             self._serving.batches.drop()
 
@@ -335,10 +345,6 @@ class LocalVLLM:
         step, mode, batch = self._progress()
         sampling = self.eval_sampling if mode == "eval" else {}
         return Progress(step=step, mode=mode, versions=self._versions, batch=batch, sampling=sampling)
-
-    def _packed_prompts_of_batch(self, number: int) -> Prompts | None:
-        prompts = self._prompts_of_batch(number)
-        return None if prompts is None else Prompts.of(prompts)
 
     @property
     def policy_version(self) -> int:

@@ -90,7 +90,7 @@ class ServingStart:
     startup: StartupClock
     rollouts: Rollouts | None
     progress: Callable[[], Progress]
-    prompts_of_batch: Callable[[int], Prompts | None]
+    prompts_of_batch: Callable[[int], list[list[int]] | None]
     """See `GenerationBatches`."""
     revive: Callable[[], None]
     """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
@@ -134,7 +134,8 @@ class ServingStart:
             user_seed=user_seed,
             progress=self.progress,
             lookahead=args.generation_lookahead,
-            prompts_of=self.prompts_of_batch,
+            prompts_of=self._prompts_of,
+            any_rank=lambda mine: bool(self.groups.largest(int(mine))),
         )
         pusher = Pusher(
             source,
@@ -191,6 +192,10 @@ class ServingStart:
             max_model_len=min(each.max_model_len for each in of_nodes),
             revive=self.revive,
         )
+
+    def _prompts_of(self, number: int) -> Prompts | None:
+        prompts = self.prompts_of_batch(number)
+        return None if prompts is None else Prompts.of(prompts)
 
     def _make_sampler(self, pool: EnginePool | None) -> NodeSampler:
         if pool is None:

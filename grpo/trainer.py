@@ -7,6 +7,7 @@ samples come from and how the weights get there.
 
 import asyncio
 import copy
+import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
 from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
 from grpo.config.groups import refuse_with_spare_groups
-from grpo.config.models import attention_heads, base_of, describe_model
+from grpo.config.models import attention_heads, base_of, describe_model, sampling_settings
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
 from grpo.engine.early import drop_host, start_first_host
@@ -339,11 +340,29 @@ class GRPOTrainer(EvaluatingTrainer):
             self.note_metrics(self._local.startup.first_step())
         super().after_step(control)
 
+    def keep_ahead(self) -> dict[str, Any] | None:
+        if self._local is None or self._must_resume:  # for want of engines
+            return None
+        is_hurried = self._stop is not None and self._stop.is_hurried
+        return {"settings": self._sampling, "batches": self._local.keep_ahead(is_hurried=is_hurried)}
+
+    def resume_ahead(self, kept: dict[str, Any] | None) -> None:
+        if self._local is None or not kept or not self.args.generation_lookahead:
+            return
+        if kept["settings"] == self._sampling:
+            self._local.kept_batches = kept["batches"]
+        elif kept["batches"]:
+            self._say("sampling settings have changed: the batches under way are sampled again")
+
     # -- what the loop asks ---------------------------------------------------------------------------------------
 
     @property
     def _end_tokens(self) -> set[int]:
         return {*self.eos_token_ids, self._tokenizer.pad_token_id}  # as TRL counts those that were cut (1.16)
+
+    @property
+    def _sampling(self) -> str:
+        return json.dumps(sampling_settings(self.args), sort_keys=True, default=str)
 
     def _progress(self) -> tuple[int, str, int]:
         return self.state.global_step, self._mode, self._step // self._steps_per_batch

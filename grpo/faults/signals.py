@@ -27,6 +27,8 @@ class StopRequest:
     why: str
     requeue: bool
     """False when a person asked."""
+    is_hurried: bool = False
+    """Whether nobody has said how much time there is."""
 
 
 class StopSignals:
@@ -85,7 +87,9 @@ class StopSignals:
     def note(self, number: int) -> None:
         """Signal `number` has come. From any thread."""
         if self.request is None and (number == signal.SIGUSR1 or self.is_open):
-            self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
+            self.request = StopRequest(
+                why=f"got {signal.Signals(number).name}", requeue=True, is_hurried=number == signal.SIGTERM
+            )
             _log.info("a stop is asked for: %s", self.request.why, extra=FILE_ONLY)
 
     def was_asked(self, patience_s: float) -> bool:

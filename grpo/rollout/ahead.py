@@ -1,16 +1,29 @@
 """Generation batches in the order in which training asks for them, sampled when it does or before."""
 
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from grpo.rollout.node import NodeSampler, Pending
-from grpo.rollout.packing import Completions, seed_base
+from grpo.rollout.packing import (
+    Completions,
+    PackedRows,
+    concat_completions,
+    concat_rows,
+    pack_rows,
+    seed_base,
+    split_completions,
+    unpack_rows,
+)
 from grpo.rollout.prompts import Prompts
 from grpo.rollout.report import GenerationReport, PolicyLag
+
+_log = logging.getLogger(__name__)
 
 _OTHER_PROMPTS = (
     "the prompts that were sampled ahead are not those that training asks for now [GRPO-611]: the data set, its "
@@ -55,6 +68,30 @@ class _Submitted:
     at: Progress
     collected: tuple[Completions, list[GenerationReport]] | None = None
 
+    def kept(self, now: Progress) -> dict[str, Any]:
+        assert self.collected is not None, "it was waited for"
+        completions, reports = self.collected
+        return {
+            "number": self.number,
+            "step": self.at.step,
+            "age": now.versions - self.at.versions,
+            "prompts": torch.from_numpy(self.prompts.rows.to_message()),
+            "completions": torch.from_numpy(completions.to_message()),
+            "reports": [report.dumps() for report in reports],
+        }
+
+    @staticmethod
+    def resumed(kept: Mapping[str, Any], now: Progress) -> "_Submitted":
+        """One push later."""
+        reports = [GenerationReport.loads(text) for text in kept["reports"]]
+        return _Submitted(
+            prompts=Prompts(rows=PackedRows.from_message(kept["prompts"].numpy())),
+            number=kept["number"],
+            pending=None,
+            at=replace(now, step=kept["step"], versions=now.versions - 1 - kept["age"]),
+            collected=(Completions.from_message(kept["completions"].numpy()), reports),
+        )
+
 
 class GenerationBatches:
     """Gives training its generation batches. Every rank has one; methods are collective over the job but for `drop`.
@@ -70,6 +107,7 @@ class GenerationBatches:
         lookahead: batches that are sampled before training asks for them.
         prompts_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
             training ends before it.
+        any_rank: whether it is so on any rank.
     """
 
     def __init__(
@@ -81,8 +119,10 @@ class GenerationBatches:
         progress: Callable[[], Progress],
         lookahead: int = 0,
         prompts_of: Callable[[int], Prompts | None] = lambda number: None,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self._sampler = sampler
+        self._any = any_rank
         self._seed, self._user_seed = seed, user_seed
         self._progress = progress
         self._lookahead = lookahead
@@ -136,6 +176,34 @@ class GenerationBatches:
         for submitted in self._under_way:
             self._collect(submitted)
 
+    def kept(self, *, is_hurried: bool) -> list[dict[str, Any]]:
+        """What a checkpoint keeps of the batches that are under way, of this rank's rows: tensors, numbers and text.
+
+        Waits for their completions; where it is hurried, on any rank, there is nothing if they are not there.
+        """
+        pending = [each.pending for each in self._under_way if each.pending is not None and each.collected is None]
+        if self._any(is_hurried) and self._any(not all(each.batch.is_finished for each in pending)):
+            _log.info("SIGTERM leaves no time for the batches under way: a resume samples them again")
+            return []
+        self.wait()
+        now = self._progress()
+        return [submitted.kept(now) for submitted in self._under_way]
+
+    def resume(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Before `take`, and after its push: go on with what `kept` has given, if that is what training asks for."""
+        if not kept:
+            return
+        now = self._progress()
+        found = [_Submitted.resumed(each, now) for each in kept]
+        fits = [each.number for each in found] == [*range(now.batch, now.batch + len(found))]
+        for each in found:
+            prompts = self._prompts_of(each.number) if fits else None
+            fits = prompts is not None and _are_equal(prompts, each.prompts)
+        if self._any(not fits):
+            _log.info("the checkpoint's batches under way are not those that training asks for: others are sampled")
+        else:
+            self._under_way.extend(found)
+
     def drop(self) -> None:
         """Forget what is sampled ahead. On every rank, but not collective."""
         for submitted in self._under_way:
@@ -163,6 +231,22 @@ class GenerationBatches:
         order = number + 1 if now.mode == "train" else 0  # an evaluation first: ranks wait for it
         pending = self._sampler.submit(prompts, self._base_seed(now.mode, number), order=order, sampling=now.sampling)
         return _Submitted(prompts=prompts, number=number, pending=pending, at=now)
+
+
+def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
+    """What `GenerationBatches.kept` has given on each rank, as it would be on `ranks` of them, which have the same rows
+    end to end."""
+    found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+    for parts in zip(*kept, strict=True):  # of a batch
+        prompts = unpack_rows(concat_rows([PackedRows.from_message(part["prompts"].numpy()) for part in parts]))
+        completions = concat_completions([Completions.from_message(part["completions"].numpy()) for part in parts])
+        size = len(prompts) // ranks
+        for rank, of_rank in enumerate(split_completions(completions, [size] * ranks)):
+            rows = pack_rows(prompts[rank * size : (rank + 1) * size])
+            messages = {"prompts": rows.to_message(), "completions": of_rank.to_message()}
+            tensors = {name: torch.from_numpy(message) for name, message in messages.items()}
+            found[rank].append({**parts[0], **tensors})
+    return found
 
 
 def _number_of(now: Progress) -> int:

@@ -202,7 +202,7 @@ class ResumableTrainer(OrderedTrainer):
                     with naming_run(self.args, tracker_run):
                         output = super().train(resume_from_checkpoint=resume, **kwargs)
                 except GenerationDropped as dropped:
-                    self._stop = self._stop or StopRequest(why=dropped.why, requeue=True)
+                    self._stop, self._must_resume = self._stop or StopRequest(why=dropped.why, requeue=True), True
                     self._save_last_step()
                 except StepFailed:
                     self._must_resume = True

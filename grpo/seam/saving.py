@@ -115,6 +115,7 @@ class SavingTrainer(PicturedTrainer):
         folder = run_dir / f"checkpoint-{step}"
         limit, args.save_total_limit = args.save_total_limit, None  # transformers deletes before all have written
         only_model = args.save_only_model
+        ahead = self.keep_ahead()
         args.save_only_model = only_model and self._stop is None and not self._must_resume  # these are to be resumed
         resumable = not args.save_only_model
         _log.info("%s begins", folder.name, extra=FILE_ONLY)
@@ -124,7 +125,7 @@ class SavingTrainer(PicturedTrainer):
                 self._is_saving = True
                 super()._save_checkpoint(model, trial)
                 folder.mkdir(exist_ok=True)  # rank 0 has, but another node may not know yet
-                torch.save(self._rollout_state(), folder / f"rollout_state_{args.process_index}.pt")
+                torch.save(self._rollout_state() | {"ahead": ahead}, folder / f"rollout_state_{args.process_index}.pt")
         finally:
             self._is_saving = False
             args.save_total_limit, args.save_only_model = limit, only_model
@@ -271,6 +272,11 @@ class SavingTrainer(PicturedTrainer):
         if self._saving is not None and self._saving.is_done:
             self._finish_saving()
 
+    def keep_ahead(self) -> Any:
+        """What a checkpoint has of batches that are sampled ahead; `resume_ahead` is given it. Collective."""
+
+    def resume_ahead(self, kept: Any) -> None: ...
+
     def _rollout_state(self) -> dict[str, Any]:
         """What this rank needs beyond transformers' own files to go on in the middle of a generation batch."""
         state: dict[str, Any] = {"step": self._step, "batch": None, "reference": None}
@@ -304,6 +310,7 @@ class SavingTrainer(PicturedTrainer):
         self._stream_pass = state.get("pass", (0, 0))
         if self._sampler is not None and self._sampler.is_drawn and "order" in state:
             self._sampler.check(self._num_batches, state["order"])
+        self.resume_ahead(state.get("ahead"))
         if state["reference"] is not None and self.ref_model is not None:
             load_own_shards(self.ref_model, state["reference"])
 

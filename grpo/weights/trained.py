@@ -99,6 +99,11 @@ class TrainedModel:
             pictures=self.pictures,
         )
 
+    @property
+    def adapters_travel(self) -> bool:
+        """By themselves, and not inside of the weights that they change."""
+        return self.lora is not None and not self.lora.merges
+
     def trial(self, prover: Prover, smallest: Callable[[float], float]) -> AdapterTrial | None:
         """Where adapters travel by themselves; see `AdapterTrial`."""
         if self.lora is None or self.lora.merges:

@@ -41,6 +41,8 @@ def reward(completion_ids, **kwargs):
             lines.write(json.dumps(row, default=str) + "\n")  # a picture
     if step == settings.get("signal_at") and rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
+    if step == settings.get("kill_at"):
+        os.kill(os.getpid(), signal.SIGKILL)
     noise = settings.get("noise", True)
     if settings.get("flat_evens"):  # prompts that begin with an even number teach nothing
         flat = [int(prompt.partition("+")[0]) % 2 == 0 for prompt in kwargs["prompts"]]

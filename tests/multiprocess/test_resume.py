@@ -65,19 +65,29 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_three_and_three_steps_are_six_with_engines(tiny_model: Path, tmp_path: Path) -> None:
-    config = {"max_steps": 6, "save_strategy": "no", "use_vllm": True, "check_rewards": False}
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_three_and_three_steps_are_six_with_engines(ahead: int, tiny_model: Path, tmp_path: Path) -> None:
+    """After a stop, and one batch ahead after a SIGKILL of all ranks at a later step than that of the checkpoint."""
+    config = {"max_steps": 6, "save_steps": 3, "use_vllm": True, "check_rewards": False, "generation_lookahead": ahead}
     config |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expect(run(tiny_model, whole, num_prompts=40, config=config), success=True)
-    expect(run(tiny_model, parts, num_prompts=40, config=config, signal_at=2), success=True)
-    assert state(parts)["step"] == 3
+    if ahead:
+        expect(run(tiny_model, parts, num_prompts=40, config=config, kill_at=5), success=False)
+        for rank in (0, 1):
+            lines = (parts / f"seen-{rank}.jsonl").read_text().splitlines(keepends=True)
+            assert len(lines) == 6
+            (parts / f"seen-{rank}.jsonl").write_text("".join(lines[:3]))
+    else:
+        expect(run(tiny_model, parts, num_prompts=40, config=config, signal_at=2), success=True)
+        assert state(parts)["step"] == 3
     resume = {**config, "resume_from_checkpoint": "auto"}
     assert "goes on after step 3" in expect(
         run(tiny_model, parts, num_prompts=40, attempt=1, config=resume), success=True
     )
     for rank in (0, 1):
         assert seen(parts, rank) == seen(whole, rank)
+    assert [line["reward"] for line in steps(parts).values()] == [line["reward"] for line in steps(whole).values()]
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
 
 

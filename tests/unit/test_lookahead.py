@@ -1,19 +1,28 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
+from peft import LoraConfig
 from torch.utils.data import BatchSampler
 from transformers import AutoTokenizer, TrainerCallback
 
+from grpo import GRPOTrainer
 from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
+from grpo.engine.messages import Sample
+from grpo.rollout.ahead import GenerationBatches, Progress
 from grpo.rollout.pool import EnginePool
+from grpo.rollout.prompts import Prompts
 from grpo.weights import delivery
-from tests.support.engines import Script
+from grpo.weights.trained import TrainedModel
+from tests.support.engines import Script, agree
 from tests.support.scripted_trainer import make_trainer, of_kind, train, use_scripted_engines
 
 
@@ -228,11 +237,108 @@ def test_nothing_is_trained_twice_or_lost_over_a_stop(
     assert of_kind(story, "score") == whole[:2]
     in_flight = of_kind(story, "submit")[2]
     assert in_flight == whole[2]
-    assert in_flight not in of_kind(story, "collect")
+    assert (in_flight in of_kind(story, "collect")) == (ahead == 1)  # which the checkpoint waits for
     (tmp_path / "parts" / "stop").unlink(missing_ok=True)
     train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=ahead, resume_from_checkpoint="auto")
     assert of_kind(story, "score") == whole
     assert of_kind(story, "step") == [1, 2, 3, 4, 5]
+    assert of_kind(story, "submit").count(in_flight) == (1 if ahead == 1 else 2)
+
+
+def by_policy(script: Script) -> Callable[[Sample, Sequence[int]], Sequence[float]]:
+    """Log-probabilities that say which policy has sampled."""
+
+    def logprobs(sample: Sample, tokens: Sequence[int]) -> Sequence[float]:
+        pushed = [version for kind, version, *_ in script.story if kind == "push"]
+        return [-2.5 - 0.1 * pushed[-1]] * len(tokens)
+
+    return logprobs
+
+
+RESUMED = ("loss", "grad_norm", "reward", "rollout/policy_lag", "rollout/policy_lag_steps", "engine/policy_version")
+
+
+def run_of(trainer: GRPOTrainer) -> list[list[float]]:
+    return [[line[name] for name in RESUMED] for line in trainer.state.log_history if "reward" in line]
+
+
+@pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"generation_lookahead": 0}], ids=str)
+def test_resume_with_a_batch_ahead_goes_on_with_its_completions(
+    changed: dict[str, Any], tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
+    """Bit by bit; and with others where they are not of the settings that training has now."""
+    script.logprobs_of = by_policy(script)
+    script.tokens_of = lambda sample, number: [5 + (sample.seed + number) % 7, 6, 7]
+    settings: dict[str, Any] = {"max_steps": 5, "generation_lookahead": 1, "learning_rate": 1e-2}
+    whole = train(tiny_model, tmp_path / "whole", story, **settings)
+    story.clear()
+    with pytest.raises(SystemExit):
+        train(tiny_model, tmp_path / "parts", story, stop_at=2, **settings)
+    (tmp_path / "parts" / "stop").unlink(missing_ok=True)
+    submitted = len(of_kind(story, "submit"))
+    resumed = train(tiny_model, tmp_path / "parts", story, resume_from_checkpoint="auto", **settings | changed)
+    again = of_kind(story, "submit")[submitted:]
+    assert len(again) == (3 if changed else 2)
+    assert (run_of(resumed) == run_of(whole)) == (not changed)
+    if not changed:
+        for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainedModel, "trial", lambda *args: None)  # of adapters: these engines hold none
+
+    def control(method: str, kwargs: dict[str, Any]) -> Any:
+        if method == "take_adapter":
+            story.append(("push", int(kwargs["policy_version"])))
+        return agree(method, kwargs)
+
+    script.control, script.logprobs_of = control, by_policy(script)
+    settings: dict[str, Any] = {"max_steps": 6, "generation_lookahead": 3, "learning_rate": 1e-2}
+    settings |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+    whole = train(tiny_model, tmp_path / "whole", story, **settings)
+    story.clear()
+    with pytest.raises(SystemExit):
+        train(tiny_model, tmp_path / "parts", story, stop_at=2, **settings)
+    (tmp_path / "parts" / "stop").unlink(missing_ok=True)
+    submitted = of_kind(story, "submit")
+    resumed = train(tiny_model, tmp_path / "parts", story, resume_from_checkpoint="auto", **settings)
+    assert len(submitted) == 5
+    assert len(of_kind(story, "submit")) == 6
+    assert run_of(resumed) == run_of(whole)
+    assert [line[-3:] for line in run_of(whole)] == [[0, 0, 0], [1, 1, 0], [2, 2, 0], [3, 3, 0], [3, 3, 1], [3, 3, 2]]
+
+
+class HalfDone:
+    """A sampler whose batches are not finished until they are waited for."""
+
+    def __init__(self) -> None:
+        self.num_collected = 0
+
+    def submit(self, prompts: Prompts, base_seed: int, **more: Any) -> Any:
+        return SimpleNamespace(batch=SimpleNamespace(is_finished=False))
+
+    def collect(self, pending: Any) -> Any:
+        self.num_collected += 1
+        return "completions", []
+
+
+def test_hurried_checkpoint_keeps_no_batch_that_it_would_have_to_wait_for() -> None:
+    sampler, asked = HalfDone(), Prompts.of([[5, 6]])
+    progress = Progress(step=1, mode="train", versions=1)
+    batches = GenerationBatches(
+        sampler,  # type: ignore[arg-type]
+        seed=1,
+        user_seed=None,
+        progress=lambda: progress,
+        lookahead=1,
+        prompts_of=lambda number: asked,
+    )
+    batches.sample_ahead()
+    assert batches.kept(is_hurried=True) == []
+    assert sampler.num_collected == 0
 
 
 def test_a_data_set_that_changes_when_it_is_read_again_is_told(

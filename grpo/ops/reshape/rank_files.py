@@ -13,6 +13,7 @@ import torch
 from grpo.checkpoints.checkpoints import CompleteRecord
 from grpo.checkpoints.pickles import load_mapped
 from grpo.ops.reshape.zero import reparted
+from grpo.rollout.ahead import dealt
 
 _WRAPPED = "module."  # before the names of a reference model's parameters, which DeepSpeed has wrapped
 
@@ -46,6 +47,14 @@ def reference_parts(checkpoint: Path, ranks: int) -> list[dict[str, torch.Tensor
     return None if parts[0] is None else parts
 
 
+def ahead_parts(checkpoint: Path, before: int, ranks: int) -> list[dict[str, Any] | None]:
+    """For each of `ranks`, what of batches that were sampled ahead it goes on with."""
+    kept = [load_mapped(checkpoint / f"rollout_state_{rank}.pt").get("ahead") for rank in range(before)]
+    if not all(kept):
+        return [None] * ranks
+    return [{**kept[0], "batches": batches} for batches in dealt([part["batches"] for part in kept], ranks)]
+
+
 def rollout_state(
     parts: list[dict[str, torch.Tensor]] | None,
     *,
@@ -53,12 +62,14 @@ def rollout_state(
     rank: int,
     ranks: int,
     shapes: dict[str, torch.Size] | None,
+    ahead: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """`rollout_state_<rank>.pt` of a rank of `ranks`.
 
     Args:
         parts: as `reference_parts` gives them.
         shapes: of parameters that ZeRO-3 has cut into parts; None where the ranks hold them whole.
+        ahead: of `ahead_parts`.
     """
     reference = parts[0] if parts else None
     if parts and shapes is not None:
@@ -66,7 +77,7 @@ def rollout_state(
             name: reparted([part[name] for part in parts], shapes[name.removeprefix(_WRAPPED)], rank, ranks)
             for name in parts[0]
         }
-    return {"generation_batches": batches, "batch": None, "reference": reference}
+    return {"generation_batches": batches, "batch": None, "reference": reference, "ahead": ahead}
 
 
 def random_name(rank: int, ranks: int) -> str:

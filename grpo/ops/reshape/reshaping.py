@@ -8,7 +8,14 @@ import torch
 
 from grpo.checkpoints.checkpoints import CompleteRecord, files_in, read_resumable, record_name, verify, write_complete
 from grpo.checkpoints.pickles import load_mapped
-from grpo.ops.reshape.rank_files import generation_batches, random_name, random_states, reference_parts, rollout_state
+from grpo.ops.reshape.rank_files import (
+    ahead_parts,
+    generation_batches,
+    random_name,
+    random_states,
+    reference_parts,
+    rollout_state,
+)
 from grpo.ops.reshape.zero import partition_file, reshape_zero
 from grpo.ops.room import check_disk, check_free
 from grpo.record.durable import appearing_whole
@@ -46,8 +53,9 @@ def reshape(checkpoint: Path, out: Path, *, ranks: int) -> dict[str, int]:
             reshape_zero(checkpoint / tag, partial / tag, before=record.world_size, ranks=ranks)
             shapes = partitioned_shapes(checkpoint / tag)
         parts = reference_parts(checkpoint, record.world_size)
+        ahead = ahead_parts(checkpoint, record.world_size, ranks)
         for rank in range(ranks):
-            state = rollout_state(parts, batches=batches, rank=rank, ranks=ranks, shapes=shapes)
+            state = rollout_state(parts, batches=batches, rank=rank, ranks=ranks, shapes=shapes, ahead=ahead[rank])
             torch.save(state, partial / f"rollout_state_{rank}.pt")
             torch.save(random_states(checkpoint, record, rank), partial / random_name(rank, ranks))
         write_complete(
