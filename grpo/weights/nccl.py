@@ -127,7 +127,8 @@ class NcclTransport:
 
     def is_taken(self, number: int, wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
-        while not (taken := self._sent[number % NUM_BUFFERS].query()) and time.monotonic() < deadline:
+        sent = self._sent.get(number % NUM_BUFFERS)  # None: not after an abort
+        while not (taken := sent is None or sent.query()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return bool(taken)
 

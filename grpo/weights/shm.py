@@ -70,7 +70,8 @@ class ShmTransport:
     def begin(self) -> None:
         if self._is_aborted:
             raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
-        self.is_taken(0, 0.0)  # what the last push has not read any more
+        while self._poll.poll(0):  # of the last push, which need not have read all: its engines had answered
+            os.read(self._taken[1].fileno(), 4096)
         self._num_taken = [0] * len(self._num_taken)
 
     def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:

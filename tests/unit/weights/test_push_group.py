@@ -181,6 +181,9 @@ def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) 
     transport.start_sending(0, bucket)
     assert len(communicator.sent) == 1
     assert transport._aborted.is_set()
+    transport.places(1, bucket)
+    transport.start_sending(1, bucket)  # nobody has said so to the main thread yet
+    assert transport.is_taken(1, 0.0)
     alone = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
     communicator = alone._communicator = Failing()
     communicator.is_aborted = False

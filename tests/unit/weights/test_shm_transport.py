@@ -10,6 +10,7 @@ import torch
 
 from grpo.engine.client import EngineError
 from grpo.weights.push import Pusher
+from grpo.weights.shm import ShmTransport
 from grpo.weights.worker import BucketsInfo, CountedShmEngine, ShmInitInfo
 from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.nccl_stand_in import MadeUpSource
@@ -76,3 +77,21 @@ def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_push(dies_a
         _, error = pusher.push(2)
         assert "ended by an earlier failure" in str(error)
     pusher.close()
+
+
+def test_shared_memory_buffer_is_free_when_all_workers_of_this_push_have_read_it() -> None:
+    """What they have said of the last push counts for nothing: not all of it is read when they have answered."""
+    transport = ShmTransport(buffer_bytes=64, num_workers=2)
+    try:
+        transport._taken[0].write(bytes([0, 1]))
+        assert transport.is_taken(0, 0.0)
+        transport._taken[0].write(bytes([0, 1, 1, 0]))
+        transport.begin()
+        assert not transport.is_taken(0, 0.0)
+        transport._taken[0].write(bytes([1, 1]))
+        assert not transport.is_taken(0, 0.0)
+        transport._taken[0].write(bytes([0]))
+        assert transport.is_taken(0, 0.0)
+        assert not transport.is_taken(1, 0.0)
+    finally:
+        transport.close()
