@@ -75,8 +75,7 @@ class LocalVLLM:
         self.startup = StartupClock()
         self.last_batch: GenerationBatch | None = None
         self._last_prompt_tokens: list[int] = []
-        self.last_push: PushReport | None = None
-        """Over the whole job."""
+        self.last_push: PushReport | None = None  # over the whole job
         self._trained = trained
         self._groups = groups
         self._watch = watch
@@ -94,7 +93,7 @@ class LocalVLLM:
         self.eval_sampling: Mapping[str, Any] = {}
         """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
         self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
-        self.kept_batches: list[dict[str, Any]] = []  # by `keep_ahead`, in the checkpoint that training goes on from
+        self.kept_batches: list[dict[str, Any]] = []  # by `keep_ahead`, of the checkpoint that training goes on from
         self._serving: Serving | None = None
         self._is_closed = False
 
@@ -139,8 +138,7 @@ class LocalVLLM:
         self._check_open()
         if self._serving is None:
             self._serving = self._connect()
-            now = time.monotonic()
-            self._timeline.add(START, now - process_age_s(), now)
+            self._timeline.add(START, (now := time.monotonic()) - process_age_s(), now)
         serving = self._serving
         self.rest_for_weights()
         self.last_push = self._deliver(serving)
@@ -329,15 +327,18 @@ class LocalVLLM:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.batches.wait()
 
-    def keep_ahead(self, *, is_hurried: bool) -> list[dict[str, Any]]:
+    def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
         """For a checkpoint: `GenerationBatches.kept`; nothing where weights arrive in flight. Collective."""
-        if self._serving is None or (self.args.generation_lookahead > 1 and not self._trained.adapters_travel):
-            return []
+        in_flight = self.args.generation_lookahead > 1 and not self._trained.adapters_travel
+        if self.kept_batches or self._serving is None or in_flight:
+            return self.kept_batches  # of the checkpoint before, where training has not come to them yet
         with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
-            return self._serving.batches.kept(is_hurried=is_hurried)
+            versions = self._versions + (self._newest_version != self._progress_now().step)
+            return self._serving.batches.kept(versions=versions, gives_up=gives_up)
 
     def drop_ahead(self) -> None:
         """Forget what is sampled ahead. On every rank, but not collective."""
+        self.kept_batches = []
         if self._serving is not None:
             self._serving.batches.drop()
 
@@ -353,8 +354,7 @@ class LocalVLLM:
 
     def _hear_of_respawn(self, respawn: Respawn) -> None:
         if respawn.node == self.engines.topology.node:
-            now = time.monotonic()
-            self._timeline.add(RESPAWN, now - respawn.seconds, now, f"engine {respawn.index}")
+            self._timeline.add(RESPAWN, (now := time.monotonic()) - respawn.seconds, now, f"engine {respawn.index}")
         self._on_respawn(respawn)
 
     # -- metrics and end ------------------------------------------------------------------------------------------

@@ -343,11 +343,13 @@ class GRPOTrainer(EvaluatingTrainer):
     def keep_ahead(self) -> dict[str, Any] | None:
         if self._local is None or self._must_resume:  # for want of engines
             return None
-        is_hurried = self._stop is not None and self._stop.is_hurried
-        return {"settings": self._sampling, "batches": self._local.keep_ahead(is_hurried=is_hurried)}
+        return {"settings": self._sampling, "batches": self._local.keep_ahead(lambda: self._signals.is_hurried)}
 
     def resume_ahead(self, kept: dict[str, Any] | None) -> None:
-        if self._local is None or not kept or not self.args.generation_lookahead:
+        if self._local is None:
+            return
+        self._local.kept_batches = []
+        if not kept or not self.args.generation_lookahead:
             return
         if kept["settings"] == self._sampling:
             self._local.kept_batches = kept["batches"]

@@ -27,8 +27,6 @@ class StopRequest:
     why: str
     requeue: bool
     """False when a person asked."""
-    is_hurried: bool = False
-    """Whether nobody has said how much time there is."""
 
 
 class StopSignals:
@@ -46,6 +44,8 @@ class StopSignals:
         self.look: Callable[[], StopRequest | None] = lambda: None
         """Asked for what no signal has brought, before a failure is believed."""
         self.is_open = False
+        self.is_hurried = False
+        """Whether SIGTERM has come, which does not say how much time is left."""
         self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
         self._taken: dict[int, Any] = {}  # what was there before, by signal
         self._waker: int | None = None
@@ -86,10 +86,9 @@ class StopSignals:
 
     def note(self, number: int) -> None:
         """Signal `number` has come. From any thread."""
+        self.is_hurried = self.is_hurried or number == signal.SIGTERM
         if self.request is None and (number == signal.SIGUSR1 or self.is_open):
-            self.request = StopRequest(
-                why=f"got {signal.Signals(number).name}", requeue=True, is_hurried=number == signal.SIGTERM
-            )
+            self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
             _log.info("a stop is asked for: %s", self.request.why, extra=FILE_ONLY)
 
     def was_asked(self, patience_s: float) -> bool:

@@ -1,6 +1,7 @@
 """Generation batches in the order in which training asks for them, sampled when it does or before."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from grpo.rollout.report import GenerationReport, PolicyLag
 
 _log = logging.getLogger(__name__)
 
+POLL_S = 0.2
 _OTHER_PROMPTS = (
     "the prompts that were sampled ahead are not those that training asks for now [GRPO-611]: the data set, its "
     "transform or the data loader gives other rows when it is read again; set generation_lookahead to 0"
@@ -68,13 +70,13 @@ class _Submitted:
     at: Progress
     collected: tuple[Completions, list[GenerationReport]] | None = None
 
-    def kept(self, now: Progress) -> dict[str, Any]:
+    def kept(self, versions: int) -> dict[str, Any]:
         assert self.collected is not None, "it was waited for"
         completions, reports = self.collected
         return {
             "number": self.number,
             "step": self.at.step,
-            "age": now.versions - self.at.versions,
+            "lag": versions - self.at.versions,
             "prompts": torch.from_numpy(self.prompts.rows.to_message()),
             "completions": torch.from_numpy(completions.to_message()),
             "reports": [report.dumps() for report in reports],
@@ -82,13 +84,12 @@ class _Submitted:
 
     @staticmethod
     def resumed(kept: Mapping[str, Any], now: Progress) -> "_Submitted":
-        """One push later."""
         reports = [GenerationReport.loads(text) for text in kept["reports"]]
         return _Submitted(
             prompts=Prompts(rows=PackedRows.from_message(kept["prompts"].numpy())),
             number=kept["number"],
             pending=None,
-            at=replace(now, step=kept["step"], versions=now.versions - 1 - kept["age"]),
+            at=replace(now, step=kept["step"], versions=now.versions - kept["lag"]),
             collected=(Completions.from_message(kept["completions"].numpy()), reports),
         )
 
@@ -176,26 +177,39 @@ class GenerationBatches:
         for submitted in self._under_way:
             self._collect(submitted)
 
-    def kept(self, *, is_hurried: bool) -> list[dict[str, Any]]:
+    def kept(self, *, versions: int, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
         """What a checkpoint keeps of the batches that are under way, of this rank's rows: tensors, numbers and text.
 
-        Waits for their completions; where it is hurried, on any rank, there is nothing if they are not there.
+        Waits for their completions. What may end a job when training takes it is not kept: a resume would end, too.
+
+        Args:
+            versions: policy versions that the engines will have had when training takes the next one.
+            gives_up: asked again and again, whether there is no time to wait.
+
+        Returns:
+            Nothing where a rank gives up, or what is missing does not come.
         """
-        pending = [each.pending for each in self._under_way if each.pending is not None and each.collected is None]
-        if self._any(is_hurried) and self._any(not all(each.batch.is_finished for each in pending)):
-            _log.info("SIGTERM leaves no time for the batches under way: a resume samples them again")
-            return []
+        while self._any(any(not self._sampler.is_finished(each.pending) for each in self._under_way)):
+            if self._any(gives_up() or any(self._sampler.is_stuck(each.pending) for each in self._under_way)):
+                _log.info("the checkpoint is made without the batches under way: a resume samples them again")
+                return []
+            time.sleep(POLL_S)
         self.wait()
-        now = self._progress()
-        return [submitted.kept(now) for submitted in self._under_way]
+        reports = [report for each in self._under_way if each.collected is not None for report in each.collected[1]]
+        if any(report.not_finite or report.num_refused for report in reports):
+            return []
+        return [submitted.kept(versions) for submitted in self._under_way]
 
     def resume(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Before `take`, and after its push: go on with what `kept` has given, if that is what training asks for."""
         if not kept:
             return
         now = self._progress()
-        found = [_Submitted.resumed(each, now) for each in kept]
-        fits = [each.number for each in found] == [*range(now.batch, now.batch + len(found))]
+        try:
+            found = [_Submitted.resumed(each, now) for each in kept]
+        except (KeyError, ValueError):  # of another version of ours
+            found = []
+        fits = bool(found) and [each.number for each in found] == [*range(now.batch, now.batch + len(found))]
         for each in found:
             prompts = self._prompts_of(each.number) if fits else None
             fits = prompts is not None and _are_equal(prompts, each.prompts)

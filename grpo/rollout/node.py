@@ -92,6 +92,14 @@ class NodeSampler:
             self._revive()
         return Completions.from_message(self._groups.scatter([])), reports
 
+    def is_finished(self, pending: Pending | None) -> bool:
+        """Whether all its completions are on this node."""
+        return True
+
+    def is_stuck(self, pending: Pending | None) -> bool:
+        """Whether `collect` would raise, or bring new engines."""
+        return False
+
     def drop(self, pending: Pending | None) -> None:
         """Forget a batch that nobody will collect. Not collective."""
 
@@ -211,6 +219,13 @@ class LocalMainSampler(NodeSampler):
             num_not_finite=num_not_finite,
             not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
         )
+
+    def is_finished(self, pending: Pending | None) -> bool:
+        return pending is None or pending.batch.is_finished  # None: it was resumed
+
+    def is_stuck(self, pending: Pending | None) -> bool:
+        is_late = pending is not None and time.monotonic() > pending.batch.asked_at + self._timeout_s
+        return is_late or self._pool.is_in_trouble
 
     def drop(self, pending: Pending | None) -> None:
         if pending is not None:

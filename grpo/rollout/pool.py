@@ -207,8 +207,13 @@ class EnginePool:
             self._on_trouble = on_trouble
             self._say_trouble()
 
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether no engine samples: all are gone, or one has failed."""
+        return self._error is not None or not self._queue.has_engines()
+
     def _say_trouble(self) -> None:
-        if self._on_trouble is not None and (self._error is not None or not self._queue.has_engines()):
+        if self._on_trouble is not None and self.is_in_trouble:
             self._on_trouble(self._error)
 
     def drop(self, batch: Batch) -> None:
@@ -243,20 +248,17 @@ class EnginePool:
             self._ages.push(policy_version)
             self._adapter = adapter
             if self._in_flight:
-                self._go_on_in_flight()
+                self._num_delivered += 1
+                if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
+                    self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
+                self.accounts.cut(self.policy_version)
+                for completion in self._sent:  # an engine that has lived from push to push does not die of these
+                    self._deaths.pop(completion, None)
         for engine, client in enumerate(clients):
             if client is not self._clients[engine]:
                 self._replace(engine, client)
         with self._changed:
             self._say_trouble()  # of an engine that has died since it was delivered to
-
-    def _go_on_in_flight(self) -> None:
-        self._num_delivered += 1
-        if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
-            self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
-        self.accounts.cut(self.policy_version)
-        for completion in self._sent:  # an engine that has lived from push to push does not die of what it is at
-            self._deaths.pop(completion, None)
 
     def _replace(self, engine: int, client: EngineLike) -> None:
         with self._changed:
@@ -288,8 +290,7 @@ class EnginePool:
     def adapters_in_use(self) -> set[int]:
         """By which completions that are not answered are sampled."""
         with self._changed:
-            samples = [*self._sent.values(), *self._unsent.values()]
-            return {sample.adapter for sample in samples if sample.adapter is not None}
+            return {each.adapter for each in (*self._sent.values(), *self._unsent.values()) if each.adapter is not None}
 
     def take_num_reissued(self) -> int:
         """Completions since the last call that were given to an engine again, because the one before it had died."""
@@ -324,8 +325,7 @@ class EnginePool:
         self._trials.suspect(samples[completion] for completion in owed if self._deaths[completion] >= MAX_DEATHS)
         self._issue_again(owed)
         for sample in self._trials.take_deadly():
-            batch = self._batches[sample.ids.start]
-            self._refuse(batch, sample.ids, self._trials.deadly[prompt_of(sample)])
+            self._refuse(batch := self._batches[sample.ids.start], sample.ids, self._trials.deadly[prompt_of(sample)])
             self._end_if_answered(batch)
         self._feed()
         self._say_trouble()

@@ -113,9 +113,9 @@ class SavingTrainer(PicturedTrainer):
         args, step = self.args, self.state.global_step
         run_dir = Path(self._get_output_dir(trial=trial))
         folder = run_dir / f"checkpoint-{step}"
+        ahead = self.keep_ahead()
         limit, args.save_total_limit = args.save_total_limit, None  # transformers deletes before all have written
         only_model = args.save_only_model
-        ahead = self.keep_ahead()
         args.save_only_model = only_model and self._stop is None and not self._must_resume  # these are to be resumed
         resumable = not args.save_only_model
         _log.info("%s begins", folder.name, extra=FILE_ONLY)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _NO_NCCL = "vLLM could not load NCCL in the trainer [GRPO-501]: set vllm_sync_backend to 'shm', or mend NCCL"
 POLL_S = 0.0005
+MAX_AHEAD_BYTES = 2**30  # of a bucket that is received while one is loaded: engines leave so much memory free
 UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
 
 
@@ -182,6 +184,8 @@ def receive(
         return [(meta.name, place) for meta, place in zip(metas, packed_places(packed, metas, UNALIGNED), strict=True)]
 
     coming = [start(buckets[0])]
-    for number, metas in enumerate(buckets):
-        coming += [start(following) for following in buckets[number + 1 : number + 2]]
+    for metas, following in zip_longest(buckets, buckets[1:]):
+        is_early = following is not None and packed_bytes(following, UNALIGNED) <= MAX_AHEAD_BYTES
+        coming += [start(following)] if is_early else []
         load(named(metas, *coming.pop(0)))
+        coming += [start(following)] if following is not None and not is_early else []

@@ -158,6 +158,7 @@ class Sender:
         if self._is_broken:  # the engines may wait for what never comes
             wait([updated], ANSWER_PATIENCE_S)
         else:
+            updated.result()  # raises what no engine has said
             self._thread.submit(self._call, complete).result()  # each of its calls has its deadline
         self._thread.shutdown(wait=not self._is_broken, cancel_futures=True)
         if self._num_sent:

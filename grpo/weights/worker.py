@@ -165,7 +165,7 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsI
         assert self._filled_pipe is not None
         poll = select.poll()
         poll.register(self._filled_pipe, select.POLLIN)
-        if not poll.poll(1000 * timeout_s):
+        if not poll.poll(min(1000 * timeout_s, 2**31 - 1)):
             raise TimeoutError(f"the trainer's next bucket did not come within {timeout_s:.0f} s")
         if self._filled_pipe.read(1) != FILLED:
             raise ConnectionError("the trainer has given the push up")

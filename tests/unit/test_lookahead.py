@@ -1,6 +1,8 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,9 @@ from grpo import GRPOTrainer
 from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.engine.messages import Sample
+from grpo.rollout import ahead
 from grpo.rollout.ahead import GenerationBatches, Progress
+from grpo.rollout.packing import pack_completions
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts
 from grpo.weights import delivery
@@ -311,22 +315,46 @@ def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
     assert [line[-3:] for line in run_of(whole)] == [[0, 0, 0], [1, 1, 0], [2, 2, 0], [3, 3, 0], [3, 3, 1], [3, 3, 2]]
 
 
-class HalfDone:
-    """A sampler whose batches are not finished until they are waited for."""
+class UnderWay:
+    """A sampler whose batches are there when they have been asked after often enough, or never."""
 
-    def __init__(self) -> None:
-        self.num_collected = 0
+    def __init__(self, *, asked: float, is_stuck: bool = False, report: Any = None) -> None:
+        self.left, self.stuck, self.num_collected = asked, is_stuck, 0
+        self.report = report or SimpleNamespace(not_finite=None, num_refused=0, dumps=lambda: "a report")
 
-    def submit(self, prompts: Prompts, base_seed: int, **more: Any) -> Any:
-        return SimpleNamespace(batch=SimpleNamespace(is_finished=False))
+    def submit(self, prompts: Prompts, base_seed: int, **more: Any) -> str:
+        return "pending"
 
-    def collect(self, pending: Any) -> Any:
+    def is_finished(self, pending: str | None) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def is_stuck(self, pending: str | None) -> bool:
+        return self.stuck
+
+    def collect(self, pending: str | None) -> Any:
         self.num_collected += 1
-        return "completions", []
+        return pack_completions([[7]], [[-1.0]], [0], [0]), [self.report]
 
 
-def test_hurried_checkpoint_keeps_no_batch_that_it_would_have_to_wait_for() -> None:
-    sampler, asked = HalfDone(), Prompts.of([[5, 6]])
+NO_NUMBERS = SimpleNamespace(not_finite="log-probabilities are no numbers", num_refused=0)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "hurried_after", "num_kept"),
+    [
+        (UnderWay(asked=3), 9, 1),
+        (UnderWay(asked=math.inf), 3, 0),  # SIGTERM comes while it is waited for
+        (UnderWay(asked=math.inf, is_stuck=True), math.inf, 0),
+        (UnderWay(asked=0, report=NO_NUMBERS), math.inf, 0),  # of which every resume would end
+    ],
+    ids=["there in time", "SIGTERM", "no engines", "no numbers"],
+)
+def test_checkpoint_keeps_a_batch_under_way_if_it_comes_in_time_and_can_be_trained_on(
+    sampler: UnderWay, hurried_after: float, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "POLL_S", 0.01)
+    prompts, looks = Prompts.of([[5, 6]]), itertools.count()
     progress = Progress(step=1, mode="train", versions=1)
     batches = GenerationBatches(
         sampler,  # type: ignore[arg-type]
@@ -334,11 +362,16 @@ def test_hurried_checkpoint_keeps_no_batch_that_it_would_have_to_wait_for() -> N
         user_seed=None,
         progress=lambda: progress,
         lookahead=1,
-        prompts_of=lambda number: asked,
+        prompts_of=lambda number: prompts,
     )
     batches.sample_ahead()
-    assert batches.kept(is_hurried=True) == []
-    assert sampler.num_collected == 0
+    kept = batches.kept(versions=2, gives_up=lambda: next(looks) >= hurried_after)
+    assert [each["lag"] for each in kept] == [1] * num_kept
+    assert bool(sampler.num_collected) == (num_kept > 0 or sampler.report is NO_NUMBERS)
+    of_another_version = [{**each, "reports": ["{}"]} for each in kept]
+    before = len(batches._under_way)
+    batches.resume(of_another_version)
+    assert len(batches._under_way) == before
 
 
 def test_a_data_set_that_changes_when_it_is_read_again_is_told(

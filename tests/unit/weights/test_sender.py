@@ -144,6 +144,19 @@ def test_sender_after_a_refusal_sends_nothing_more_and_keeps_the_error() -> None
     assert used[-1] is None
 
 
+def test_sender_raises_what_no_engine_has_said() -> None:
+    sender, _, engines = sender_of(num_buckets=1, pauses=True)
+
+    def break_off(info: dict[str, Any], timeout_s: float) -> None:
+        raise OSError("handle is closed")
+
+    engines.update_weights = break_off  # type: ignore[method-assign]
+    sent(sender, BUCKETS[:1])
+    with pytest.raises(OSError, match="handle is closed"):
+        sender.finish(lambda: engines.calls.append("finish"))
+    assert engines.calls == ["pause", "start"]
+
+
 def test_sender_whose_broadcast_breaks_leaves_the_word_to_the_engine() -> None:
     sender, transport, engines = sender_of(refuses_at=0)
 
