@@ -125,7 +125,9 @@ class Flight:
     def try_to_push(self) -> tuple[PushReport, EngineError | None]:
         self._version += 1
         report, error = self.pusher.push(self._version, checks_bits=True)
-        if error is None:
+        if error is not None:
+            self.pusher.connect()  # an error ends the push group
+        else:
             assert self.pusher.adapter_number is not None
             self._weights[self.pusher.adapter_number] = {
                 name: parameter.detach().clone()
