@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 
@@ -38,8 +38,8 @@ class Bucket:
 def aligned(metas: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
     """In an order in which each stands at a multiple of its dtype's size, even packed without gaps: the widest first.
 
-    vLLM's worker views each slice of a packed buffer in its dtype, which torch refuses at any other place: "offset must
-    be divisible by" (`unpack_tensor` in weight_transfer/packed_tensor.py, vLLM 0.31).
+    Each slice of a packed buffer is viewed in its dtype, which torch refuses at any other place: "offset must be
+    divisible by"; so it is in vLLM's own `unpack_tensor` (weight_transfer/packed_tensor.py, 0.31).
     """
     return tuple(sorted(metas, key=lambda meta: -meta.dtype.itemsize))
 
@@ -78,13 +78,23 @@ def meta_bytes(meta: ParamMeta) -> int:
 
 
 def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
-    """What vLLM's worker is told of the tensors of an update; a scalar is a tensor of one: it cannot take others out of
-    a packed buffer (0.31)."""
+    """What a worker is told of the tensors of a push; a scalar is a tensor of one, as in vLLM's own transfers (0.31)."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
         "shapes": [list(meta.shape) or [1] for meta in metas],
     }
+
+
+def parted(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> list[list[ParamMeta]]:
+    """What `described` was given, cut into buckets of so many tensors each."""
+    metas = (
+        ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
+        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
+    )
+    return [list(islice(metas, size)) for size in sizes]
 
 
 def packed_bytes(metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NO_NCCL = "vLLM could not load NCCL in the trainer [GRPO-501]: set vllm_sync_backend to 'shm', or mend NCCL"
 POLL_S = 0.0005
 MAX_AHEAD_BYTES = 2**30  # of a bucket that is received while one is loaded: engines leave so much memory free
-UNALIGNED = 1  # vLLM's worker takes a packed buffer apart without gaps
+UNALIGNED = 1  # as in vLLM's own packed transfers there are no gaps
 
 
 class NcclTransport:
@@ -76,7 +76,6 @@ class NcclTransport:
             rank_offset=1,
             world_size=1 + self._num_workers,
             packed=True,
-            packed_buffer_size_bytes=self._buffer_bytes,
         )
         # The workers wait for this rank inside of the call, and this rank for them.
         pool = ThreadPoolExecutor(max_workers=1)

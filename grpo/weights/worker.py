@@ -3,7 +3,6 @@
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
 
-import itertools
 import mmap
 import select
 import warnings
@@ -23,7 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, packed_places
+from grpo.weights.buckets import NUM_BUFFERS, ParamMeta, packed_places, parted
 from grpo.weights.engine_args import BACKENDS
 from grpo.weights.nccl import receive
 from grpo.weights.reload import CountedReload
@@ -48,11 +47,7 @@ class BucketsInfo(WeightTransferUpdateInfo):
     """Whether what arrives is summed for `check_bits`."""
 
     def buckets(self) -> list[list[ParamMeta]]:
-        tensors = (
-            ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
-            for name, dtype_name, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
-        )
-        return [list(itertools.islice(tensors, size)) for size in self.sizes]
+        return parted(self.names, self.dtype_names, self.shapes, self.sizes)
 
 
 class AskedWorker:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.buckets import Bucket, ParamMeta, packed_bytes
+from grpo.weights.buckets import Bucket, ParamMeta, packed_bytes, parted
 from grpo.weights.nccl import NcclTransport, receive
 from grpo.weights.page_sums import ArrivedSums
 from tests.support.engines import Script, ScriptedEngine
@@ -215,9 +214,7 @@ class StandInEngine(ScriptedEngine):
         self._late.shutdown()
 
     def _consume(self, update: dict[str, Any]) -> None:
-        tensors = zip(update["names"], update["dtype_names"], update["shapes"], strict=True)
-        metas = (ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors)
-        buckets = [list(islice(metas, size)) for size in update["sizes"]]
+        buckets = parted(*(update[name] for name in ("names", "dtype_names", "shapes", "sizes")))
         take = partial(self._take, update["sums_bits"])
         try:
             receive(EngineEnd(self._wire, self._dies_at), buckets, take, self._wire.device)
