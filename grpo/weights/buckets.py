@@ -78,7 +78,7 @@ def meta_bytes(meta: ParamMeta) -> int:
 
 
 def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
-    """What a worker is told of the tensors of a push; a scalar is a tensor of one, as in vLLM's own transfers (0.31)."""
+    """What a worker is told of the tensors of a push; a scalar is a tensor of one, as in vLLM's transfers (0.31)."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
