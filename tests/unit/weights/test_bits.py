@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from io import FileIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,11 +101,38 @@ class FaultyNccl(CountedNCCLEngine):
             wire.fault(wire._received[HIT])
 
 
+class AfterLoading:
+    """A worker's word that it has read a bucket, held back until it has loaded it."""
+
+    def __init__(self, pipe: FileIO) -> None:
+        self._pipe, self._held = pipe, bytearray()
+
+    def write(self, word: bytes) -> None:
+        self._held += word
+
+    def let_go(self) -> None:
+        self._pipe.write(self._held)
+        self._held.clear()
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
 class FaultyShm(CountedShmEngine):
     """Memory that shows a worker other pages than the trainer has written, or an engine that does not copy them."""
 
     fault: Fault | None = None
     copies = True
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        super().init_transfer_engine(init_info)
+        assert self._taken_pipe is not None
+        self._word: Any = AfterLoading(self._taken_pipe)
+        self._taken_pipe = self._word
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        super().load(weights)
+        self._word.let_go()  # earlier, one that does not copy would see the next bucket arrive in its place
 
     def _wait_filled(self, timeout_s: float) -> None:
         super()._wait_filled(timeout_s)
