@@ -9,6 +9,7 @@ import trl
 
 from grpo.config import GRPOConfig
 from grpo.config.checks import OTHER_POLICY_KEYS, OWN_ENGINE_KEYS
+from tools.markdown import table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 OURS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -100,12 +101,6 @@ def shown(default: Any) -> str:
 
 def text(field: "dataclasses.Field[Any]") -> str:
     return field.metadata["help"]
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown; a `|` in a cell does not end it."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 if __name__ == "__main__":

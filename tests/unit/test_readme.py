@@ -305,28 +305,3 @@ def test_the_table_of_metrics_has_every_metric() -> None:
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in ours.findall(row)} == logged
     assert len(logged) > 20
-
-
-def on_the_map(page: str) -> set[str]:
-    """Paths of the modules that the map names: in a package's rows by their names in it, elsewhere whole."""
-    named, folder = set(), ""
-    for row in page.partition("## Every file")[2].splitlines():
-        if row.startswith("| **"):
-            of_package = re.match(r"\| \*\*`(grpo/[\w/]*)`\*\* \|", row)
-            folder = of_package[1] if of_package else ""
-        elif row.startswith("| "):
-            files = re.findall(r"`([\w./]+\.py)`", row.split("|")[1])
-            named |= {file if file.startswith("grpo/") else folder + file for file in files}
-    return {file for file in named if file.startswith("grpo/")}
-
-
-def test_the_map_names_every_file_of_the_package_in_its_place() -> None:
-    files = {str(file.relative_to(ROOT)) for file in PACKAGE}
-    named = on_the_map((ROOT / "docs" / "architecture.md").read_text())
-    assert {file for file in files if not file.endswith("__init__.py")} - named == set(), "not on the map"
-    assert named - files == set(), "on the map alone"
-
-
-def test_a_file_is_looked_for_in_its_package_alone() -> None:
-    rows = "## Every file\n| `grpo/cli.py`, `pyproject.toml` | it |\n| **`grpo/a/`** | |\n| `b.py`, `c.py` | `d.py` |\n"
-    assert on_the_map(rows + "| **around** | |\n| `e.py` | |\n") == {"grpo/cli.py", "grpo/a/b.py", "grpo/a/c.py"}

@@ -57,10 +57,6 @@ def test_what_is_refused_says_so_in_the_errors_own_words(options: dict[str, list
         refusal("vllm_mode", "local")
 
 
-def test_a_bar_does_not_end_a_cell() -> None:
-    assert options_page.table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
-
-
 def test_the_page_of_options_is_that_of_the_code() -> None:
     """If not: `python -m tools.options_page`."""
     assert options_page.PAGE.read_text() == page()

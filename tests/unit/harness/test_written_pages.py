@@ -1,0 +1,71 @@
+"""Pages that tools write from the code are as the code is: files, Python API, environment variables."""
+
+import ast
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import grpo
+from tools import environment_page, files_page, python_api_page
+from tools.markdown import table
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("tool", [environment_page, files_page, python_api_page])
+def test_a_page_is_the_one_that_its_tool_writes(tool: ModuleType) -> None:
+    """If not: `python -m` and the tool's name."""
+    assert tool.PAGE.read_text() == tool.page(), f"python -m {tool.__name__}"
+
+
+def test_the_map_has_every_file_of_the_package_in_its_folder() -> None:
+    folder, named = Path(), set()
+    for line in files_page.page().splitlines():
+        if line.startswith("#") and "`" in line:
+            folder = Path(line.strip("#` /"))
+        elif line.startswith("| `") and line.count("`.py") == 0 and ".py` |" in line:
+            named.add(folder / line.split("`")[1])
+    files = {file.relative_to(ROOT) for file in ROOT.glob("grpo/**/*.py") if file.name != "__init__.py"}
+    assert files - named == set()
+
+
+def test_every_file_says_in_a_sentence_what_it_is() -> None:
+    files = [file for file in ROOT.glob("grpo/**/*.py") if "files" not in file.parts]
+    assert [str(file) for file in files if not files_page.first_sentence(file)] == []
+
+
+def test_the_first_sentence_ends_before_the_second(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""`a.b`: the\nfirst, e.g. this. The second.\n\nMore."""')
+    assert files_page.first_sentence(file) == "`a.b`: the first, e.g. this"
+
+
+def test_variables_of_ours_are_listed_and_read() -> None:
+    listed = [*environment_page.RUN, *environment_page.TEMPLATES, *environment_page.DEVELOPMENT]
+    assert {*listed, *environment_page.INTERNAL} == environment_page.read_by_the_code()
+
+
+def test_the_api_has_what_the_package_promises() -> None:
+    assert python_api_page.PROMISED.keys() == set(grpo.__all__)
+    for name, file in python_api_page.PROMISED.items():
+        assert grpo._MODULES[name].replace(".", "/") in file
+
+
+def test_a_long_signature_has_a_line_for_each_argument() -> None:
+    shown = python_api_page.signature(python_api_page.node_of("grpo/trainer.py", "GRPOTrainer"), "GRPOTrainer")
+    assert "\n    train_dataset: Any = None,\n" in shown
+    assert "self" not in shown
+
+
+def test_sections_of_a_docstring_become_lists() -> None:
+    function = ast.parse(
+        'def f():\n    """One.\n\n    Args:\n        a: is\n            long.\n        b: short.\n    """'
+    ).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    found = list(python_api_page.described(ast.get_docstring(function) or ""))
+    assert found == ["One.", "**Args**\n\n- `a`: is long.\n- `b`: short."]
+
+
+def test_a_bar_does_not_end_a_cell() -> None:
+    assert table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
