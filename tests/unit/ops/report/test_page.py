@@ -201,7 +201,7 @@ def test_engines_that_came_back_are_told(run_with: Callable[[str], Path], tmp_pa
     [
         ("engine 0: 3 of 8 completions are missing after an hour [GRPO-411]", "GRPO-411", "Engines"),
         ("accuracy hangs [GRPO-607]; it was here:\n  in accuracy", "GRPO-607", "In the middle of training"),
-        ("some tensors of the model have no weights [GRPO-503]: a, b", "GRPO-503", "Pushes"),
+        ("some tensors of the model have no weights [GRPO-503]: a, b", "GRPO-503", "Weight syncs"),
         ("no room on the disk [GRPO-701]", "GRPO-701", "Checkpoints, stop and resume"),
     ],
 )
