@@ -328,9 +328,8 @@ class LocalVLLM:
                 self._serving.batches.wait()
 
     def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
-        """For a checkpoint: `GenerationBatches.kept`; nothing where weights arrive in flight. Collective."""
-        in_flight = self.args.generation_lookahead > 1 and not self._trained.adapters_travel
-        if self.kept_batches or self._serving is None or in_flight:
+        """For a checkpoint: `GenerationBatches.kept`. Collective."""
+        if self.kept_batches or self._serving is None:
             return self.kept_batches  # of the checkpoint before, where training has not come to them yet
         with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
             versions = self._versions + (self._newest_version != self._progress_now().step)

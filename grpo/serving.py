@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.config import GRPOConfig
-from grpo.config.models import AdapterSlot, EngineModel, choose_backend, engine_args, sampling_settings, without_tokens
+from grpo.config.models import (
+    AdapterSlot,
+    EngineModel,
+    can_continue,
+    choose_backend,
+    engine_args,
+    sampling_settings,
+    without_tokens,
+)
 from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import START_PHASE, EngineSupervisor, Respawn
 from grpo.faults.failure import JobFailed
@@ -136,6 +144,8 @@ class ServingStart:
             lookahead=args.generation_lookahead,
             prompts_of=self._prompts_of,
             any_rank=lambda mine: bool(self.groups.largest(int(mine))),
+            in_flight=args.generation_lookahead > 1 and not self.trained.adapters_travel,
+            continues=can_continue(args),
         )
         pusher = Pusher(
             source,

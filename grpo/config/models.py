@@ -262,6 +262,19 @@ def without_tokens(settings: dict[str, Any], never_sampled: Collection[int]) -> 
     return {**settings, "logit_bias": {**(settings.get("logit_bias") or {}), **bias}}
 
 
+# Of `SamplingParams`: by none of these does a token depend on how vLLM came by those before it.
+_CONTINUED = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens"),
+    *("stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids"),
+}
+
+
+def can_continue(args: GRPOConfig) -> bool:
+    """Whether vLLM samples the rest of a completion alike where it is given its first tokens as a part of the prompt: a
+    grammar, a stop string or a penalty that counts completions alone would begin anew."""
+    return {name for name, value in sampling_settings(args).items() if value} <= _CONTINUED
+
+
 def samples_as_scored(args: GRPOConfig) -> bool:
     """Whether engines sample of the distribution that the trainer computes: nothing is cut off, penalised or masked."""
     others = sampling_settings(args)

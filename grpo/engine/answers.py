@@ -1,9 +1,9 @@
 """One request of vLLM's: what it is asked with, and what its answer is in our messages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from grpo.engine.messages import Sampled
+from grpo.engine.messages import Begun, Sampled
 from grpo.model.pictures import decoded, digest
 
 
@@ -82,30 +82,36 @@ def refusal(completion_id: int, error: BaseException) -> Sampled:
     )
 
 
-def sampled_logprobs(completion: Any) -> Any:
-    """[tokens] float32: with `logprobs=0` a position holds the sampled token alone."""
+def begun_of(token_ids: Sequence[int], logprobs: Any, *, is_whole: bool, behind: Begun | None = None) -> Begun:
+    """A completion's tokens.
+
+    Args:
+        logprobs: vLLM's flat ones: with `logprobs=0` a position holds the sampled token alone.
+        behind: its tokens before these.
+    """
     import numpy as np
 
-    flat = completion.logprobs
-    if len(flat.logprobs) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM gave {len(flat.logprobs)} log-probabilities for {len(completion.token_ids)} tokens")
-    return np.asarray(flat.logprobs, dtype=np.float32)
+    if len(logprobs.logprobs) != len(token_ids):
+        raise RuntimeError(f"vLLM gave {len(logprobs.logprobs)} log-probabilities for {len(token_ids)} tokens")
+    tokens, values = np.asarray(token_ids, np.int32), np.asarray(logprobs.logprobs, np.float32)
+    if behind is not None:
+        tokens = np.concatenate([behind.token_ids, tokens])
+        values = np.concatenate([behind.engine_logprobs, values])
+    return Begun(token_ids=tokens, engine_logprobs=values, is_whole=is_whole)
 
 
-def tokens_so_far(request_states: Iterable[Any]) -> dict[int, int]:
-    """Tokens of each completion that vLLM has taken up and not answered, by completion id.
+def under_way(request_states: Iterable[Any]) -> Iterator[tuple[int, Sequence[int], Any, bool]]:
+    """Each completion that vLLM has taken up and not answered: id, tokens, flat log-probabilities, has it ended.
 
     Args:
         request_states: of vLLM's output processor. A request of several completions has one for each that still runs;
             those that have ended wait in their parent for the last one.
     """
-    counts: dict[int, int] = {}
     for state in request_states:
         if not state.external_req_id.isdecimal():
             continue  # a probe
         first = int(state.external_req_id)
-        counts[first + state.request_index] = state.detokenizer.num_output_tokens()
+        yield first + state.request_index, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, False
         for ended in state.parent_req.output_aggregator if state.parent_req is not None else ():
             if ended is not None:
-                counts[first + ended.index] = len(ended.token_ids)
-    return counts
+                yield first + ended.index, ended.token_ids, ended.logprobs, True

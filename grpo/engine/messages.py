@@ -60,6 +60,18 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Tokens that a completion has so far."""
+
+    token_ids: "np.ndarray"
+    """[T] int32."""
+    engine_logprobs: "np.ndarray"
+    """[T] float32, natural log, of the distributions that they were sampled from."""
+    is_whole: bool = False
+    """Whether it has ended, and waits for others of its prompt to be answered with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Sample completions of one prompt; one `Sampled` follows for each, in some `Answers`."""
 
@@ -83,6 +95,8 @@ class Sample:
     """Of the prompt's images, as files, in their order; `token_ids` has one placeholder for each."""
     expanded: "np.ndarray | None" = None
     """[L'] int32, with images: what the engine has to make of the prompt."""
+    begun: Begun | None = None
+    """Of a single completion: its first tokens, which are not sampled again, and come with the answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +120,8 @@ class Sampled:
     """vLLM's: `stop`, `length` or `repetition`."""
     num_cached_tokens: int = 0
     """Of the prompt, that the engine's prefix cache held."""
+    num_begun: int = 0
+    """Of the tokens: those of `Sample.begun`, which this engine has not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,9 @@ class Accounts:
             stint.cut(policy_version)
 
     def note(self, engine: int, answer: Sampled) -> None:
-        self._num_tokens += len(answer.token_ids)
-        self._stints[engine].note(len(answer.token_ids))
+        num_tokens = len(answer.token_ids) - answer.num_begun
+        self._num_tokens += num_tokens
+        self._stints[engine].note(num_tokens)
         self._finite.note(engine, answer.engine_logprobs)
 
     def take_not_finite(self) -> tuple[int, str | None]:

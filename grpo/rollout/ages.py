@@ -60,6 +60,10 @@ class Ages:
         since = sum(max(0, num_tokens - before) for before in self._boundaries.pop(completion, ()))
         return Age(first=first, token_pushes=num_tokens * first.pushes + since)
 
+    def first(self, completion: int) -> Moment:
+        """When one that is under way began."""
+        return self._first.get(completion, self.now)
+
     def forget(self, completion: int) -> None:
         self._first.pop(completion, None)
         self._boundaries.pop(completion, None)

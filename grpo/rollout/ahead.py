@@ -12,6 +12,8 @@ import torch
 
 from grpo.rollout.node import NodeSampler, Pending
 from grpo.rollout.packing import (
+    REFUSED,
+    UNFINISHED,
     Completions,
     PackedRows,
     concat_completions,
@@ -21,6 +23,7 @@ from grpo.rollout.packing import (
     split_completions,
     unpack_rows,
 )
+from grpo.rollout.partial import Kept
 from grpo.rollout.prompts import Prompts
 from grpo.rollout.report import GenerationReport, PolicyLag
 
@@ -70,9 +73,8 @@ class _Submitted:
     at: Progress
     collected: tuple[Completions, list[GenerationReport]] | None = None
 
-    def kept(self, versions: int) -> dict[str, Any]:
-        assert self.collected is not None, "it was waited for"
-        completions, reports = self.collected
+    def kept(self, versions: int, completions: Completions) -> dict[str, Any]:
+        reports = [] if self.collected is None else self.collected[1]
         return {
             "number": self.number,
             "step": self.at.step,
@@ -84,6 +86,7 @@ class _Submitted:
 
     @staticmethod
     def resumed(kept: Mapping[str, Any], now: Progress) -> "_Submitted":
+        """Without reports it is not whole, and has yet to be submitted again."""
         reports = [GenerationReport.loads(text) for text in kept["reports"]]
         return _Submitted(
             prompts=Prompts(rows=PackedRows.from_message(kept["prompts"].numpy())),
@@ -109,6 +112,8 @@ class GenerationBatches:
         prompts_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
             training ends before it.
         any_rank: whether it is so on any rank.
+        in_flight: whether weights arrive while engines sample: a checkpoint waits for no completion then.
+        continues: whether a completion can go on behind tokens that another engine has sampled.
     """
 
     def __init__(
@@ -121,12 +126,15 @@ class GenerationBatches:
         lookahead: int = 0,
         prompts_of: Callable[[int], Prompts | None] = lambda number: None,
         any_rank: Callable[[bool], bool] = bool,
+        in_flight: bool = False,
+        continues: bool = True,
     ) -> None:
         self._sampler = sampler
         self._any = any_rank
         self._seed, self._user_seed = seed, user_seed
         self._progress = progress
         self._lookahead = lookahead
+        self._in_flight, self._continues = in_flight, continues
         self._prompts_of = prompts_of
         self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last batch or step, and its generations so far
         self._under_way: deque[_Submitted] = deque()
@@ -180,25 +188,41 @@ class GenerationBatches:
     def kept(self, *, versions: int, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
         """What a checkpoint keeps of the batches that are under way, of this rank's rows: tensors, numbers and text.
 
-        Waits for their completions. What may end a job when training takes it is not kept: a resume would end, too.
+        Of completions that have not ended it keeps the tokens by now, and a resume goes on behind them: to sample
+        these alone again would favour short ones. What may end a job when training takes it is not kept: a resume
+        would end, too.
 
         Args:
             versions: policy versions that the engines will have had when training takes the next one.
             gives_up: asked again and again, whether there is no time to wait.
 
         Returns:
-            Nothing where a rank gives up, or what is missing does not come.
+            Nothing where some have not ended, and cannot go on.
         """
+        are_whole = True
         while self._any(any(not self._sampler.is_finished(each.pending) for each in self._under_way)):
-            if self._any(gives_up() or any(self._sampler.is_stuck(each.pending) for each in self._under_way)):
-                _log.info("the checkpoint is made without the batches under way: a resume samples them again")
-                return []
+            is_stuck = any(self._sampler.is_stuck(each.pending) for each in self._under_way)
+            if self._in_flight or self._any(gives_up() or is_stuck):
+                are_whole = False
+                break
             time.sleep(POLL_S)
-        self.wait()
-        reports = [report for each in self._under_way if each.collected is not None for report in each.collected[1]]
-        if any(report.not_finite or report.num_refused for report in reports):
+        if are_whole:
+            self.wait()
+        elif not self._continues:
+            _log.info("the checkpoint is made without the batches under way: a resume samples them again")
             return []
-        return [submitted.kept(versions) for submitted in self._under_way]
+        parts = iter(self._sampler.so_far([each.pending for each in self._under_way if each.collected is None]))
+        found = [next(parts) if each.collected is None else each.collected[0] for each in self._under_way]
+        reports = [report for each in self._under_way if each.collected is not None for report in each.collected[1]]
+        is_bad = any(report.not_finite or report.num_refused for report in reports) or any(
+            (each.engines == REFUSED).any() or not np.isfinite(each.engine_logprobs).all() for each in found
+        )
+        if self._any(is_bad):
+            return []
+        ended = sum(int((each.engines != UNFINISHED).sum()) for each in found)
+        num_rows = sum(each.num_completions for each in found)
+        _log.debug("the checkpoint keeps %d completions under way, of which %d have ended", num_rows, ended)
+        return [each.kept(versions, part) for each, part in zip(self._under_way, found, strict=True)]
 
     def resume(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Before `take`, and after its push: go on with what `kept` has given, if that is what training asks for."""
@@ -215,8 +239,16 @@ class GenerationBatches:
             fits = prompts is not None and _are_equal(prompts, each.prompts)
         if self._any(not fits):
             _log.info("the checkpoint's batches under way are not those that training asks for: others are sampled")
-        else:
-            self._under_way.extend(found)
+            return
+        for each in found:
+            assert each.collected is not None, "it comes with its completions"
+            if not each.collected[1]:
+                seed = self._base_seed(now.mode, each.number)
+                lag = now.versions - each.at.versions
+                held = Kept(completions=each.collected[0], step=each.at.step, lag=lag)
+                each.collected = None
+                each.pending = self._sampler.submit(each.prompts, seed, order=each.number + 1, kept=held)
+            self._under_way.append(each)
 
     def drop(self) -> None:
         """Forget what is sampled ahead. On every rank, but not collective."""

@@ -2,14 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from grpo.engine.messages import Sampled
+from grpo.engine.messages import Begun, Sample, Sampled
 from grpo.rollout.ages import Age, Moment
-from grpo.rollout.packing import REFUSED, Completions, pack_completions
+from grpo.rollout.packing import REFUSED, UNFINISHED, Completions, Request, pack_completions, seed_behind, to_arrays
+from grpo.rollout.partial import Kept
+from grpo.rollout.queue import ranges
 from grpo.rollout.report import Newer
 
 
@@ -38,6 +41,8 @@ class Batch:
     """As in `Completions`, by completion id."""
     ages: dict[int, Age] = field(default_factory=dict)
     """By completion id, but of refused ones."""
+    begun: dict[int, tuple[Begun, Moment]] = field(default_factory=dict)
+    """By completion id: what a checkpoint has kept of a completion that had not ended, and when that began."""
 
     def add(self, answer: Sampled, *, engine: int = REFUSED, age: Age | None = None) -> None:
         """What came of one of them; of a refusal, from whom does not count."""
@@ -51,6 +56,69 @@ class Batch:
         """No engine is given this one."""
         none = np.empty(0)
         self.add(Sampled(completion_id=completion, token_ids=none, engine_logprobs=none, error=why, is_refusal=True))
+
+    def resume(self, kept: Kept, now: Moment) -> None:
+        """Before anything of it is sampled: go on with what a checkpoint has kept. All tokens of such a completion
+        count as being of the policy of its first one."""
+        self.submitted = kept.moment(kept.step, now)
+        found = kept.completions
+        rows = zip(self.ids, *to_arrays(found), found.policy_versions.tolist(), found.engines.tolist(), strict=True)
+        for completion, token_ids, logprobs, step, engine in rows:
+            begun = Begun(token_ids=token_ids, engine_logprobs=logprobs, is_whole=engine != UNFINISHED)
+            if not begun.is_whole:
+                if len(token_ids):
+                    self.begun[completion] = begun, kept.moment(step, now)
+                continue
+            answer = Sampled(completion_id=completion, token_ids=token_ids, engine_logprobs=logprobs)
+            first = kept.moment(step, now)
+            self.add(answer, engine=engine, age=Age(first=first, token_pushes=first.pushes * len(token_ids)))
+
+    def samples(self, request: Request, ids: range, *, num_engines: int) -> Iterator[Sample]:
+        """Asks engines for the completions of a request that are not there, the ones that were begun one by one.
+
+        Args:
+            ids: of all completions of the request.
+            num_engines: of the node; a message asks for no more completions than an engine's share of the batch.
+        """
+        fair_share = -(-len(self.ids) // num_engines)  # a larger part would leave an engine without work
+        share = 1 if request.overrides.get("temperature") == 0 else fair_share  # vLLM: one at a time (0.31)
+        prompt: dict[str, Any] = {"token_ids": request.token_ids, "overrides": dict(request.overrides)}
+        prompt |= {"pictures": request.pictures, "expanded": request.expanded}
+        missing = [completion for completion in ids if completion not in self.answers]
+        for run in ranges(completion for completion in missing if completion not in self.begun):
+            for first in range(0, len(run), share):
+                part = run[first : first + share]
+                seed = request.seed + part.start - ids.start
+                yield Sample(ids=part, seed=seed, **prompt)
+        for completion in missing:
+            if completion in self.begun:
+                one, (begun, _) = range(completion, completion + 1), self.begun[completion]
+                seed = seed_behind(request.seed + completion - ids.start, len(begun.token_ids))
+                yield Sample(ids=one, seed=seed, begun=begun, **prompt)
+
+    def begins(self, completion: int, adapter: int | None) -> Moment | None:
+        """By which policy its tokens count as sampled, from the first on; None: by the one of now."""
+        if completion in self.begun:
+            return self.begun[completion][1]
+        return None if adapter is None else self.submitted
+
+    def so_far(self, begun: Mapping[int, tuple[Begun, int, int]]) -> Completions:
+        """Of all requests, in their order, whatever there is by now: whole, begun or nothing.
+
+        Args:
+            begun: by completion id, of those that engines are at work on: tokens, policy version and engine.
+        """
+        rows = []
+        policy_versions = self.policy_versions
+        nothing = Begun(token_ids=np.empty(0, np.int32), engine_logprobs=np.empty(0, np.float32))
+        for completion in self.ids:
+            if (answer := self.answers.get(completion)) is not None:
+                engine = self.engines[completion]
+                rows.append((answer.token_ids, answer.engine_logprobs, policy_versions[completion], engine))
+                continue
+            held, version, engine = begun.get(completion, (nothing, UNFINISHED, UNFINISHED))
+            rows.append((held.token_ids, held.engine_logprobs, version, engine if held.is_whole else UNFINISHED))
+        return pack_completions(*zip(*rows, strict=True)) if rows else pack_completions([], [], [], [])
 
     @property
     def policy_versions(self) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,8 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
 from grpo.rollout.balance import NodeBalance, Shares
 from grpo.rollout.batch import Batch
-from grpo.rollout.packing import Completions, split_completions
+from grpo.rollout.packing import Completions, concat_completions, split_completions
+from grpo.rollout.partial import Kept
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts, collapse, concat_prompts
 from grpo.rollout.report import GenerationReport, Period
@@ -59,7 +60,13 @@ class NodeSampler:
         self._revive = revive
 
     def submit(
-        self, prompts: Prompts, base_seed: int, *, order: int = 0, sampling: Mapping[str, Any] = NO_SAMPLING
+        self,
+        prompts: Prompts,
+        base_seed: int,
+        *,
+        order: int = 0,
+        sampling: Mapping[str, Any] = NO_SAMPLING,
+        kept: Kept | None = None,
     ) -> Pending | None:
         """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
         `vllm_balance_nodes`.
@@ -72,11 +79,14 @@ class NodeSampler:
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
             order: as `Batch` has it.
             sampling: vLLM's arguments in place of the engines'; the same on every rank of the job.
+            kept: what a checkpoint has of the batch, of this rank's rows; on every rank, or on none.
 
         Returns:
             What to collect, or drop; None but on the local main.
         """
         self._groups.gather(prompts.to_message())
+        if kept is not None:
+            self._groups.gather(kept.completions.to_message())
         return None
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
@@ -91,6 +101,11 @@ class NodeSampler:
         while not (reports := self._end_phase(None)):
             self._revive()
         return Completions.from_message(self._groups.scatter([])), reports
+
+    def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
+        """Of each batch what there is by now of this rank's rows, whole or not: `Batch.so_far`. Engines go on.
+        Collective over the node; over the job with `vllm_balance_nodes`."""
+        return [Completions.from_message(self._groups.scatter([])) for _ in pending]
 
     def is_finished(self, pending: Pending | None) -> bool:
         """Whether all its completions are on this node."""
@@ -146,18 +161,28 @@ class LocalMainSampler(NodeSampler):
         self._sampled = 0, 0.0
 
     def submit(
-        self, prompts: Prompts, base_seed: int, *, order: int = 0, sampling: Mapping[str, Any] = NO_SAMPLING
+        self,
+        prompts: Prompts,
+        base_seed: int,
+        *,
+        order: int = 0,
+        sampling: Mapping[str, Any] = NO_SAMPLING,
+        kept: Kept | None = None,
     ) -> Pending:
         parts = [Prompts.from_message(message) for message in self._groups.gather(prompts.to_message())]
         of_node = concat_prompts(parts)
         requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.rows.num_rows, sampling)
         shares = Shares(asked=requests, moves=[], sampled=requests)
-        if self._balance is not None:
+        if kept is not None:  # where it lies
+            messages = self._groups.gather(kept.completions.to_message())
+            whole = concat_completions([Completions.from_message(message) for message in messages])
+            kept = replace(kept, completions=whole)
+        elif self._balance is not None:
             shares = self._balance.share_out(requests, owed=self._pool.num_owed)
         return Pending(
             rows_by_rank=[part.rows.num_rows for part in parts],
             shares=shares,
-            batch=self._pool.submit(shares.sampled, order=order),
+            batch=self._pool.submit(shares.sampled, order=order, kept=kept),
         )
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
@@ -219,6 +244,17 @@ class LocalMainSampler(NodeSampler):
             num_not_finite=num_not_finite,
             not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
         )
+
+    def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
+        found = []
+        batches = [each for each in pending if each is not None]
+        assert len(batches) == len(pending), "the local main has submitted them"
+        for each, completions in zip(batches, self._pool.so_far([each.batch for each in batches]), strict=True):
+            if self._balance is not None:
+                completions = self._balance.bring_back(each.shares, completions)
+            parts = split_completions(completions, each.rows_by_rank)
+            found.append(Completions.from_message(self._groups.scatter([part.to_message() for part in parts])))
+        return found
 
     def is_finished(self, pending: Pending | None) -> bool:
         return pending is None or pending.batch.is_finished  # None: it was resumed

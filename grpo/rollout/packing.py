@@ -19,6 +19,7 @@ from pydantic import PlainSerializer, PlainValidator
 from grpo.place.wire import Wire
 
 REFUSED = -1
+UNFINISHED = -2
 _ENGINES_OF_A_NODE = 1024
 
 
@@ -122,9 +123,10 @@ class Completions:
     """[T] float32, natural log, of each token in `token_ids`."""
     policy_versions: np.ndarray
     """[C] int32, optimizer steps of the weights that sampled each completion; `REFUSED` where no engine took the
-    prompt, and there are no tokens."""
+    prompt, and there are no tokens; `UNFINISHED` where it was not begun."""
     engines: np.ndarray
-    """[C] int32, who sampled each completion: `engine_id(node, engine of the node)`; `REFUSED` likewise."""
+    """[C] int32, who sampled each completion: `engine_id(node, engine of the node)`; `REFUSED` likewise; `UNFINISHED`
+    while it has not ended."""
 
     def __post_init__(self) -> None:
         sizes = (self.lengths.sum(), len(self.token_ids), len(self.engine_logprobs))
@@ -209,6 +211,11 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
 
 
+def seed_behind(seed: int, num_tokens: int) -> int:
+    """The seed of a completion, of whose tokens there are so many already."""
+    return _bits([int(seed), "behind", int(num_tokens)])
+
+
 def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int | str) -> int:
     """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
 
@@ -271,6 +278,12 @@ def concat_completions(parts: Sequence[Completions]) -> Completions:
     )
 
 
+def to_arrays(completions: Completions) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids and log-probabilities, one array per completion; as views."""
+    spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
+    return [completions.token_ids[span] for span in spans], [completions.engine_logprobs[span] for span in spans]
+
+
 def to_lists(
     completions: Completions, of_refused: tuple[list[int], list[float]] = ([], [])
 ) -> tuple[list[list[int]], list[list[float]]]:
@@ -279,9 +292,7 @@ def to_lists(
     Args:
         of_refused: in the place of what was refused.
     """
-    spans = [slice(start, stop) for start, stop in pairwise(_bounds(completions.lengths))]
-    token_ids = [completions.token_ids[span].tolist() for span in spans]
-    logprobs = [completions.engine_logprobs[span].tolist() for span in spans]
+    token_ids, logprobs = ([row.tolist() for row in rows] for rows in to_arrays(completions))
     for row in np.flatnonzero(completions.policy_versions == REFUSED):
         token_ids[row], logprobs[row] = [*of_refused[0]], [*of_refused[1]]
     return token_ids, logprobs

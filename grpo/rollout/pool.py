@@ -26,6 +26,7 @@ from grpo.rollout.accounts import Accounts
 from grpo.rollout.ages import Ages
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Completions, Request, engine_id
+from grpo.rollout.partial import Kept, ask_engines
 from grpo.rollout.queue import Chunk, RequestQueue, ranges
 from grpo.rollout.search import KNOWN_GOOD, DeadlyRequests, Trials, about_deadly, prompt_of
 from grpo.rollout.senders import Senders
@@ -113,6 +114,7 @@ class EnginePool:
         name: str = "this node's generation batch",
         order: int = 0,
         on_done: Callable[[Batch], None] | None = None,
+        kept: Kept | None = None,
     ) -> Batch:
         """Start sampling; returns at once. What goes wrong is raised by `collect`, or told as `tell` has it.
 
@@ -120,39 +122,26 @@ class EnginePool:
             name: of the batch, for messages.
             order: as `Batch` has it.
             on_done: called when all its completions are there, from another thread or this one; must not wait.
+            kept: the batch in a checkpoint: only what is missing there is sampled.
         """
         with self._changed:
-            num_completions = sum(request.n for request in requests)
-            every = range(self._next_id, self._next_id + num_completions)
+            every = range(self._next_id, self._next_id + sum(request.n for request in requests))
             batch = Batch(ids=every, name=name, submitted=self._ages.now, order=order, on_done=on_done)
-            self._batches.update(dict.fromkeys(batch.ids, batch))
-            fair_share = -(-num_completions // len(self._clients))  # a larger chunk would leave an engine without work
+            if kept is not None:
+                batch.resume(kept, self._ages.now)
+            self._batches.update(dict.fromkeys([each for each in batch.ids if each not in batch.answers], batch))
             chunks = []
             for request in requests:
                 ids = range(self._next_id, self._next_id + request.n)
                 self._next_id = ids.stop
-                if request.num_tokens >= self._max_model_len:
-                    why = f"a prompt has {request.num_tokens} tokens; the engine holds {self._max_model_len} with "
-                    self._refuse(batch, ids, why + "the completion (vllm_max_model_length)")
+                if (why := self._trials.refusal(request, self._max_model_len)) is not None:
+                    self._refuse(batch, ids, why)
                     continue
-                if (deadly := self._trials.deadly.get(prompt_of(request))) is not None:
-                    self._refuse(batch, ids, deadly)
-                    continue
-                share = 1 if request.overrides.get("temperature") == 0 else fair_share  # vLLM: one at a time (0.31)
-                for begin in range(0, request.n, share):
-                    chunk = ids[begin : begin + share]
-                    self._unsent[chunk.start] = Sample(
-                        ids=chunk,
-                        token_ids=request.token_ids,
-                        seed=request.seed + begin,
-                        overrides=dict(request.overrides),
-                        end_tokens=self._end_tokens,
-                        adapter=self._adapter,
-                        pictures=request.pictures,
-                        expanded=request.expanded,
-                    )
-                    chunks.append(Chunk(ids=chunk, tokens=self._most(request), home=request.home, order=order))
-            _log.debug("%s of %d completions begins: %d prompts", name, num_completions, len(requests))
+                for asked in batch.samples(request, ids, num_engines=len(self._clients)):
+                    sample = replace(asked, end_tokens=self._end_tokens, adapter=self._adapter)
+                    self._unsent[sample.ids.start] = sample
+                    chunks.append(Chunk(ids=sample.ids, tokens=self._most(request), home=request.home, order=order))
+            _log.debug("%s of %d completions begins: %d prompts", name, len(every), len(requests))
             self._end_if_answered(batch)
             self._queue.add(chunks)
             self._feed()
@@ -188,6 +177,16 @@ class EnginePool:
                 if left_s <= 0:
                     raise self._too_late(batch, timeout_s)
                 self._changed.wait(min(POLL_S, left_s))
+
+    def so_far(self, batches: Sequence[Batch]) -> list[Completions]:
+        """Of each batch, what there is of its completions by now: see `Batch.so_far`. Engines go on."""
+        found = ask_engines([*self._clients])  # without the lock, which their answers take
+        with self._changed:
+            begun = {
+                each: (tokens, self._ages.first(each).step, engine_id(self._node, engine))
+                for each, (tokens, engine) in found.items()
+            }
+            return [batch.so_far(begun) for batch in batches]
 
     def _too_late(self, batch: Batch, timeout_s: float) -> EngineError:
         late = self._clients[self._queue.fullest()]
@@ -307,8 +306,8 @@ class EnginePool:
             sample = replace(self._trials.take(chunk), together=together, cache_salt=self._cache_salt)
             self._sent.update(dict.fromkeys(chunk, sample))
             for completion in chunk:
-                keeps = sample.adapter is not None and completion in self._batches
-                self._ages.begin(completion, self._batches[completion].submitted if keeps else None)
+                batch = self._batches.get(completion)  # None: it was dropped
+                self._ages.begin(completion, None if batch is None else batch.begins(completion, sample.adapter))
             self._senders.put(engine, sample)
         for engine in range(len(self._clients)):
             self.accounts.set(engine, is_idle=self._queue.is_idle(engine), policy_version=self.policy_version)

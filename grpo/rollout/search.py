@@ -85,6 +85,13 @@ class Trials:
         self._held: list[Chunk] = []
         self._under_way: set[int] = set()  # completions of the trial that an engine is at
 
+    def refusal(self, request: Request, max_model_len: int) -> str | None:
+        """Why no engine is given it; None: one may be."""
+        if request.num_tokens >= max_model_len:
+            held = f"the engine holds {max_model_len} with the completion (vllm_max_model_length)"
+            return f"a prompt has {request.num_tokens} tokens; {held}"
+        return self.deadly.get(prompt_of(request))
+
     def suspect(self, samples: Iterable[Sample]) -> None:
         """Engines have died at work on these. Goes on with the search that is on, if there is one."""
         prompts = [prompt for prompt in dict.fromkeys(map(prompt_of, samples)) if prompt not in self.deadly]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.engine.messages import Sampled
+from grpo.engine.messages import Begun, Sampled
 from grpo.rollout.batch import Batch
 from grpo.rollout.packing import Request
 from grpo.rollout.pool import EnginePool
@@ -109,6 +109,43 @@ def test_a_salt_keeps_the_kv_of_old_weights_from_new_completions(flight: Flight)
     flight.push()
     assert cached(flight, other, None) == 256, "nothing else drops it"
     assert [cached(flight, prompt, salt) for salt in ("3", "3")] == [0, 256]
+
+
+def test_a_completion_goes_on_behind_its_first_tokens_in_another_request(flight: Flight) -> None:
+    """Greedily it ends as it would have; with some of a prompt's completions whole, and some not begun."""
+    prompts = prompts_of(12, first=5)
+    settings = {"max_tokens": 60, "temperature": 0.0, "repetition_penalty": 1.3}  # of prompt and completion
+    whole = flight.answered([flight.ask(prompt, **settings) for prompt in prompts])
+    assert len({answer.token_ids.tobytes() for answer in whole}) == len(prompts)
+    for num_first in (1, 30, 59):
+        for prompt, expected in zip(prompts, whole, strict=True):
+            begun = Begun(
+                token_ids=expected.token_ids[:num_first], engine_logprobs=expected.engine_logprobs[:num_first]
+            )
+            (now,) = flight.answered([flight.ask(prompt, begun=begun, **settings)])
+            assert now.token_ids.tolist() == expected.token_ids.tolist()
+            assert np.abs(now.engine_logprobs - expected.engine_logprobs).max() < 1e-4
+            assert (now.num_begun, now.finish_reason) == (num_first, expected.finish_reason)
+
+
+def test_an_engine_says_what_it_has_of_each_completion_by_now(flight: Flight) -> None:
+    """Also of one that goes on behind its first tokens, and of those that wait for the last of their prompt."""
+    prompts = prompts_of(12, first=1)
+    expected = undisturbed(flight, prompts)
+    ids, counts = flight.under_way(prompts, COPIES)
+    first = Begun(token_ids=expected[0].token_ids[:3], engine_logprobs=expected[0].engine_logprobs[:3])
+    behind = flight.ask(prompts[0], begun=first, max_tokens=NUM_TOKENS)
+    held = flight.client.call("so_far", CALL_S)
+    assert held.keys() == {*ids, behind}
+    for completion, whole in zip(ids, expected, strict=True):
+        tokens = held[completion].token_ids
+        assert counts[completion] <= len(tokens) <= counts[completion] + 1
+        assert tokens.tolist() == whole.token_ids[: len(tokens)].tolist()
+        assert np.abs(held[completion].engine_logprobs - whole.engine_logprobs[: len(tokens)]).max() < 1e-5
+    assert held[behind].token_ids.tolist() == first.token_ids.tolist()
+    flight.resume()
+    flight.answered([*ids, behind])
+    assert flight.client.call("so_far", CALL_S) == {}
 
 
 def test_a_paused_engine_that_owes_completions_is_not_stuck(flight: Flight) -> None:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo import cli
 from grpo.checkpoints.checkpoints import read_complete, write_complete
+from grpo.rollout.packing import UNFINISHED, Completions, to_lists
 from tests.support.launching import start, tiny_job_script
 from tests.support.made_up_checkpoints import SAMPLING
 from tests.support.resumed_runs import expect, run, seen, steps
@@ -89,6 +91,42 @@ def test_three_and_three_steps_are_six_with_engines(ahead: int, tiny_model: Path
         assert seen(parts, rank) == seen(whole, rank)
     assert [line["reward"] for line in steps(parts).values()] == [line["reward"] for line in steps(whole).values()]
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
+
+
+@pytest.mark.long
+def test_three_batches_under_way_go_on_after_a_sigkill_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    """What had ended at the last checkpoint is trained on as it was, what had begun goes on behind its first tokens."""
+    config = {"max_steps": 8, "save_steps": 3, "use_vllm": True, "check_rewards": False, "generation_lookahead": 3}
+    config |= {
+        "vllm_max_model_length": 512,
+        "max_completion_length": 400,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+    }
+    config |= {"generation_kwargs": {"min_tokens": 40}}
+    expect(run(tiny_model, tmp_path, num_prompts=40, config=config, kill_at=5), success=False)
+    before = [seen(tmp_path, rank) for rank in (0, 1)]
+    expect(
+        run(tiny_model, tmp_path, num_prompts=40, attempt=1, config={**config, "resume_from_checkpoint": "auto"}),
+        success=True,
+    )
+    num_whole = num_begun = 0
+    for rank in (0, 1):
+        path = tmp_path / "checkpoint-3" / f"rollout_state_{rank}.pt"
+        ahead = torch.load(path, weights_only=True)["ahead"]["batches"]
+        after = {row["step"]: row for row in seen(tmp_path, rank)[6:]}
+        assert [row["prompts"] for row in after.values()][:3] == [row["prompts"] for row in before[rank][3:]]
+        assert [batch["number"] for batch in ahead] == [3, 4, 5]
+        for batch in ahead:
+            kept = Completions.from_message(batch["completions"].numpy())
+            trained = after[batch["number"]]["completions"]
+            for engine, tokens, whole in zip(kept.engines, to_lists(kept)[0], trained, strict=True):
+                assert whole[: len(tokens)] == tokens
+                assert engine == UNFINISHED or len(whole) == len(tokens)
+                num_whole += engine != UNFINISHED
+                num_begun += engine == UNFINISHED and bool(tokens)
+    print(f"{num_whole} whole, {num_begun} begun")
+    assert num_whole
+    assert num_begun
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.engine.client import EngineDied, EngineError
-from grpo.engine.messages import EngineSpec, Ready, Sample, Sampled
+from grpo.engine.messages import Begun, EngineSpec, Ready, Sample, Sampled
 from grpo.faults.failure import FailureKind
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def agree(method: str, kwargs: dict[str, Any]) -> Any:
     """Answers as of an engine whose weights are what it was sent, and which computes no probabilities."""
     if method == "prompt_logprobs":
         return [[0.0] * (len(prompt) - 1) for prompt in kwargs["prompts"]]
-    if method == "pause":
+    if method in ("pause", "so_far"):
         return {}
     if method == "wire_format":
         from grpo.weights.wire_format import WireFormat
 
         return [WireFormat().dumps()]
-    return {} if method == "pause" else True
+    return True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,6 +191,7 @@ class Owed(NamedTuple):
     completion_id: int
     token_ids: "np.ndarray"
     seed: int
+    begun: Begun | None = None
 
 
 class ThreadedEngine(ScriptedEngine):
@@ -219,7 +220,9 @@ class ThreadedEngine(ScriptedEngine):
         with self._lock:
             self.samples.append(sample)
             self.told.append(("sample", tuple(sample.ids)))
-            self._waiting += [Owed(ident, sample.token_ids, sample.seed + i) for i, ident in enumerate(sample.ids)]
+            self._waiting += [
+                Owed(ident, sample.token_ids, sample.seed + i, sample.begun) for i, ident in enumerate(sample.ids)
+            ]
 
     def abort(self, ids: Sequence[int]) -> None:
         assert self.reads.wait(DEADLINE_S)
@@ -252,7 +255,8 @@ class ThreadedEngine(ScriptedEngine):
                 self._tell_of_death()
                 return
             for owed in running:
-                tokens = answer_to(owed.token_ids, owed.seed)
+                tokens = [] if owed.begun is None else owed.begun.token_ids.tolist()
+                tokens += answer_to(owed.token_ids, owed.seed)
                 self._ended.wait(self.token_s * len(tokens) / self.num_slots)
                 if answered == self.dies_after:
                     self._tell_of_death()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
-from grpo.engine.messages import Sample, Sampled
+from grpo.engine.messages import Begun, Sample, Sampled
 from grpo.weights.push import Pusher
 from grpo.weights.report import PushReport
 from grpo.weights.source import GatheredSource
@@ -115,6 +115,13 @@ class Flight:
                 )
             )
         return range(first, self._next_id)
+
+    def ask(self, prompt: np.ndarray, *, begun: Begun | None = None, **settings: Any) -> int:
+        """For one completion: its id."""
+        ids = range(self._next_id, self._next_id + 1)
+        self._next_id += 1
+        self.client.submit(Sample(ids=ids, token_ids=prompt, seed=0, overrides=settings, begun=begun))
+        return ids.start
 
     def answered(self, ids: Sequence[int]) -> list[Sampled]:
         with self._changed:

@@ -1,11 +1,8 @@
 """What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
 
 import gc
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +16,7 @@ from grpo import GRPOTrainer
 from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.engine.messages import Sample
-from grpo.rollout import ahead
-from grpo.rollout.ahead import GenerationBatches, Progress
-from grpo.rollout.packing import pack_completions
 from grpo.rollout.pool import EnginePool
-from grpo.rollout.prompts import Prompts
 from grpo.weights import delivery
 from grpo.weights.trained import TrainedModel
 from tests.support.engines import Script, agree
@@ -241,12 +234,12 @@ def test_nothing_is_trained_twice_or_lost_over_a_stop(
     assert of_kind(story, "score") == whole[:2]
     in_flight = of_kind(story, "submit")[2]
     assert in_flight == whole[2]
-    assert (in_flight in of_kind(story, "collect")) == (ahead == 1)  # which the checkpoint waits for
+    assert in_flight in of_kind(story, "collect")  # for the checkpoint
     (tmp_path / "parts" / "stop").unlink(missing_ok=True)
     train(tiny_model, tmp_path / "parts", story, max_steps=5, generation_lookahead=ahead, resume_from_checkpoint="auto")
     assert of_kind(story, "score") == whole
     assert of_kind(story, "step") == [1, 2, 3, 4, 5]
-    assert of_kind(story, "submit").count(in_flight) == (1 if ahead == 1 else 2)
+    assert of_kind(story, "submit").count(in_flight) == 1
 
 
 def by_policy(script: Script) -> Callable[[Sample, Sequence[int]], Sequence[float]]:
@@ -289,6 +282,26 @@ def test_resume_with_a_batch_ahead_goes_on_with_its_completions(
             assert torch.equal(one, other)
 
 
+def test_resume_with_weights_in_flight_samples_nothing_again_that_has_ended(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
+    """These engines answer at once: three batches that are whole, each by the policy that was there at its
+    submission, and counted as before."""
+    script.logprobs_of = by_policy(script)
+    settings: dict[str, Any] = {"max_steps": 7, "generation_lookahead": 3, "learning_rate": 1e-2}
+    whole = train(tiny_model, tmp_path / "whole", story, **settings)
+    story.clear()
+    script.samples.clear()
+    with pytest.raises(SystemExit):
+        train(tiny_model, tmp_path / "parts", story, stop_at=3, **settings)
+    (tmp_path / "parts" / "stop").unlink(missing_ok=True)
+    resumed = train(tiny_model, tmp_path / "parts", story, resume_from_checkpoint="auto", **settings)
+    assert run_of(resumed) == run_of(whole)
+    assert max(line[3] for line in run_of(whole)) == 3
+    seeds = [sample.seed for sample in script.samples]
+    assert len({*seeds}) == len(seeds) == 14  # two prompts each
+
+
 def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,65 +326,6 @@ def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
     assert len(of_kind(story, "submit")) == 6
     assert run_of(resumed) == run_of(whole)
     assert [line[-3:] for line in run_of(whole)] == [[0, 0, 0], [1, 1, 0], [2, 2, 0], [3, 3, 0], [3, 3, 1], [3, 3, 2]]
-
-
-class UnderWay:
-    """A sampler whose batches are there when they have been asked after often enough, or never."""
-
-    def __init__(self, *, asked: float, is_stuck: bool = False, report: Any = None) -> None:
-        self.left, self.stuck, self.num_collected = asked, is_stuck, 0
-        self.report = report or SimpleNamespace(not_finite=None, num_refused=0, dumps=lambda: "a report")
-
-    def submit(self, prompts: Prompts, base_seed: int, **more: Any) -> str:
-        return "pending"
-
-    def is_finished(self, pending: str | None) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-    def is_stuck(self, pending: str | None) -> bool:
-        return self.stuck
-
-    def collect(self, pending: str | None) -> Any:
-        self.num_collected += 1
-        return pack_completions([[7]], [[-1.0]], [0], [0]), [self.report]
-
-
-NO_NUMBERS = SimpleNamespace(not_finite="log-probabilities are no numbers", num_refused=0)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "hurried_after", "num_kept"),
-    [
-        (UnderWay(asked=3), 9, 1),
-        (UnderWay(asked=math.inf), 3, 0),  # SIGTERM comes while it is waited for
-        (UnderWay(asked=math.inf, is_stuck=True), math.inf, 0),
-        (UnderWay(asked=0, report=NO_NUMBERS), math.inf, 0),  # of which every resume would end
-    ],
-    ids=["there in time", "SIGTERM", "no engines", "no numbers"],
-)
-def test_checkpoint_keeps_a_batch_under_way_if_it_comes_in_time_and_can_be_trained_on(
-    sampler: UnderWay, hurried_after: float, num_kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ahead, "POLL_S", 0.01)
-    prompts, looks = Prompts.of([[5, 6]]), itertools.count()
-    progress = Progress(step=1, mode="train", versions=1)
-    batches = GenerationBatches(
-        sampler,  # type: ignore[arg-type]
-        seed=1,
-        user_seed=None,
-        progress=lambda: progress,
-        lookahead=1,
-        prompts_of=lambda number: prompts,
-    )
-    batches.sample_ahead()
-    kept = batches.kept(versions=2, gives_up=lambda: next(looks) >= hurried_after)
-    assert [each["lag"] for each in kept] == [1] * num_kept
-    assert bool(sampler.num_collected) == (num_kept > 0 or sampler.report is NO_NUMBERS)
-    of_another_version = [{**each, "reports": ["{}"]} for each in kept]
-    before = len(batches._under_way)
-    batches.resume(of_another_version)
-    assert len(batches._under_way) == before
 
 
 def test_a_data_set_that_changes_when_it_is_read_again_is_told(

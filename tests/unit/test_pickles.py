@@ -10,7 +10,7 @@ OBJECTS = {
 }
 PICKLING = {"loads", "load", "dumps", "dump", "Unpickler"}
 # multiprocessing's connections pickle, too.
-OVER_OWN_SOCKETS = {"grpo/engine/host.py", "grpo/engine/process.py"}
+OVER_OWN_SOCKETS = {"grpo/engine/host.py", "grpo/engine/process.py", "grpo/engine/requests.py"}
 
 
 def names_in(path: Path) -> set[str]:

@@ -14,10 +14,11 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from grpo.engine import host as engine_host
-from grpo.engine.answers import sampled_logprobs, sampling_params, tokens_so_far
-from grpo.engine.host import Host, forget_device
-from grpo.engine.messages import Abort, Answers, Call, Reply, Sample
+from grpo.engine import requests as engine_requests
+from grpo.engine.answers import begun_of, sampling_params, under_way
+from grpo.engine.host import forget_device
+from grpo.engine.messages import Abort, Answers, Begun, Call, Reply, Sample
+from grpo.engine.requests import Host
 from grpo.faults.failure import FailureKind
 
 
@@ -46,7 +47,7 @@ class MadeUpEngine:
 def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
     """With what it sends."""
     sent: list[Any] = []
-    return Host(SimpleNamespace(send=sent.append), engine, {"temperature": 1.0}), sent  # type: ignore[arg-type]
+    return Host(SimpleNamespace(send=sent.append), engine, {"temperature": 1.0, "max_tokens": 64}), sent  # type: ignore[arg-type]
 
 
 SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), seed=0)
@@ -100,7 +101,7 @@ def test_the_cause_of_vllms_own_error_is_told(cause: Exception, capsys: pytest.C
 def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(
     reason: str, error: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_host, "ABORT_S", 0.2)
+    monkeypatch.setattr(engine_requests, "ABORT_S", 0.2)
     (answers,) = answers_of(FinishingEngine(reason))
     for answer in answers.sampled:
         assert error in (answer.error or "")
@@ -257,11 +258,14 @@ def test_what_is_no_message_is_refused() -> None:
 
 def test_a_log_probability_for_each_token() -> None:
     def given(count: int) -> SimpleNamespace:
-        return SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0] * count), token_ids=[5, 6])
+        return SimpleNamespace(logprobs=[-1.0] * count)
 
-    assert sampled_logprobs(given(2)).tolist() == [-1.0, -1.0]
+    first = begun_of([5, 6], given(2), is_whole=False)
+    assert (first.token_ids.tolist(), first.engine_logprobs.tolist()) == ([5, 6], [-1.0, -1.0])
+    both = begun_of([7], given(1), is_whole=True, behind=first)
+    assert (both.token_ids.tolist(), both.engine_logprobs.tolist(), both.is_whole) == ([5, 6, 7], [-1.0] * 3, True)
     with pytest.raises(RuntimeError, match="vLLM gave 1 log-probabilities for 2 tokens"):
-        sampled_logprobs(given(1))
+        begun_of([5, 6], given(1), is_whole=False)
 
 
 def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +287,17 @@ def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.Mon
 
 def state_of(request_id: str, index: int, num_tokens: int, parent: Any = None) -> SimpleNamespace:
     """As vLLM's output processor has one of each completion that runs."""
-    detokenizer = SimpleNamespace(num_output_tokens=lambda: num_tokens)
-    return SimpleNamespace(external_req_id=request_id, request_index=index, detokenizer=detokenizer, parent_req=parent)
+    return SimpleNamespace(
+        external_req_id=request_id,
+        request_index=index,
+        detokenizer=SimpleNamespace(output_token_ids=[9] * num_tokens),
+        logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-2.0] * num_tokens)),
+        parent_req=parent,
+    )
 
 
-def test_tokens_so_far_are_those_of_completions_with_what_has_ended_of_a_request_and_no_probes() -> None:
-    ended = SimpleNamespace(index=1, token_ids=[5, 6, 7])
+def test_what_is_under_way_is_completions_with_those_of_a_request_that_have_ended_and_no_probes() -> None:
+    ended = SimpleNamespace(index=1, token_ids=[5, 6, 7], logprobs=SimpleNamespace(logprobs=[-1.0] * 3))
     several = SimpleNamespace(output_aggregator=[None, ended, None])
     states = [
         state_of("3", 0, 17),
@@ -297,7 +306,51 @@ def test_tokens_so_far_are_those_of_completions_with_what_has_ended_of_a_request
         state_of("20", 2, 9, several),
         state_of("-1", 0, 2),  # a trial's, of no batch
     ]
-    assert tokens_so_far(states) == {3: 17, 20: 4, 21: 3, 22: 9}
+    found = {completion: (len(tokens), is_whole) for completion, tokens, _, is_whole in under_way(states)}
+    assert found == {3: (17, False), 20: (4, False), 21: (3, True), 22: (9, False)}
+
+
+def test_what_has_been_answered_is_sent_before_what_is_under_way_is_told() -> None:
+    """A completion is in one of both, whatever it is doing at that moment: 3 begins, 4 ends."""
+
+    class Ending(MadeUpEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends = asyncio.Event()
+            self.output_processor = SimpleNamespace(request_states={})
+
+        async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+            await self.ends.wait()
+            if request_id == "4":
+                logprobs = SimpleNamespace(logprobs=[-1.0])
+                output = SimpleNamespace(token_ids=[8], logprobs=logprobs, finish_reason="stop")
+                yield SimpleNamespace(outputs=[output], num_cached_tokens=0)
+            else:
+                self.output_processor.request_states[request_id] = state_of(request_id, 0, 2)
+                await asyncio.Event().wait()
+                yield None
+
+    async def ask() -> list[Any]:
+        engine = Ending()
+        host, sent = host_of(engine)
+        for completion in (3, 4):
+            first = Begun(token_ids=np.array([6], np.int32), engine_logprobs=np.array([-3.0], np.float32))
+            begun = first if completion == 3 else None
+            host._dispatch(
+                Sample(ids=range(completion, completion + 1), token_ids=SAMPLE.token_ids, seed=0, begun=begun)
+            )
+        host._dispatch(Call(call_id=1, method="so_far", kwargs={}))
+        await asyncio.sleep(5 * engine_requests.SETTLE_POLL_S)
+        assert sent == []
+        engine.ends.set()
+        await asyncio.gather(*host._background)
+        host._tasks[3].cancel()
+        return sent
+
+    answers, reply = asyncio.run(ask())
+    assert [(each.completion_id, each.token_ids.tolist()) for each in answers.sampled] == [(4, [8])]
+    assert {completion: each.token_ids.tolist() for completion, each in reply.value.items()} == {3: [6, 9, 9]}
+    assert reply.value[3].engine_logprobs.tolist() == [-3.0, -2.0, -2.0]
 
 
 def test_a_call_that_finds_the_engine_dead_is_left_to_the_report_of_its_death() -> None:
