@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import trl
 
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
 from grpo.config.conversing import ConversationConfig, check_conversing
+from grpo.config.documented import documented
 from grpo.config.evaluating import EvaluationConfig, check_evaluating
 from grpo.config.groups import GroupConfig, check_groups
 from grpo.config.recording import RecordingConfig, check_recording, own_log_level
@@ -28,6 +29,7 @@ LOCAL_GPU_MEMORY_UTILIZATION = 0.9
 _log = logging.getLogger(__name__)
 
 
+@documented
 @dataclass
 class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingConfig, trl.GRPOConfig):
     """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
@@ -35,216 +37,110 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
     """
 
-    use_vllm: bool = field(
-        default=True,
-        metadata={"help": "Whether to generate with vLLM. On by default here, off in TRL."},
-    )
-    vllm_mode: str = field(
-        default="local",
-        metadata={
-            "help": "'local': every node's local main process hosts vLLM engines on the node's reserved GPUs. 'server' "
-            "and 'colocate' are TRL's own modes."
-        },
-    )
-    vllm_gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its "
-            "GPUs to itself, and TRL's 0.3 in colocate mode. Without GPUs the KV cache is sized by "
-            "kv_cache_memory_bytes in vllm_engine_kwargs instead."
-        },
-    )
-    vllm_reserved_gpus: int | None = field(
-        default=None,
-        metadata={
-            "help": "How many GPUs of each node, the last ones, are reserved for engines. None: all on which no rank "
-            "trains; may then differ from node to node."
-        },
-    )
-    vllm_engines_per_node: int | None = field(
-        default=None,
-        metadata={"help": "Engines of a node without GPUs, where nothing is reserved; None means one."},
-    )
-    vllm_balance_nodes: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their "
-            "engines and less what they still owe of earlier batches, so that a step does not wait for the slowest. "
-            "None: with generation_lookahead of 2 or more. No effect on one node."
-        },
-    )
-    vllm_sync_backend: str = field(
-        default="auto",
-        metadata={"help": "How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."},
-    )
-    vllm_sync_bucket_mb: int = field(
-        default=512,
-        metadata={"help": "Upper size in MB of what is gathered at a time; a larger single parameter still goes."},
-    )
-    vllm_lora: str = field(
-        default="auto",
-        metadata={
-            "help": "How LoRA adapters reach the engines: 'adapter' (the base once, then adapters alone), 'merge' "
-            "(inside of the weights that are pushed), or 'auto': by themselves where vLLM can hold them."
-        },
-    )
-    generation_lookahead: int = field(
-        default=0,
-        metadata={
-            "help": "Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 "
-            "engines and ranks work at the same time, and completions are one push older when they are trained on, "
-            "which importance sampling corrects. With N of 2 or more, N batches are under way and weights reach "
-            "engines that go on sampling: a step waits less for the longest completions, which are up to N pushes old."
-        },
-    )
-    old_logprobs: str = field(
-        default="trainer",
-        metadata={
-            "help": "Whose log-probabilities the loss takes for those of the policy that has sampled. 'trainer': what "
-            "the trainer computes of each generation batch before it is trained on; importance sampling corrects for "
-            "how far the engines are from that. 'engine': those that came with the samples; PPO's clip bounds how far "
-            "the policy goes from the one that has sampled, old batches included, the forward pass before training is "
-            "left out, and vllm_importance_sampling_* have no effect."
-        },
-    )
-    freeze_towers: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether vision towers and their projectors stay as they are where prompts come with images. With "
-            "text alone they always do, and with LoRA, which leaves them out."
-        },
-    )
-    trim_padding: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute each micro-batch only as wide as its rows, and deal the rows of an optimizer step out to "
-            "its micro-batches by length, longest first. False: as TRL does, all as wide as the longest row of the "
-            "generation batch, in random order. Rows keep that order where the loss depends on it: loss_type 'bnpo', "
-            "entropy_coef, top_entropy_quantile below 1, router_aux_loss_coef, a subclass's own _compute_loss."
-        },
-    )
-    completions_per_step: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions per optimizer step, over all ranks and whatever their number: "
-            "gradient_accumulation_steps follows from it. None: per_device_train_batch_size x "
-            "gradient_accumulation_steps x ranks."
-        },
-    )
-    vllm_importance_sampling_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's "
-            "'sequence_mask', and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence "
-            "leaves its bounds almost always; 'sequence_*' are refused with 2 or more."
-        },
-    )
-    vllm_engine_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Passed to vLLM's engine as they are (a JSON object on the command line). A key that another "
-            "setting decides, or that would make the engine another policy, is refused by name."
-        },
-    )
-    vllm_max_logprob_gap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Limit of the gap between engine and trainer log-probabilities, in nats, when a weight sync is "
-            "verified, and of its mean over a batch's tokens on each node; beyond it the job ends. None: by the "
-            "engine's dtype, and for batches none. The first gap sets a tighter limit for later weight syncs: beyond "
-            "that one the whole model is sent once more, and if it does not help, a warning follows."
-        },
-    )
-    check_rewards: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether every reward function is called once before anything is loaded, on rank 0, with made-up "
-            "completions of the data set's first row, so that a mistake in it shows at once; and whether those that "
-            "run beside the main thread are called on one group of the first batch in both, which have to answer "
-            "alike. Set it to False for functions whose calls have effects, or need what is there only in training."
-        },
-    )
-    vllm_max_respawns: int = field(
-        default=3,
-        metadata={
-            "help": "How often in an hour an engine that dies, or is stuck, is started again; it gets the weights, and "
-            "its requests are sampled again. Deaths in the search for a prompt of which engines die do not count. At "
-            "the next death, and with 0 at the first, the last finished step is saved and the job ends."
-        },
-    )
-    vllm_standby: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether each node keeps a process ready that has imported vLLM, for an engine that has to be "
-            "started again: seconds for about 1 GB of memory."
-        },
-    )
-    vllm_max_refused: int = field(
-        default=128,
-        metadata={
-            "help": "How many completions may be left out of training because no engine takes their prompts, which are "
-            "longer than vllm_max_model_length, say, or because engines die of them; with more the job ends."
-        },
-    )
-    vllm_start_timeout: float = field(
-        default=1800.0,
-        metadata={
-            "help": "Seconds that an engine may take from its start until it is ready: a guard against one that hangs. "
-            "Of one that is late what it has compiled is kept, so that the next start is shorter."
-        },
-    )
-    vllm_stall_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds without the end of a step after which an engine that has completions to sample is ended "
-            "as stuck, and started again; always ten times its slowest step so far where that is longer. None: 120, "
-            "and 600 on CPUs and in the first generation batch of an engine, which compiles."
-        },
-    )
-    vllm_generate_timeout: float = field(
-        default=3600.0, metadata={"help": "Seconds that one generation batch may take."}
-    )
-    vllm_sync_timeout: float = field(default=600.0, metadata={"help": "Seconds that one step of a push may take."})
+    use_vllm: bool = True
+    """Whether to generate with vLLM. On by default here, off in TRL."""
+    vllm_mode: str = "local"
+    """'local': every node's local main process hosts vLLM engines on the node's reserved GPUs. 'server' and 'colocate'
+    are TRL's own modes."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its GPUs to itself,
+    and TRL's 0.3 in colocate mode. Without GPUs the KV cache is sized by kv_cache_memory_bytes in vllm_engine_kwargs
+    instead."""
+    vllm_reserved_gpus: int | None = None
+    """How many GPUs of each node, the last ones, are reserved for engines. None: all on which no rank trains; may then
+    differ from node to node."""
+    vllm_engines_per_node: int | None = None
+    """Engines of a node without GPUs, where nothing is reserved; None means one."""
+    vllm_balance_nodes: bool | None = None
+    """Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their engines and less what
+    they still owe of earlier batches, so that a step does not wait for the slowest. None: with generation_lookahead of
+    2 or more. No effect on one node."""
+    vllm_sync_backend: str = "auto"
+    """How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."""
+    vllm_sync_bucket_mb: int = 512
+    """Upper size in MB of what is gathered at a time; a larger single parameter still goes."""
+    vllm_lora: str = "auto"
+    """How LoRA adapters reach the engines: 'adapter' (the base once, then adapters alone), 'merge' (inside of the
+    weights that are pushed), or 'auto': by themselves where vLLM can hold them."""
+    generation_lookahead: int = 0
+    """Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 engines and ranks
+    work at the same time, and completions are one push older when they are trained on, which importance sampling
+    corrects. With N of 2 or more, N batches are under way and weights reach engines that go on sampling: a step waits
+    less for the longest completions, which are up to N pushes old."""
+    old_logprobs: str = "trainer"
+    """Whose log-probabilities the loss takes for those of the policy that has sampled. 'trainer': what the trainer
+    computes of each generation batch before it is trained on; importance sampling corrects for how far the engines are
+    from that. 'engine': those that came with the samples; PPO's clip bounds how far the policy goes from the one that
+    has sampled, old batches included, the forward pass before training is left out, and vllm_importance_sampling_* have
+    no effect."""
+    freeze_towers: bool = False
+    """Whether vision towers and their projectors stay as they are where prompts come with images. With text alone they
+    always do, and with LoRA, which leaves them out."""
+    trim_padding: bool = True
+    """Compute each micro-batch only as wide as its rows, and deal the rows of an optimizer step out to its
+    micro-batches by length, longest first. False: as TRL does, all as wide as the longest row of the generation batch,
+    in random order. Rows keep that order where the loss depends on it: loss_type 'bnpo', entropy_coef,
+    top_entropy_quantile below 1, router_aux_loss_coef, a subclass's own _compute_loss."""
+    completions_per_step: int | None = None
+    """Completions per optimizer step, over all ranks and whatever their number: gradient_accumulation_steps follows
+    from it. None: per_device_train_batch_size x gradient_accumulation_steps x ranks."""
+    vllm_importance_sampling_mode: str | None = None
+    """As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's 'sequence_mask',
+    and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence leaves its bounds almost
+    always; 'sequence_*' are refused with 2 or more."""
+    vllm_engine_kwargs: dict[str, Any] | str | None = None
+    """Passed to vLLM's engine as they are (a JSON object on the command line). A key that another setting decides, or
+    that would make the engine another policy, is refused by name."""
+    vllm_max_logprob_gap: float | None = None
+    """Limit of the gap between engine and trainer log-probabilities, in nats, when a weight sync is verified, and of
+    its mean over a batch's tokens on each node; beyond it the job ends. None: by the engine's dtype, and for batches
+    none. The first gap sets a tighter limit for later weight syncs: beyond that one the whole model is sent once more,
+    and if it does not help, a warning follows."""
+    check_rewards: bool = True
+    """Whether every reward function is called once before anything is loaded, on rank 0, with made-up completions of
+    the data set's first row, so that a mistake in it shows at once; and whether those that run beside the main thread
+    are called on one group of the first batch in both, which have to answer alike. Set it to False for functions whose
+    calls have effects, or need what is there only in training."""
+    vllm_max_respawns: int = 3
+    """How often in an hour an engine that dies, or is stuck, is started again; it gets the weights, and its requests
+    are sampled again. Deaths in the search for a prompt of which engines die do not count. At the next death, and with
+    0 at the first, the last finished step is saved and the job ends."""
+    vllm_standby: bool = False
+    """Whether each node keeps a process ready that has imported vLLM, for an engine that has to be started again:
+    seconds for about 1 GB of memory."""
+    vllm_max_refused: int = 128
+    """How many completions may be left out of training because no engine takes their prompts, which are longer than
+    vllm_max_model_length, say, or because engines die of them; with more the job ends."""
+    vllm_start_timeout: float = 1800.0
+    """Seconds that an engine may take from its start until it is ready: a guard against one that hangs. Of one that is
+    late what it has compiled is kept, so that the next start is shorter."""
+    vllm_stall_timeout: float | None = None
+    """Seconds without the end of a step after which an engine that has completions to sample is ended as stuck, and
+    started again; always ten times its slowest step so far where that is longer. None: 120, and 600 on CPUs and in the
+    first generation batch of an engine, which compiles."""
+    vllm_generate_timeout: float = 3600.0
+    """Seconds that one generation batch may take."""
+    vllm_sync_timeout: float = 600.0
+    """Seconds that one step of a push may take."""
 
-    reward_timeout: float = field(
-        default=600.0,
-        metadata={
-            "help": "Seconds that a reward function may take for one batch of a rank; then the job ends, and its "
-            "failure shows where the function is."
-        },
-    )
-    overlap_rewards: bool = field(
-        default=True,
-        metadata={
-            "help": "Run reward functions in a thread while the trainer computes log-probabilities; False for "
-            "functions that talk to other ranks or use the trained model. One that only the main thread may call is "
-            "found out and called there without this."
-        },
-    )
-    start_timeout: float = field(
-        default=1800.0,
-        metadata={
-            "help": "Seconds that processes of the job may come one after the other before the first step: into the "
-            "trainer, to the node's watch, into process groups. After 60 s a line a minute says who is waited for."
-        },
-    )
-    rank_stall_timeout: float = field(
-        default=600.0,
-        metadata={
-            "help": "Seconds that a training process may be stuck in training while the others wait for it, until the "
-            "job ends with a failure that names it; after 60 s, or five steps' time, a warning has its stacks. Before "
-            "the first step start_timeout, where that is longer. Generation, rewards and weight syncs have deadlines "
-            "of their own, and saves and evaluations take as long as they take. A folder of the run that takes no "
-            "write ends the job, too, 20 s before."
-        },
-    )
-    heartbeat_timeout: float = field(
-        default=20.0,
-        metadata={
-            "help": "Seconds that a node may be silent, or that a training process or a launcher may be stopped "
-            "(SIGSTOP), until the job ends with a failure that names it; 5 or more."
-        },
-    )
+    reward_timeout: float = 600.0
+    """Seconds that a reward function may take for one batch of a rank; then the job ends, and its failure shows where
+    the function is."""
+    overlap_rewards: bool = True
+    """Run reward functions in a thread while the trainer computes log-probabilities; False for functions that talk to
+    other ranks or use the trained model. One that only the main thread may call is found out and called there without
+    this."""
+    start_timeout: float = 1800.0
+    """Seconds that processes of the job may come one after the other before the first step: into the trainer, to the
+    node's watch, into process groups. After 60 s a line a minute says who is waited for."""
+    rank_stall_timeout: float = 600.0
+    """Seconds that a training process may be stuck in training while the others wait for it, until the job ends with a
+    failure that names it; after 60 s, or five steps' time, a warning has its stacks. Before the first step
+    start_timeout, where that is longer. Generation, rewards and weight syncs have deadlines of their own, and saves and
+    evaluations take as long as they take. A folder of the run that takes no write ends the job, too, 20 s before."""
+    heartbeat_timeout: float = 20.0
+    """Seconds that a node may be silent, or that a training process or a launcher may be stopped (SIGSTOP), until the
+    job ends with a failure that names it; 5 or more."""
 
     _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "eval_sets"]  # noqa: RUF012  as in TRL
 

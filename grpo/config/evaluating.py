@@ -1,51 +1,35 @@
 """How evaluation samples, and what it counts: fields of `GRPOConfig`, and their checks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from grpo.config.documented import documented
 from grpo.place.spelling import did_you_mean
 
 _OF_A_SET = {"temperature": "temperature", "top_p": "top_p", "max_completion_length": "max_tokens"}
 """What one evaluation set may have of its own, and what vLLM calls it."""
 
 
+@documented
 @dataclass
 class EvaluationConfig:
     """Fields of evaluation, beside transformers' `eval_strategy`, `eval_steps` and TRL's `num_generations_eval`."""
 
-    eval_temperature: float | None = field(
-        default=None, metadata={"help": "Temperature of evaluation; 0 is greedy. None: temperature."}
-    )
-    eval_top_p: float | None = field(default=None, metadata={"help": "top_p of evaluation. None: top_p."})
-    eval_max_completion_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of a completion in evaluation, at most; all turns together where there are tools. None: "
-            "max_completion_length."
-        },
-    )
-    eval_sets: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Of evaluation sets by name (eval_dataset is a dict then), what they have of their own, of "
-            "temperature, top_p and max_completion_length (a JSON object on the command line), for example "
-            '\'{"math": {"temperature": 0}}\'.'
-        },
-    )
-    eval_pass_at: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Which k of eval_pass@k are logged, each at most num_generations_eval. None: 1, 2, 4, 8, ... up to "
-            "it."
-        },
-    )
-    eval_pass_reward: float | None = field(
-        default=None,
-        metadata={
-            "help": "Reward from which on a completion counts as right in eval_pass@k. None: rewards count as they "
-            "are, and eval_pass@k is the best of k in the mean, which is the same for rewards of 0 and 1."
-        },
-    )
+    eval_temperature: float | None = None
+    """Temperature of evaluation; 0 is greedy. None: temperature."""
+    eval_top_p: float | None = None
+    """top_p of evaluation. None: top_p."""
+    eval_max_completion_length: int | None = None
+    """Tokens of a completion in evaluation, at most; all turns together where there are tools. None:
+    max_completion_length."""
+    eval_sets: dict[str, Any] | str | None = None
+    """Of evaluation sets by name (eval_dataset is a dict then), what they have of their own, of temperature, top_p and
+    max_completion_length (a JSON object on the command line), for example '{"math": {"temperature": 0}}'."""
+    eval_pass_at: list[int] | None = None
+    """Which k of eval_pass@k are logged, each at most num_generations_eval. None: 1, 2, 4, 8, ... up to it."""
+    eval_pass_reward: float | None = None
+    """Reward from which on a completion counts as right in eval_pass@k. None: rewards count as they are, and
+    eval_pass@k is the best of k in the mean, which is the same for rewards of 0 and 1."""
 
 
 def check_evaluating(args: Any) -> None:

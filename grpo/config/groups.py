@@ -1,31 +1,25 @@
 """Groups that teach: fields of `GRPOConfig` about which groups a batch is trained on, and their checks."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from grpo.config.documented import documented
 from grpo.place.launch import either, multiples_around
 
 
+@documented
 @dataclass
 class GroupConfig:
     """Fields about groups whose completions all have the same reward, which teach nothing."""
 
-    spare_groups: int = field(
-        default=0,
-        metadata={
-            "help": "Groups that each generation batch samples beyond those that it trains on. Trained are the first "
-            "ones, in the order of the data, whose completions have different rewards; flat groups fill up. 0: all "
-            "groups that are sampled are trained on."
-        },
-    )
-    max_flat_batches: int = field(
-        default=50,
-        metadata={
-            "help": "With spare_groups: how many generation batches in a row may have no group with different rewards; "
-            "then the job ends, as nothing is learnt any more. 0: any number."
-        },
-    )
+    spare_groups: int = 0
+    """Groups that each generation batch samples beyond those that it trains on. Trained are the first ones, in the
+    order of the data, whose completions have different rewards; flat groups fill up. 0: all groups that are sampled are
+    trained on."""
+    max_flat_batches: int = 50
+    """With spare_groups: how many generation batches in a row may have no group with different rewards; then the job
+    ends, as nothing is learnt any more. 0: any number."""
 
 
 def check_groups(args: Any) -> None:

@@ -2,40 +2,30 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.training_args import trainer_log_levels
 
+from grpo.config.documented import documented
 from grpo.place.launch import read_launch
 
 
+@documented
 @dataclass
 class RecordingConfig:
     """Fields that say what is recorded of a run, beside metrics and timelines."""
 
-    log_completions_prompts: int = field(
-        default=8,
-        metadata={
-            "help": "For how many prompts of a log step all completions are kept, with rewards, advantages and where "
-            "they were sampled, in completions/ of the output folder (200 MB at most). 0: for none."
-        },
-    )
-    usage_interval_s: float = field(
-        default=5.0,
-        metadata={
-            "help": "Seconds between two looks at what GPUs, memory and processes of each node are used for; "
-            "0: nobody looks."
-        },
-    )
-    profile_steps: str | None = field(
-        default=None,
-        metadata={
-            "help": "Optimizer steps, counted from 1, in which torch's profiler runs: '10-12', or '10'. Writes Chrome "
-            "traces to profile/ of the output folder, and logs the shares of computation and communication."
-        },
-    )
-    profile_ranks: str = field(default="0", metadata={"help": "Ranks on which it runs: '0', '0,7,14' or 'all'."})
+    log_completions_prompts: int = 8
+    """For how many prompts of a log step all completions are kept, with rewards, advantages and where they were
+    sampled, in completions/ of the output folder (200 MB at most). 0: for none."""
+    usage_interval_s: float = 5.0
+    """Seconds between two looks at what GPUs, memory and processes of each node are used for; 0: nobody looks."""
+    profile_steps: str | None = None
+    """Optimizer steps, counted from 1, in which torch's profiler runs: '10-12', or '10'. Writes Chrome traces to
+    profile/ of the output folder, and logs the shares of computation and communication."""
+    profile_ranks: str = "0"
+    """Ranks on which it runs: '0', '0,7,14' or 'all'."""
 
 
 def check_recording(args: Any) -> None:

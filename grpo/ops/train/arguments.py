@@ -15,6 +15,7 @@ from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 from trl.scripts.grpo import GRPOScriptArguments as TrlScriptArguments
 
 from grpo.config import GRPOConfig, own_fields
+from grpo.config.documented import documented
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.parser import StrictParser, TaskParser
 from grpo.place.files import settings_of
@@ -50,6 +51,7 @@ _TASK_SETTINGS = '{"chain_sum": {"max_terms": 3}}'
 DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 
 
+@documented
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
     """TRL's script arguments, plus those that make rows or turn them into prompts, of evaluation, agents and a page."""
@@ -61,58 +63,32 @@ class GRPOScriptArguments(TrlScriptArguments):
             f"{', '.join(ADAPTERS)}. Other columns are dropped."
         },
     )
-    dataset_columns: dict[str, str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Columns to rename, old name to new (a JSON object on the command line), for example "
-            '\'{"question": "prompt", "answer": "solution"}\'.'
-        },
-    )
-    system_prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Makes a prompt of plain text a conversation: this system message, then the text as the user's."
-        },
-    )
-    eval_datasets: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Evaluation sets by name (a JSON object on the command line): a hub id, or a local file or folder, "
-            "each with the split dataset_test_split, or an object of name, config and split, for example "
-            '\'{"math": "math.jsonl", "gsm8k": {"name": "openai/gsm8k", "config": "main", "split": "test"}}\'. Rows '
-            "become prompts as those of training do. None: dataset_test_split of the data set."
-        },
-    )
-    dataset_size: int = field(
-        default=10_000, metadata={"help": "Rows of a data set that is made where it is read, as reasoning_gym:TASK is."}
-    )
-    dataset_test_size: int = field(default=200, metadata={"help": "Likewise, of its test split."})
-    dataset_seed: int = field(
-        default=42,
-        metadata={"help": "Likewise, of its rows; the seed of the test split follows from it."},
-    )
-    task_settings: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Difficulty of reasoning-gym's tasks, by their names (a JSON object on the command line), for "
-            'example \'{"chain_sum": {"max_terms": 3, "max_digits": 2}}\'.'
-        },
-    )
-    agent: str | None = field(
-        default=None,
-        metadata={
-            "help": "A command that is run for each completion, such as 'python agent.py': an agent that asks the "
-            "node's engines in OpenAI's protocol, and writes columns for reward functions, as JSON, into its last "
-            "line. Without reward_funcs its column 'reward' is the reward."
-        },
-    )
-    report_every_s: float = field(
-        default=0.0,
-        metadata={
-            "help": "Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output "
-            "folder in a process of its own; 0: only on request."
-        },
-    )
+    dataset_columns: dict[str, str] | str | None = None
+    """Columns to rename, old name to new (a JSON object on the command line), for example '{"question": "prompt",
+    "answer": "solution"}'."""
+    system_prompt: str | None = None
+    """Makes a prompt of plain text a conversation: this system message, then the text as the user's."""
+    eval_datasets: dict[str, Any] | str | None = None
+    """Evaluation sets by name (a JSON object on the command line): a hub id, or a local file or folder, each with the
+    split dataset_test_split, or an object of name, config and split, for example '{"math": "math.jsonl", "gsm8k":
+    {"name": "openai/gsm8k", "config": "main", "split": "test"}}'. Rows become prompts as those of training do. None:
+    dataset_test_split of the data set."""
+    dataset_size: int = 10_000
+    """Rows of a data set that is made where it is read, as reasoning_gym:TASK is."""
+    dataset_test_size: int = 200
+    """Likewise, of its test split."""
+    dataset_seed: int = 42
+    """Likewise, of its rows; the seed of the test split follows from it."""
+    task_settings: dict[str, Any] | str | None = None
+    """Difficulty of reasoning-gym's tasks, by their names (a JSON object on the command line), for example
+    '{"chain_sum": {"max_terms": 3, "max_digits": 2}}'."""
+    agent: str | None = None
+    """A command that is run for each completion, such as 'python agent.py': an agent that asks the node's engines in
+    OpenAI's protocol, and writes columns for reward functions, as JSON, into its last line. Without reward_funcs its
+    column 'reward' is the reward."""
+    report_every_s: float = 0.0
+    """Seconds between two pages of `grpo report`, which rank 0 writes to report.html of the output folder in a process
+    of its own; 0: only on request."""
 
     def __post_init__(self) -> None:
         for name, example in (
@@ -167,11 +143,13 @@ def _check_eval_datasets(sets: Any) -> None:
             )
 
 
+@documented
 @dataclass
 class ModelArguments(ModelConfig):
     """TRL's, without dropout in adapters: two forwards of the same tokens would differ by it, as if the policy had."""
 
-    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; TRL's own script has 0.05."})
+    lora_dropout: float = 0.0
+    """LoRA dropout; TRL's own script has 0.05."""
 
 
 def quantisation_of(model: ModelArguments) -> Any:
