@@ -35,7 +35,7 @@ import torch
 
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo.ops.train.demo import MODEL, demo_dataset
-from grpo.record.folder import METRICS_FILE
+from grpo.record.files import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 600.0  # of one job; the first one may have to build DeepSpeed's extension

@@ -19,7 +19,8 @@ from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
 from grpo.place.spelling import did_you_mean
 from grpo.record.durable import write_atomically
-from grpo.record.folder import note_failure, record_early_failure
+from grpo.record.files import note_failure
+from grpo.record.folder import record_early_failure
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 
 from grpo.record.durable import write_atomically
 
-COMPLETIONS_FOLDER = "completions"
 MAX_BYTES = 200 * 2**20
 STOP_REASONS = ("stop", "length", "refused")
 FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens", "stop_reason")

@@ -17,52 +17,18 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.faults.signals import StopRequest
-from grpo.place.launch import read_launch
 from grpo.record.durable import write_atomically
+from grpo.record.files import METRICS_FILE, STATE_FILE, RunState, read_run_state, stop_request
 from grpo.record.history import RunHistory
 
-STATE_FILE = "run_state.json"
-NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
 LOST_S = 150.0  # until a network file system lets go of what a node held that is off
 LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
-METRICS_FILE = "metrics.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """What `run_state.json` holds: how this attempt stands."""
-
-    state: str
-    """running, finished, stopped or failed."""
-    why: str
-    """For a person: the request, or the failure record."""
-    job: str
-    """The scheduler's id (GRPO_JOB, SLURM_JOB_ID), or host and pid."""
-    attempt: int
-    """0 for the first start, 1 after the first requeue …"""
-    step: int = 0
-    """Optimizer steps that are done."""
-    checkpoint: str | None = None
-    """The newest complete one."""
-    requeue: bool = False
-    """Whether the job asks to be started again."""
-    kind: FailureKind | None = None
-    """Of a failure."""
-    nodes: tuple[int, ...] = ()
-    """The failure's: those that are silent, as `grpo launch` counts them."""
-    respawns: tuple[str, ...] = ()
-    """Engines that died in this attempt and came back; the last ones."""
-    tracker_run: str = ""
-    """The id under which W&B and Trackio go on."""
-    started: float = 0.0
-    """When the launcher began this attempt, by which it knows it again (GRPO_STARTED)."""
 
 
 def _is_taken(lock: IO[str]) -> bool:
@@ -109,7 +75,7 @@ class RunFolder:
             tracker_run=previous.tracker_run if previous else "",
             started=started,
         )
-        self._own_request = path / f"stop.{self.job}.{self.attempt}"
+        self._own_request = stop_request(path, self.job, self.attempt)
         self._person_request = path / "stop"
 
     def _take_lock(self) -> IO[str] | None:
@@ -297,53 +263,3 @@ def record_early_failure(
         warnings.warn(f"cannot write {path / STATE_FILE}: {problem}", stacklevel=2)
     finally:
         folder.release()
-
-
-def note_run(path: Path, env: Mapping[str, str]) -> None:
-    """Tell this node's launcher where the run is, if it wants to know. Called by every rank; one writes."""
-    if (note := env.get(NOTE_VARIABLE)) and read_launch(env).local_rank == 0:
-        write_atomically(Path(note), str(path.absolute()))
-
-
-def note_failure(env: Mapping[str, str], why: str, kind: FailureKind, **state: Any) -> None:
-    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full.
-
-    The first failure counts, but one that ends the job counts more.
-
-    Args:
-        state: other fields of `run_state.json`.
-    """
-    if not (note := env.get(NOTE_VARIABLE)):
-        return
-    failed = {"state": "failed", "why": why, "kind": kind, "rank": int(env.get("RANK") or 0), **state}
-    if read_failure_note(Path(note)) is None or answer_to_end(failed) is Answer.END:
-        with contextlib.suppress(OSError):  # it must not hide the failure
-            write_atomically(_failure_note(Path(note)), json.dumps(failed))
-
-
-def read_failure_note(note: Path) -> dict[str, Any] | None:
-    """Of `run_state.json` what a rank of this node knows of the failure; None where none has failed."""
-    try:
-        return dict(json.loads(_failure_note(note).read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _failure_note(note: Path) -> Path:
-    return note.with_name(f"{note.name}.failure")
-
-
-def read_run_note(note: Path) -> Path | None:
-    """The output folder that a rank has noted for its launcher; None while there is no trainer."""
-    try:
-        return Path(note.read_text())
-    except OSError:
-        return None
-
-
-def read_run_state(path: Path) -> RunState | None:
-    """The last attempt's state; None when there is none that can be read."""
-    try:
-        return RunState(**json.loads((path / STATE_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo.record.durable import write_atomically
+from grpo.record.files import DAMAGED, HISTORY_FILE, METRICS_FILE, STATE_FILE, Entry, read_attempts
 from grpo.record.provenance import provenance
 
-HISTORY_FILE = "run.json"
 TAIL_BYTES = 2**18
 WITHOUT_A_WORD = "ended without a word"
 WITHOUT_TRAINING = "the script ended without training"
 FOLLOWED = ("state", "why", "kind", "nodes", "step", "respawns")
 """What it takes from the run's state whenever that is written."""
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-_WRITTEN = ("metrics.jsonl", "run_state.json", HISTORY_FILE)  # by an attempt, while it lived
-
-Entry = dict[str, Any]
+_WRITTEN = (METRICS_FILE, STATE_FILE, HISTORY_FILE)  # by an attempt, while it lived
 
 
 class RunHistory:
@@ -128,12 +125,12 @@ class RunHistory:
     def _read(self) -> list[Entry]:
         """Raises one of `DAMAGED`, or OSError."""
         try:
-            attempts = json.loads(self.path.read_text())["attempts"]
+            attempts = read_attempts(self.path.parent)
         except FileNotFoundError:
             return []
         for each in attempts:
             _key(each), each["state"].strip(), each["step"] + 0
-        return list(attempts)
+        return attempts
 
     def _read_or_set_aside(self) -> list[Entry]:
         try:
@@ -170,7 +167,7 @@ class RunHistory:
             with contextlib.suppress(OSError):
                 times.append((self._folder / name).stat().st_mtime)
         entry["ended"] = max(times)
-        line = _last_line(self._folder / "metrics.jsonl")
+        line = _last_line(self._folder / METRICS_FILE)
         if line.get("attempt") == entry["attempt"]:
             entry["step"] = max(entry["step"], line.get("step", 0))
 

@@ -11,7 +11,7 @@ import trl
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo.record.folder import METRICS_FILE
+from grpo.record.files import METRICS_FILE
 
 
 class MetricsFile(TrainerCallback):

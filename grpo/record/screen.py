@@ -15,7 +15,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, UnlockedHandler, start_log
 from grpo.place.topology import NodeTopology
-from grpo.record.folder import METRICS_FILE
+from grpo.record.files import METRICS_FILE
 
 _bar_console: Console | None = None
 

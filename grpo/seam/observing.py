@@ -21,7 +21,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo.config.recording import profiled_ranks, profiled_steps
 from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
-from grpo.record.completions import COMPLETIONS_FOLDER, CompletionSamples, Row, evaluation_prefix, sampled_rows
+from grpo.record.completions import CompletionSamples, Row, evaluation_prefix, sampled_rows
+from grpo.record.files import COMPLETIONS_FOLDER
 from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
 from grpo.record.timeline.phases import Phases

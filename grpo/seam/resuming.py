@@ -33,7 +33,8 @@ from grpo.place.log import FILE_ONLY
 from grpo.place.patches.trl import SAMPLE_PRINTER
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import plain_tool_calls, print_printable
-from grpo.record.folder import STATE_FILE, RunFolder, note_failure, note_run, record_early_failure
+from grpo.record.files import STATE_FILE, note_failure, note_run
+from grpo.record.folder import RunFolder, record_early_failure
 from grpo.record.progress import ProgressOnScreen
 from grpo.record.provenance import arguments_of, changed_from_defaults, where_it_runs
 from grpo.record.screen import what_came_of_it

@@ -30,7 +30,8 @@ from pathlib import Path
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.launch import attempt, command, next_attempt
 from grpo.ops.launch.agent import Ending
-from grpo.record.folder import RunFolder, note_run
+from grpo.record.files import note_run
+from grpo.record.folder import RunFolder
 
 SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -1,6 +1,5 @@
 """What is evaluated: a checkpoint, the settings of its run, and the evaluation sets in the order of the run."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from grpo.ops.train.data import load_data, load_evaluation
 from grpo.ops.train.demo import demo_dataset
 from grpo.ops.train.elsewhere import ConfigElsewhere
 from grpo.place.spelling import did_you_mean
-from grpo.record.history import HISTORY_FILE
+from grpo.record.files import DAMAGED, HISTORY_FILE, read_attempts
 
 _OF_ATTEMPT = re.compile(r"checkpoint-(\d+)")
 _SCRIPT = "train.py"  # the recipe, in the package or beside it
@@ -83,10 +82,10 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
 
 def _last_attempt(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / HISTORY_FILE).read_text())["attempts"][-1]
+        return read_attempts(folder)[-1]
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (IndexError, *DAMAGED) as error:
         raise ValueError(f"{folder / HISTORY_FILE} cannot be read: {type(error).__name__}: {error}") from None
 
 

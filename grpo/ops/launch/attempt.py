@@ -11,7 +11,8 @@ from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.faults.mistakes import is_for_user
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
-from grpo.record.folder import NOTE_VARIABLE, read_failure_note, read_run_note, record_early_failure
+from grpo.record.files import ENDED, NOTE_VARIABLE, Entry, read_failure_note, read_run_note, stop_request
+from grpo.record.folder import record_early_failure
 
 VISIBLE_S = 180.0  # until this node sees what rank 0 has written on another: NFS keeps what it knows for 60 s
 TOLD_S = 5.0  # the same, where this node's ranks know why they ended
@@ -51,7 +52,7 @@ class Attempt:
         if state is None or folder is None:
             return False
         try:
-            (folder / f"stop.{state['job']}.{state['attempt']}").touch()
+            stop_request(folder, state["job"], state["attempt"]).touch()
         except OSError:
             return False
         return True
@@ -86,7 +87,7 @@ class Attempt:
         return code, f"{why}; {folder}"
 
     @property
-    def failed(self) -> next_attempt.State | None:
+    def failed(self) -> Entry | None:
         """What this node's ranks have told of their failure."""
         return read_failure_note(self._note)
 
@@ -107,12 +108,12 @@ class Attempt:
             return "not started again: this would fail again"
         return f"rank {told['rank']}: {told['why']}"
 
-    def _state(self, *, wait_s: float) -> next_attempt.State | None:
+    def _state(self, *, wait_s: float) -> Entry | None:
         told = self.failed
         written = self._written(wait_s=wait_s if told is None else min(wait_s, TOLD_S))
         return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
 
-    def _written(self, *, wait_s: float, states: Sequence[str] = next_attempt.ENDED) -> next_attempt.State | None:
+    def _written(self, *, wait_s: float, states: Sequence[str] = ENDED) -> Entry | None:
         folder = self.folder or self.output_dir
         if folder is None:
             return None
@@ -143,7 +144,7 @@ def record_no_start(
     return code
 
 
-def _names(env: Mapping[str, str], state: next_attempt.State | None, started: float) -> tuple[str, str]:
+def _names(env: Mapping[str, str], state: Entry | None, started: float) -> tuple[str, str]:
     """What the job and this attempt are called where crashes are counted."""
     job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or socket.gethostname()  # the same at every start
     attempt = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT") or (state and state.get("attempt"))

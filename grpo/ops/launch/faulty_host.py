@@ -1,17 +1,13 @@
 """Which host is to be replaced, by what `run.json` says of the last two attempts. Needs nothing but Python."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo.faults.decisions import Answer, answer_to_end
+from grpo.record.files import DAMAGED, Entry, read_attempts
 
 DOCTOR_PHASE = "doctor"
 _OF_THE_START = frozenset(("start", "process groups", "engine start"))  # nothing of a step's data is there yet
-
-Entry = dict[str, Any]
-"""An attempt of `run.json`."""
 
 
 def faulty_host(attempts: Sequence[Entry]) -> str:
@@ -35,10 +31,10 @@ def faulty_host(attempts: Sequence[Entry]) -> str:
 def read_faulty_host(output_dir: Path, ended: Entry | None) -> str:
     """As `faulty_host`, behind the attempt that has ended so; '' where its record cannot be read."""
     try:
-        attempts = json.loads((output_dir / "run.json").read_text())["attempts"]
+        attempts = read_attempts(output_dir)
         is_newest = ended is not None and all(attempts[-1][name] == ended.get(name) for name in ("job", "attempt"))
         return faulty_host(attempts) if is_newest else ""
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, IndexError, *DAMAGED):
         return ""
 
 

@@ -22,7 +22,8 @@ from functools import partial
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.faults.failure import FailureKind
 from grpo.ops.launch.faulty_host import read_faulty_host
-from grpo.ops.launch.next_attempt import State, parser_for, read_end
+from grpo.ops.launch.next_attempt import parser_for, read_end
+from grpo.record.files import Entry
 
 POLL_S = 2.0
 GRACE_S = 5.0  # for the other nodes' ranks, which end by themselves once the job has failed; then as long as a probe
@@ -30,7 +31,7 @@ PROBE_S = 15.0  # srun itself gives up on a node after 10 s by default (MessageT
 SRUN_END_S = 5.0
 
 
-def silent_nodes(state: State | None) -> list[int]:
+def silent_nodes(state: Entry | None) -> list[int]:
     """Those, counted as `grpo launch` counts them, that the attempt's record misses."""
     is_lost = state is not None and state["state"] == "failed" and state.get("kind") == FailureKind.NODE_LOST
     return list(state.get("nodes", ())) if state is not None and is_lost else []
@@ -60,7 +61,7 @@ def probe(nodes: Sequence[str]) -> set[str]:
     return lost
 
 
-def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: str) -> list[str]:
+def lost_nodes(state: Entry | None, nodes: Sequence[str], *, used: int, here: str) -> list[str]:
     """The lost ones of the job's nodes, of which the attempt runs on the first `used`.
 
     Args:
@@ -73,7 +74,7 @@ def lost_nodes(state: State | None, nodes: Sequence[str], *, used: int, here: st
     return [node for node in nodes if node in lost]
 
 
-def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | None], list[str]]) -> list[str]:
+def watch(srun: int, state: Callable[[], Entry | None], find: Callable[[Entry | None], list[str]]) -> list[str]:
     """The nodes that an attempt has lost; waits for the end of its srun, or ends it where it waits for a lost node.
 
     Args:
@@ -102,7 +103,7 @@ def watch(srun: int, state: Callable[[], State | None], find: Callable[[State | 
     return find(ended) if _may_be_a_nodes_fault(ended) else []
 
 
-def _may_be_a_nodes_fault(ended: State | None) -> bool:
+def _may_be_a_nodes_fault(ended: Entry | None) -> bool:
     is_over = ended is not None and ended["state"] in ("finished", "stopped")
     return not is_over and answer_to_end(ended) is Answer.REPLACE_NODE
 

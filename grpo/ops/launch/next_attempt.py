@@ -18,31 +18,27 @@ import contextlib
 import errno
 import glob
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from grpo.checkpoints.checkpoints import COMPLETE_FILE, checkpoints, step_of
 from grpo.faults.decisions import Answer, answer_to_end
 from grpo.ops.launch.faulty_host import read_faulty_host
+from grpo.record import files
+from grpo.record.files import ENDED, Entry
 
 DONE, FAILED, START_AGAIN = 0, 1, 85
 INTERRUPTED = 130  # by a person at the launcher; as shells say it
 
-ENDED = ("finished", "stopped", "failed")
-
 _NEVER_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-State = dict[str, Any]
-"""What `run_state.json` holds."""
-
 
 def read_state(
-    output_dir: Path, is_own: Callable[[State], bool], *, states: Sequence[str] = ENDED, wait_s: float = 0.0
-) -> State | None:
+    output_dir: Path, is_own: Callable[[Entry], bool], *, states: Sequence[str] = ENDED, wait_s: float = 0.0
+) -> Entry | None:
     """How an attempt's rank 0 said that it ended; None if it has not said so within `wait_s`.
 
     Args:
@@ -51,10 +47,7 @@ def read_state(
     """
     deadline = time.monotonic() + wait_s
     while True:
-        try:
-            state = json.loads((output_dir / "run_state.json").read_text())
-        except (OSError, ValueError):  # not there, being replaced, or on a file system that does not answer now
-            state = {}
+        state = files.read_state(output_dir)
         if is_own(state) and state.get("state") in states:
             return state
         if time.monotonic() >= deadline:
@@ -64,14 +57,13 @@ def read_state(
 
 def newest_checkpoint(output_dir: Path) -> int:
     """Step of the newest complete checkpoint; -1 without one."""
-    found = [re.fullmatch(r"checkpoint-(\d+)", path.parent.name) for path in output_dir.glob("*/complete.json")]
-    return max((int(match[1]) for match in found if match), default=-1)
+    return next((step_of(folder) for folder in checkpoints(output_dir) if (folder / COMPLETE_FILE).exists()), -1)
 
 
 def count_crash(record: Path, newest: int, attempt: str, *, limit: int) -> int:
     """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before;
     `limit` where they cannot be counted, now or later: such a job would be started again without end."""
-    before: State = {"crashes": 0, "checkpoint": -1, "attempt": None}
+    before: Entry = {"crashes": 0, "checkpoint": -1, "attempt": None}
     with contextlib.suppress(OSError, ValueError):  # none; or empty, where a machine has lost its power
         before |= json.loads(record.read_text())
     if before["attempt"] == attempt:
@@ -109,7 +101,7 @@ def _forget_crashes(record: Path) -> None:
 
 def conclude(
     output_dir: Path,
-    state: State | None,
+    state: Entry | None,
     *,
     job: str,
     attempt: str,
@@ -143,7 +135,7 @@ def conclude(
 
 
 def decide(
-    state: State | None,
+    state: Entry | None,
     answer: Answer,
     crashes: int,
     max_crashes: int,
@@ -185,7 +177,7 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def read_end(args: argparse.Namespace) -> State | None:
+def read_end(args: argparse.Namespace) -> Entry | None:
     """How the attempt that the arguments name has ended; None while it has not."""
     name = (args.job, str(args.attempt))
     return read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)

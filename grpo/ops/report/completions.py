@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo.ops.report.reading import COMPLETIONS_FOLDER, first_line
+from grpo.ops.report.reading import first_line
+from grpo.record.files import COMPLETIONS_FOLDER
 
 MAX_BYTES = 1_200_000  # of the page's 5 MB
 NEEDED = ("step", "prompt_id", "prompt", "completion", "reward")

@@ -10,11 +10,8 @@ import numpy as np
 
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.report.timelines import Timeline, read_timelines
-from grpo.record.timeline.records import TIMELINE_FOLDER
+from grpo.record import files
 
-METRICS_FILE, RUN_FILE, STATE_FILE = "metrics.jsonl", "run.json", "run_state.json"
-COMPLETIONS_FOLDER = "completions"
-ENDED = ("finished", "stopped", "failed")
 T = TypeVar("T")
 
 
@@ -105,7 +102,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in ENDED and not self.is_requeued
+        return self.state in files.ENDED and not self.is_requeued
 
 
 def read_run(folder: Path, name: str = "") -> Run:
@@ -116,15 +113,17 @@ def read_run(folder: Path, name: str = "") -> Run:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a run's output_dir")
-    parts = (METRICS_FILE, RUN_FILE, STATE_FILE, TIMELINE_FOLDER, COMPLETIONS_FOLDER)
+    parts = (files.METRICS_FILE, files.HISTORY_FILE, files.STATE_FILE, files.TIMELINE_FOLDER, files.COMPLETIONS_FOLDER)
     if not any((folder / part).exists() for part in parts):
         raise ValueError(f"{folder} holds none of {', '.join(parts)}: give a run's output_dir")
     missing: list[str] = []
-    state = read_object(folder / STATE_FILE, missing, "how the last attempt stands")  # first: no later than the rest
-    attempts = read_attempts(folder / RUN_FILE, missing)
+    state = read_object(
+        folder / files.STATE_FILE, missing, "how the last attempt stands"
+    )  # first: no later than the rest
+    attempts = read_attempts(folder / files.HISTORY_FILE, missing)
     ending = all_typed(state, {"state": attempts[-1].state if attempts else "", "why": ""})
     is_running = ending["state"] == "running"
-    metrics = read_metrics(folder / METRICS_FILE, missing, is_running=is_running)
+    metrics = read_metrics(folder / files.METRICS_FILE, missing, is_running=is_running)
     nodes = next((each.topology["num_nodes"] for each in reversed(attempts) if "num_nodes" in each.topology), None)
     timeline = read_timelines(folder, nodes if isinstance(nodes, int) else 0, missing, is_running=is_running)
     begins = sorted(each.started for each in attempts if each.started)

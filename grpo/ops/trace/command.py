@@ -8,7 +8,8 @@ from pathlib import Path
 
 from grpo.ops.trace.events import Trace, trace_of
 from grpo.record.durable import write_atomically
-from grpo.record.timeline.records import TIMELINE_FOLDER, Timeline, read_timelines
+from grpo.record.files import DAMAGED, TIMELINE_FOLDER, read_attempts
+from grpo.record.timeline.records import Timeline, read_timelines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +75,9 @@ def _what_is_missing(output_dir: Path, timelines: list[Timeline], trace: Trace) 
 def _nodes_of(output_dir: Path) -> int:
     """How many nodes the run had at most, as run.json says; 0 where it does not."""
     try:
-        attempts = json.loads((output_dir / "run.json").read_text())["attempts"]
+        attempts = read_attempts(output_dir)
         return max((int(each["topology"]["num_nodes"]) for each in attempts), default=0)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DAMAGED):
         return 0
 
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from grpo.place.wire import from_json
-
-TIMELINE_FOLDER = "timeline"
+from grpo.record.files import TIMELINE_FOLDER
 
 # What spans are called. Of a rank's lane: what the local main does; it waits with the others wherever it waits.
 START = "start"

@@ -10,7 +10,7 @@ import pytest
 
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.ops.telling import MAX_LINES, message_of, telling_mistakes
-from grpo.record.folder import read_run_state
+from grpo.record.files import read_run_state
 from tests.support.launching import ROOT
 
 DEADLINE_S = 60

@@ -13,7 +13,8 @@ import pytest
 
 from grpo.faults.failure import FailureKind
 from grpo.ops.telling import telling_mistakes
-from grpo.record.folder import RunFolder, read_run_state, record_early_failure
+from grpo.record.files import read_run_state
+from grpo.record.folder import RunFolder, record_early_failure
 
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
 

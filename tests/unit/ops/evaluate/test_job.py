@@ -8,7 +8,7 @@ import pytest
 from grpo import cli
 from grpo.ops.evaluate.job import read_job
 from grpo.ops.train.demo import MODEL, demo_dataset
-from grpo.record.history import HISTORY_FILE
+from grpo.record.files import HISTORY_FILE
 
 
 def run_of(folder: Path, *command: str, ranks: int = 2) -> Path:

@@ -9,7 +9,8 @@ from grpo.faults.failure import FailureKind
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.attempt import Attempt
 from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN
-from grpo.record.folder import RunFolder, note_failure, note_run
+from grpo.record.files import note_failure, note_run
+from grpo.record.folder import RunFolder
 
 WELL, BY_SIGTERM = Ending(has_succeeded=True), Ending(has_succeeded=False, is_terminated=True)
 SOON_S = 30.0  # half of what a launcher waits for a file system

@@ -20,7 +20,8 @@ from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.next_attempt import DONE, FAILED
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import read_settings
-from grpo.record.folder import RunFolder, note_failure
+from grpo.record.files import note_failure
+from grpo.record.folder import RunFolder
 from tests.support.launching import ROOT
 
 

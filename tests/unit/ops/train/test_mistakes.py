@@ -15,7 +15,7 @@ import yaml
 from grpo import GRPOTrainer
 from grpo.ops.telling import MAX_LINES
 from grpo.ops.train.script import main
-from grpo.record.folder import read_run_state
+from grpo.record.files import read_run_state
 from tests.support.launching import BIN, ROOT, free_port
 from tests.support.tiny_models import save_tiny_model
 

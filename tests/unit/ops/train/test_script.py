@@ -16,7 +16,7 @@ from grpo.ops.train.data import load_data, local_data
 from grpo.ops.train.rewards import exact_match
 from grpo.ops.train.training import demo_summary, run, run_demo
 from grpo.place.launch import read_launch
-from grpo.record.folder import read_run_state
+from grpo.record.files import read_run_state
 from tests.support.launching import ROOT
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
