@@ -7,7 +7,6 @@ itself killed. Neither uses PR_SET_PDEATHSIG: it fires when the creating *thread
 before it could end the others.
 """
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -16,17 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo.faults.sessions import ProcessEnd, end_session
-
-
-def _open_end(parent_pid: int) -> ProcessEnd | None:
-    """The end of this process's parent; None where that is no longer its parent: it died before we looked."""
-    with contextlib.suppress(ProcessLookupError):
-        end = ProcessEnd(parent_pid)
-        if os.getppid() == parent_pid:
-            return end
-        end.close()
-    return None
+from grpo.faults.sessions import WatchedProcess, end_session
 
 
 def end_session_with(parent_pid: int, *, private_folder: Path) -> None:
@@ -57,14 +46,15 @@ def _watch_forks() -> None:
 
 def _end_with(parent_pid: int, first: Callable[[], None] = lambda: None) -> None:
     # Opened here and not in the thread: before a worker of vLLM closes what it has inherited, twice and by number.
-    end = _open_end(parent_pid)
+    parent = WatchedProcess(parent_pid)
+    is_gone = os.getppid() != parent_pid  # it died before we looked
 
     def watch() -> None:
-        if end is not None:
-            end.wait()
+        if not is_gone:
+            parent.wait()
         first()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if end is None:
+    if is_gone:
         watch()
     threading.Thread(target=watch, name="grpo-parent-watch", daemon=True).start()

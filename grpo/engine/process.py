@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo.engine.compile_caches import end_late
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.engine.progress import Progress
-from grpo.faults.sessions import ProcessEnd, end_session, remove_traces, session_members, stopped_members
+from grpo.faults.sessions import WatchedProcess, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
 END_S = 30.0  # from SIGKILL to the end of a process that no driver holds
@@ -86,14 +86,11 @@ class HostProcess:
         Returns:
             The fault; None where the host has ended.
         """
-        try:
-            end = ProcessEnd(self.pid)
-        except ProcessLookupError:  # it has been waited for already
-            return None
+        host = WatchedProcess(self.pid)
         try:
             members, looks = [self.pid], 0
             stopped_s: dict[int, float] = {}
-            while not end.wait(CHECK_S):
+            while not host.wait(CHECK_S):
                 if looks % CHECKS_PER_LISTING == 0:  # to list all processes of a large node takes a while
                     members = session_members(self.pid)
                 looks += 1
@@ -105,7 +102,7 @@ class HostProcess:
                     return fault
             return None
         finally:
-            end.close()
+            host.close()
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait for its end. Returns its exit code, or less than 0, the signal that killed it.

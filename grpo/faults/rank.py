@@ -1,11 +1,10 @@
 """One of a node's ranks, as its sentinel knows it."""
 
-import json
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.faults.oom import OomKills
+from grpo.faults.packets import PacketSocket
 from grpo.faults.sessions import WatchedProcess
 from grpo.faults.stalls import Watched
 
@@ -29,7 +28,7 @@ class Rank(WatchedProcess):
         super().__init__(pid)
         self.rank = rank
         self.oom_kills = OomKills(pid)
-        self.connection: socket.socket | None = None
+        self.connection: PacketSocket | None = None
         self.watched = Watched(pid=pid)
         self.phase = "start"
         self.exchanges = 0
@@ -48,11 +47,5 @@ class Rank(WatchedProcess):
         """Session by folder, to be ended and removed behind it."""
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Whether it went out: a rank that is held reads nothing."""
-        if self.connection is None:
-            return False
-        try:
-            self.connection.send(json.dumps({"kind": kind, **values}).encode())
-        except OSError:
-            return False
-        return True
+        """Whether it went out."""
+        return self.connection is not None and self.connection.send(kind, **values)

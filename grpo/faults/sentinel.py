@@ -29,7 +29,7 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
 from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Loop, Place, beat_interval_s
-from grpo.faults.packets import message_in, receive
+from grpo.faults.packets import PacketSocket
 from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
 from grpo.faults.rank import Limit, Rank
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
@@ -67,7 +67,7 @@ class Sentinel:
         self._enders: list[threading.Thread] = []
         self.between = self._meet(settings)
         self._listener = listener
-        self._nameless: dict[socket.socket, Callable[[], None]] = {}
+        self._nameless: dict[PacketSocket, Callable[[], None]] = {}
         self._look_at_stalls_with(settings)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -233,41 +233,41 @@ class Sentinel:
             if uid != os.getuid() or not ranks:
                 connection.close()
                 continue
-            connection.setblocking(False)
-            greet = partial(self._greet, connection, ranks)
-            self._nameless[connection] = greet
-            self._selector.register(connection, selectors.EVENT_READ, greet)
+            packets = PacketSocket(connection)
+            greet = self._nameless[packets] = partial(self._greet, packets, ranks)
+            self._selector.register(packets, selectors.EVENT_READ, greet)
 
-    def _greet(self, connection: socket.socket, ranks: list[Rank]) -> None:
+    def _greet(self, packets: PacketSocket, ranks: list[Rank]) -> None:
         """Which of `ranks`, those of the connecting process, this is."""
-        packet, descriptors = receive(connection)
-        if packet is None:
+        message: dict[str, Any] | None = {}
+        with contextlib.suppress(EOFError):
+            message = packets.receive()
+        if message is None:
             return
-        message = message_in(packet)
         rank = self._ranks.get(message.get("rank", -1))
-        self._selector.unregister(connection)
-        del self._nameless[connection]
-        if rank not in ranks or len(descriptors) != 2:
-            connection.close()
+        self._selector.unregister(packets)
+        del self._nameless[packets]
+        if rank not in ranks or len(packets.descriptors) != 2:
+            packets.close()
             return
-        rank.connection = connection
-        rank.watched.stacks, rank.watched.progress = descriptors
+        rank.connection = packets
+        rank.watched.stacks, rank.watched.progress = packets.descriptors
         _log.debug("rank %d (pid %d) has connected", rank.rank, rank.pid)
         rank.send("place", **asdict(self.place))
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
+        self._selector.register(packets, selectors.EVENT_READ, lambda: self._hear(rank))
         self._hear(rank)
 
     def _hear(self, rank: Rank) -> None:
         while rank.connection is not None:
-            packet, _ = receive(rank.connection)
-            if packet is None:
-                return
-            if not packet:  # its end is told by the process's, which has no forks
+            try:
+                if (message := rank.connection.receive()) is None:
+                    return
+            except EOFError:  # its end is told by the process's, which has no forks
                 self._selector.unregister(rank.connection)
                 rank.connection.close()
                 rank.connection = None
                 return
-            self._take(rank, message_in(packet))
+            self._take(rank, message)
 
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
         match message:

@@ -1,6 +1,5 @@
 """A rank's side of its node's sentinel: what it tells, and what it hears."""
 
-import json
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ from typing import Any
 
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
-from grpo.faults.packets import MAX_PACKET_BYTES
+from grpo.faults.packets import PacketSocket
 from grpo.faults.progress import Progress, Table, behind, record_of_stall, rows_of
 from grpo.faults.stacks import Stacks
 
@@ -41,28 +40,15 @@ class SentinelLink:
         self._saying = threading.Lock()
         self._table: Table = {}
         self._answered = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(CONNECT_S)
-        self._socket.connect(f"\0{name}")
-        socket.send_fds(self._socket, [json.dumps({"rank": rank}).encode()], [self.stacks.fd, self.progress.fd])
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(CONNECT_S)
+        connection.connect(f"\0{name}")
+        self._packets = PacketSocket(connection)
+        self.say, self.fileno, self.close = self._packets.send, self._packets.fileno, self._packets.close
+        self.say("rank", rank=rank, descriptors=[self.stacks.fd, self.progress.fd])
         self.progress.close()
-        self._socket.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
 
     # -- what is told ---------------------------------------------------------------------------------------------
-
-    def say(self, kind: str, **values: Any) -> bool:
-        """Whether it went out: a sentinel that is held reads nothing, one that is gone neither."""
-        try:
-            self._socket.send(json.dumps({"kind": kind, **values}).encode())
-        except OSError:
-            return False
-        return True
 
     def say_phase(self, phase: str, exchanges: int) -> None:
         """What this rank does; again later where it does not go out.
@@ -104,18 +90,15 @@ class SentinelLink:
         """Once an interval, and when something has come: the job's record; None while it is well."""
         found = None
         while not self.is_gone and found is None:
+            silent_s = self._clock.tick() - self._heard_s
             try:
-                packet = self._socket.recv(MAX_PACKET_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                packet = b""
-            silent_s, self._heard_s = self._clock.tick() - self._heard_s, self._clock.now_s
-            if packet:
-                found = self._take(json.loads(packet))
-            else:
+                if (message := self._packets.receive()) is None:
+                    break
+                found = self._take(message)
+            except EOFError:
                 self.is_gone = True
                 found = self._place.is_gone(silent_s, self._timeout_s)
+            self._heard_s = self._clock.now_s
         with self._saying:
             self._say_unsaid()
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:

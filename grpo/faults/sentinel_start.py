@@ -17,8 +17,8 @@ from typing import IO, Any
 import psutil
 import torch.distributed as dist
 
+from grpo.faults.deadlines import on_expiry
 from grpo.faults.failure import GrpoError
-from grpo.faults.interrupt import on_expiry
 from grpo.faults.liveness import START_TIMEOUT_S, Place
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.place.launch import Launch, agent_folder, agent_pid, head_address

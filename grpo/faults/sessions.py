@@ -14,6 +14,7 @@ from pathlib import Path
 
 END_S = 10.0
 REMOVAL_S = 2.0
+_ENDED = ("", "Z", "X")
 
 
 def process_state(pid: int) -> str:
@@ -29,39 +30,10 @@ def _stat_of(pid: int) -> list[str]:
         return []
 
 
-class ProcessEnd:
-    """The end of a process, to be waited for. Raises ProcessLookupError where it has been waited for already."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._open()
-
-    def _open(self) -> None:
-        self._pidfd = os.pidfd_open(self._pid)
-        self._poll = select.poll()  # `select` takes no descriptor above 1023
-        self._poll.register(self._pidfd, select.POLLIN)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended by then."""
-        if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
-            return False
-        if process_state(self._pid) in ("", "Z", "X"):
-            return True
-        try:  # somebody has closed our descriptor: vLLM's forked workers close some of theirs twice, by number
-            self._open()
-        except ProcessLookupError:
-            return True
-        return self.wait(timeout_s)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._pidfd)
-
-
 def session_members(session_id: int) -> list[int]:
     """Pids of the live processes in the session `session_id`."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if _session_of(pid) == session_id and process_state(pid) not in ("", "Z", "X")]
+    return [pid for pid in pids if _session_of(pid) == session_id and process_state(pid) not in _ENDED]
 
 
 def stopped_members(session_id: int, among: Iterable[int]) -> list[int]:
@@ -112,19 +84,34 @@ def signal_that_ended(pid: int) -> signal.Signals | None:
 
 
 class WatchedProcess:
-    """A process of this node, by a descriptor that no other process can come to have."""
+    """A process of this node, by a descriptor that no other process can come to have. It need not be there any more."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.stopped_since_s: float | None = None
         self.ended_by: signal.Signals | None = None
+        self._open()
+
+    def _open(self) -> None:
         self.descriptor: int | None = None
         with contextlib.suppress(ProcessLookupError):
-            self.descriptor = os.pidfd_open(pid)
+            self.descriptor = os.pidfd_open(self.pid)
 
     @property
     def is_dead(self) -> bool:
         return self.descriptor is None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended by then."""
+        while self.descriptor is not None:
+            poll = select.poll()  # `select` takes no descriptor above 1023
+            poll.register(self.descriptor, select.POLLIN)
+            if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+                return False
+            if process_state(self.pid) in _ENDED:
+                break
+            self._open()  # somebody has closed our descriptor: vLLM's forked workers close some twice, by number
+        return True
 
     def is_stopped(self) -> bool:
         """By SIGSTOP or another signal of job control, and not by a debugger."""
@@ -149,5 +136,6 @@ class WatchedProcess:
     def close(self) -> None:
         if self.descriptor is not None:
             self.ended_by = signal_that_ended(self.pid)
-            os.close(self.descriptor)
+            with contextlib.suppress(OSError):
+                os.close(self.descriptor)
         self.descriptor = None

@@ -10,7 +10,6 @@ from pathlib import Path
 MAX_LINES = 60
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Makes a process write its stacks, once `on_signal` was called in it; ends any other process."""
-_STDERR = 2
 _on_signal: "Stacks | None" = None
 
 
@@ -46,17 +45,6 @@ class Stacks:
         empty(self.fd)
         faulthandler.dump_traceback(file=self.fd)
         return read_stacks(self.fd, first)
-
-
-@contextlib.contextmanager
-def ending_process(timeout_s: float) -> Iterator[None]:
-    """The process shows its stacks on stderr and ends with exit code 1 if the inside takes longer: the last resort
-    where nobody else can end it."""
-    faulthandler.dump_traceback_later(timeout_s, file=_STDERR, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def ask_for_stacks(pid: int) -> bool:

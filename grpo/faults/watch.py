@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from grpo.faults.deadlines import CallLimits, on_expiry, raise_in_main_thread
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.foreign import may_be_an_echo
-from grpo.faults.interrupt import on_expiry, raise_in_main_thread
-from grpo.faults.limits import CallLimits
 from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink

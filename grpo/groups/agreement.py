@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from grpo.faults.deadlines import every_minute, on_expiry
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.interrupt import every_minute, on_expiry
 from grpo.place.same_everywhere import check_same
 from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.faults.interrupt import every_minute
+from grpo.faults.deadlines import every_minute
 from grpo.faults.watch import FailureWatch
 from grpo.place.patches.torch import unbound_default_group
 

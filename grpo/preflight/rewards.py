@@ -15,7 +15,7 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable, start_event_loop_in_daemon
 
 from grpo.config import GRPOConfig
-from grpo.faults.interrupt import DeadlinePassed, interrupted_after
+from grpo.faults.deadlines import DeadlinePassed, interrupted_after
 from grpo.faults.mistakes import shown_frame, users_frame
 from grpo.faults.streams import own_streams
 from grpo.faults.worker import exits_as_errors, surviving

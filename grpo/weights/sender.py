@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.faults.interrupt import on_expiry
+from grpo.faults.deadlines import on_expiry
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, described
 
 if TYPE_CHECKING:

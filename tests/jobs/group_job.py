@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.faults import interrupt
+from grpo.faults import deadlines
 from grpo.faults.failure import JobFailed
 from grpo.faults.job_watch import watch_for
 from grpo.groups import process_groups
@@ -58,7 +58,7 @@ with watch.guard():
         found["sprung"] = True
 
     store = dist.distributed_c10d._get_default_store()
-    interrupt.REMINDER_S = 0.5
+    deadlines.REMINDER_S = 0.5
     late = "nothing raised"
     if rank != 1:
         try:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.faults.limits import CallLimits
+from grpo.faults.deadlines import CallLimits
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel_link import SentinelLink
 

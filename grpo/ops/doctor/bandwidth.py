@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from grpo.faults.interrupt import on_expiry
+from grpo.faults.deadlines import on_expiry
 from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S
 from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.watch import FailureWatch

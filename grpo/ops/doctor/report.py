@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from grpo.faults.deadlines import within
 from grpo.ops.doctor import gpus, installation, leftovers, network, storage
 from grpo.ops.doctor.records import Finding, NodeReport
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.ops.meeting.agreement import read_software
-from grpo.ops.meeting.deadline import within
 from grpo.place import devices
 from grpo.place.files import Wishes
 from grpo.place.gpu_needs import unmet_cpu_need

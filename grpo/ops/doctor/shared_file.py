@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo.faults.deadlines import within
 from grpo.ops.doctor.storage import nearest_folder
-from grpo.ops.meeting.deadline import within
 
 _WRITE_S = 15.0  # the others wait for the head's first word, which comes after it
 _CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there

@@ -7,9 +7,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from grpo.faults.deadlines import within
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous
-from grpo.ops.meeting.deadline import within
 from grpo.place.launch import host_name
 
 STORE_S = 10.0

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from grpo.faults.interrupt import REMINDER_S
+from grpo.faults.deadlines import REMINDER_S, within
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
-from grpo.ops.meeting.deadline import within
 from grpo.ops.meeting.expected import Place
 from grpo.ops.meeting.trouble import Trouble
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.engine.environment import without_launcher
-from grpo.faults.sessions import ProcessEnd, end_session
+from grpo.faults.sessions import WatchedProcess, end_session
 from grpo.faults.worker import Worker
 from grpo.rollout.agents.door import Door
 
@@ -69,7 +69,7 @@ class AgentProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         covers(self._folder, process.pid)
-        self._process, self._ends = process, ProcessEnd(process.pid)
+        self._process, self._watched = process, WatchedProcess(process.pid)
         self._reaping = threading.Lock()
         self._done: Future[dict[str, Any]] = Future()
         self._close = weakref.finalize(self, _close, process, self._folder)  # at the interpreter's exit, too
@@ -89,7 +89,7 @@ class AgentProcess:
 
     def _wait(self) -> dict[str, Any]:
         try:
-            self._ends.wait()
+            self._watched.wait()
             with self._reaping:
                 self._close()
             size = self._said.seek(0, os.SEEK_END)
@@ -97,7 +97,7 @@ class AgentProcess:
             return columns_of(self._said.read(), self._process.returncode)
         finally:
             self._said.close()
-            self._ends.close()
+            self._watched.close()
             self._uncovers(self._folder)
 
     def _end(self) -> None:

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from grpo.faults.deadlines import interrupted_after
 from grpo.faults.failure import JobFailed
-from grpo.faults.interrupt import interrupted_after
 from grpo.faults.worker import exits_as_errors
 
 

@@ -1,10 +1,11 @@
 """What a rank and its node's broker say to each other, as JSON: nothing is unpickled."""
 
 import contextlib
+import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,7 +14,6 @@ from grpo.place.wire import Wire, from_json
 from grpo.rollout.packing import Logprobs, TokenIds
 
 MAX_BYTES = 1 << 28
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,30 +80,19 @@ Message = Annotated[Ask | Answer | Begin | Cancel | Stalled, Field(union_mode="l
 
 
 class Pipe:
-    """Messages over a socket, one thread for each direction."""
+    """Messages over a socket, one thread for each direction; framed as an engine's are."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._framed = Connection(os.dup(connection.fileno()))  # which ends with this object
 
     def send(self, message: Message) -> None:
         """Raises OSError when the other side is gone."""
-        text = message.dumps().encode()
-        self._socket.sendall(_LENGTH.pack(len(text)) + text)
+        self._framed.send_bytes(message.dumps().encode())
 
     def receive(self) -> Message:
         """Raises EOFError, OSError or ValueError when there will be no more."""
-        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if size > MAX_BYTES:
-            raise ValueError(f"a message of {size} bytes")
-        return from_json(self._exactly(size), Message)
-
-    def _exactly(self, size: int) -> bytes:
-        received = bytearray()
-        while len(received) < size:
-            if not (chunk := self._socket.recv(min(size - len(received), 1 << 20))):
-                raise EOFError("the other side is gone")
-            received += chunk
-        return bytes(received)
+        return from_json(self._framed.recv_bytes(MAX_BYTES), Message)
 
     def close(self) -> None:
         """Wakes whoever waits in `receive`. Safe to call twice."""

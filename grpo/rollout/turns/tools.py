@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.faults.interrupt import DeadlinePassed
+from grpo.faults.deadlines import DeadlinePassed
 from grpo.faults.streams import own_streams
 from grpo.faults.worker import Worker, surviving
 from grpo.model.messages import Message

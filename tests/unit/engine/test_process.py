@@ -14,7 +14,7 @@ import pytest
 
 from grpo.engine import process
 from grpo.engine.process import HostProcess
-from grpo.faults.sessions import ProcessEnd
+from grpo.faults.sessions import WatchedProcess
 
 ABOVE = 1100  # `select` takes no descriptor above 1023
 
@@ -45,12 +45,12 @@ def test_a_death_is_noticed_however_many_files_are_open(many_files: list[int]) -
 def test_a_descriptor_that_others_close_is_no_death(taken_by_others: bool) -> None:
     """vLLM's forked workers close some of their descriptors twice, by number; one ended itself by that once."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        end = ProcessEnd(process.pid)
+        end = WatchedProcess(process.pid)
         if taken_by_others:  # of which something is to be read
             with open("/dev/null", "rb") as other:
-                os.dup2(other.fileno(), taken := end._pidfd)
+                os.dup2(other.fileno(), taken := end.descriptor or 0)
         else:
-            os.close(taken := end._pidfd)
+            os.close(taken := end.descriptor or 0)
         assert not end.wait(0.2)
         process.kill()
         assert end.wait(60.0)

@@ -4,7 +4,7 @@ import queue
 import threading
 from typing import Any
 
-from grpo.faults.limits import CallLimits
+from grpo.faults.deadlines import CallLimits
 from grpo.faults.stacks import Stacks
 
 LONG_S = 600.0

@@ -71,7 +71,7 @@ def test_a_record_that_is_short_enough_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("packet", [b"{", b"\xff", b"[1]", b'"text"'])
 def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: SentinelLink) -> None:
-    link._socket.send(packet)
+    link._packets._socket.send(packet)
     link.say_phase("train", 3)
     answered = link.ask()
     heard(link, lambda: link.hear() or answered.is_set() or None)

@@ -93,12 +93,12 @@ def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
 
 HELD = """
 import ctypes
-from grpo.faults import limits, watch as watches
+from grpo.faults import deadlines, watch as watches
 from grpo.rewards.function import RewardFunction
 from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
-limits.ALONE_GRACE_S = 0.5
+deadlines.ALONE_GRACE_S = 0.5
 watch = watches.FailureWatch(None, node=0, rank=0, host="a")
 
 def holds_the_lock(values):
@@ -117,7 +117,7 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
 
 CAUGHT = """
 import time
-from grpo.faults import limits, watch as watches
+from grpo.faults import deadlines, watch as watches
 from grpo.faults import main_thread
 from grpo.faults.failure import JobFailed
 from grpo.faults.main_thread import NeedsMainThreadError
@@ -127,7 +127,7 @@ from grpo.rewards.function import RewardFunction
 from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
-limits.ALONE_GRACE_S = 0.5
+deadlines.ALONE_GRACE_S = 0.5
 watch = watches.FailureWatch(None, node=0, rank=0, host="a")
 hangs = RewardFunction(lambda values: time.sleep(120), watch, 0.5, Recorder(), beside=True)
 try:

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from grpo.faults.deadlines import within
 from grpo.ops.meeting.addresses import address_of, is_local_address, read_interfaces, route_to
-from grpo.ops.meeting.deadline import within
 
 
 def test_this_machines_own_interfaces() -> None:

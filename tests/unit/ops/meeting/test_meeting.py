@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from grpo.faults.deadlines import within
 from grpo.ops.meeting import meeting
-from grpo.ops.meeting.deadline import within
 from grpo.ops.meeting.expected import Place
 from grpo.ops.meeting.meeting import Attendance, MeetingFailed, attend, preside
 from grpo.ops.meeting.trouble import Trouble

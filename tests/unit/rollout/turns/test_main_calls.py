@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from grpo import in_threads
+from grpo.faults.deadlines import raise_in_main_thread
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.interrupt import raise_in_main_thread
 from grpo.faults.worker import Worker
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.main_calls import MainThread

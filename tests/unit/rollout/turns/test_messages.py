@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
 
 
 def test_messages_are_what_they_were() -> None:
@@ -39,13 +39,20 @@ def test_messages_are_what_they_were() -> None:
     text = ask.dumps().encode()
     lacking, spoilt = text.replace(b'"row":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
     for nonsense in (b"", b"\xff\xff\xff\xff", text[:9], lacking, spoilt, os.urandom(64)):
-        ours.sendall(len(nonsense).to_bytes(4, "little") + nonsense)
+        ours.sendall(len(nonsense).to_bytes(4) + nonsense)
         with pytest.raises(ValueError, match="of this version"):
             receiver.receive()
-    ours.sendall(b"\xff\xff\xff\xff")
-    with pytest.raises(ValueError, match="a message of 4294967295 bytes"):
-        receiver.receive()
     sender.close()
     with pytest.raises(EOFError):
         receiver.receive()
     receiver.close()
+
+
+def test_a_message_that_is_too_long_is_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    receiver = Pipe(theirs)
+    ours.sendall((MAX_BYTES + 1).to_bytes(4))
+    with pytest.raises(OSError, match="bad message length"):
+        receiver.receive()
+    receiver.close()
+    ours.close()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from grpo import GRPOTrainer
-from grpo.faults.limits import CallLimits
+from grpo.faults.deadlines import CallLimits
 from grpo.rollout.turns import batch
 from tests.support.engines import Script, ScriptedEngine
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, steps_of

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo.faults import interrupt
+from grpo.faults import deadlines
+from grpo.faults.deadlines import DeadlinePassed, interrupted_after, raise_in_main_thread
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.interrupt import DeadlinePassed, interrupted_after, raise_in_main_thread
 
 LONG_S = 60.0
 RECORD = FailureRecord(node=1, rank=3, host="far", phase="train", cause="a fault elsewhere")
@@ -51,7 +51,7 @@ def test_a_deadline_interrupts_whatever_runs(call: Callable[[], object]) -> None
 
 
 def test_code_that_goes_on_after_it_is_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupt, "AGAIN_S", 0.05)
+    monkeypatch.setattr(deadlines, "AGAIN_S", 0.05)
     interrupts: list[BaseException] = []
 
     def call() -> None:
