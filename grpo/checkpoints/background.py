@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from grpo.checkpoints.checkpoints import read_rank_records, write_rank_record
@@ -22,33 +23,26 @@ def deadline_for(num_bytes: int) -> float:
     return max(DURABLE_S, num_bytes / SLOW_BYTES_PER_S)
 
 
+@dataclass(eq=False)
 class BackgroundSave:
     """One checkpoint, on this rank: what it has written goes to the disk; rank 0 then completes it for all.
 
     A failure is kept, and raised by `wait`.
-
-    Args:
-        folder: of the checkpoint; every rank has written its files.
-        deadline_s: until what all ranks have written is on the disk; see `deadline_for`.
-        complete: on rank 0: called with the sums of all files when every rank's record is there. From a thread.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int,
-        world_size: int,
-        complete: Callable[[Mapping[str, FileSum]], None],
-        deadline_s: float,
-    ) -> None:
-        self.folder = folder
-        self._rank = rank
-        self._world_size = world_size
-        self._complete = complete
-        self._deadline_s = deadline_s
+    folder: Path
+    """Of the checkpoint; every rank has written its files."""
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    complete: Callable[[Mapping[str, FileSum]], None]
+    """On rank 0: called with the sums of all files when every rank's record is there. From a thread."""
+    deadline_s: float
+    """Until what all ranks have written is on the disk; see `deadline_for`."""
+
+    def __post_init__(self) -> None:
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save {folder.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save {self.folder.name}", daemon=True)
         self._thread.start()
         atexit.register(self._thread.join, LAST_S)
 
@@ -70,24 +64,24 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            write_rank_record(self.folder, self._rank, self._world_size)
-            if self._rank == 0:
-                self._complete(self._await_records())
+            write_rank_record(self.folder, self.rank, self.world_size)
+            if self.rank == 0:
+                self.complete(self._await_records())
         except Exception as error:  # noqa: BLE001  of a thread: raised where the trainer looks
             self._error = error
 
     def _await_records(self) -> Mapping[str, FileSum]:
         begun = time.monotonic()
         sums: dict[str, FileSum] = {}
-        missing = [*range(self._world_size)]
+        missing = [*range(self.world_size)]
         while True:
             found, missing = read_rank_records(self.folder, missing)
             sums |= found
             if not missing:
                 return sums
-            if time.monotonic() - begun > self._deadline_s:
+            if time.monotonic() - begun > self.deadline_s:
                 raise TimeoutError(
                     f"{self.folder} is not complete: ranks {missing} have not brought to the disk what they wrote "
-                    f"within {self._deadline_s:.0f} s"
+                    f"within {self.deadline_s:.0f} s"
                 )
             time.sleep(POLL_S)

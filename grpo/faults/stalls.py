@@ -1,7 +1,7 @@
 """Stuck ranks of a node: alive, without progress, and behind the others. A warning first, then the job's end."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from grpo.faults.failure import FailureRecord
 from grpo.faults.progress import (
@@ -37,32 +37,26 @@ class Watched:
     is_warned: bool = False
 
 
+@dataclass(eq=False)
 class Stalls:
-    """Looks once an interval.
+    """Looks once an interval."""
 
-    Args:
-        warn_s: without progress, behind the others, until the user is warned.
-        limit_s: until the job has failed; `first_limit_s` before its first step.
-        ask: brings the table of all ranks, now or later.
-        warn: prints a warning.
-        report: makes a record the job's.
-    """
+    ranks: Mapping[int, Watched]
+    _: KW_ONLY
+    is_first_node: bool
+    warn_s: float
+    """Without progress, behind the others, until the user is warned."""
+    limit_s: float
+    """Until the job has failed; `first_limit_s` before its first step."""
+    first_limit_s: float
+    ask: Callable[[Callable[[Table], object]], object]
+    """Brings the table of all ranks, now or later."""
+    warn: Callable[[str], object]
+    """Prints a warning."""
+    report: Callable[[FailureRecord], object]
+    """Makes a record the job's."""
 
-    def __init__(
-        self,
-        ranks: Mapping[int, Watched],
-        *,
-        is_first_node: bool,
-        warn_s: float,
-        limit_s: float,
-        first_limit_s: float,
-        ask: Callable[[Callable[[Table], object]], object],
-        warn: Callable[[str], object],
-        report: Callable[[FailureRecord], object],
-    ) -> None:
-        self._ranks, self._is_first_node = ranks, is_first_node
-        self._warn_s, self._limit_s, self._first_limit_s = warn_s, limit_s, first_limit_s
-        self._ask, self._warn, self._report = ask, warn, report
+    def __post_init__(self) -> None:
         self._now_s = 0.0
 
     def look(self, phases: Mapping[int, tuple[str, int]], now_s: float) -> None:
@@ -73,32 +67,32 @@ class Stalls:
             now_s: of a clock that stands still while this process is held.
         """
         self._now_s = now_s
-        for number, rank in self._ranks.items():
+        for number, rank in self.ranks.items():
             state = (*phases.get(number, ("", 0)), Reached.read(rank.progress))
             if state != rank.state:
                 rank.state, rank.since_s, rank.asked_for, rank.is_warned = state, now_s, "", False
-        if any(self._is_quiet(rank) for rank in self._ranks.values()):
-            self._ask(self._judge)
+        if any(self._is_quiet(rank) for rank in self.ranks.values()):
+            self.ask(self._judge)
 
     def _is_quiet(self, rank: Watched) -> bool:
         phase, _, reached = rank.state
-        patience_s = max(self._warn_s, WARN_STEPS * reached.step_s)
+        patience_s = max(self.warn_s, WARN_STEPS * reached.step_s)
         return phase in (WATCHED_PHASE, GENERATION) and self._now_s - rank.since_s > patience_s
 
     def _judge(self, table: Table) -> None:
         late = [*behind(table), *still_generating(table)]
-        first = min(self._ranks)
-        if not late and self._is_first_node and are_all_as_far(table) and self._is_quiet(self._ranks[first]):
+        first = min(self.ranks)
+        if not late and self.is_first_node and are_all_as_far(table) and self._is_quiet(self.ranks[first]):
             self._act(first, table, "none of them goes on, because of a device or of the network between them,")
         for number in late:
-            if number in self._ranks and self._is_quiet(self._ranks[number]):
+            if number in self.ranks and self._is_quiet(self.ranks[number]):
                 self._act(number, table, "it has not gone on")
 
     def _act(self, number: int, table: Table, what: str) -> None:
         """With stacks that are of now: they are asked for, and there at the next look."""
-        rank = self._ranks[number]
+        rank = self.ranks[number]
         quiet_s, reached = self._now_s - rank.since_s, rank.state[2]
-        limit_s = max(self._limit_s if reached.step_s else self._first_limit_s, WARN_STEPS * reached.step_s)
+        limit_s = max(self.limit_s if reached.step_s else self.first_limit_s, WARN_STEPS * reached.step_s)
         wish = "end" if quiet_s > limit_s else "warning"
         if wish == "warning" and rank.is_warned:
             return
@@ -110,7 +104,7 @@ class Stalls:
             return
         record = record_of_stall(table, number, what=f"{what} for {quiet_s:.0f} s{where(rank.stacks, 0)}")
         if wish == "end":
-            self._report(record)
+            self.report(record)
         else:
             rank.is_warned = True
-            self._warn(f"warns that {record.cause}")
+            self.warn(f"warns that {record.cause}")

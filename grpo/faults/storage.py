@@ -8,26 +8,28 @@ job survives that.
 import contextlib
 import subprocess
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 LOOK_S = 10.0
 USUAL_S = 0.05  # more than it takes where nothing hangs
 
 
+@dataclass(eq=False)
 class Storage:
-    """Looks at the folder every `LOOK_S`.
+    """Looks at the folder every `LOOK_S`."""
 
-    Args:
-        warn_s: without an answer until the user is warned.
-        limit_s: until the job has failed.
-    """
+    _: KW_ONLY
+    warn_s: float
+    """Without an answer until the user is warned."""
+    limit_s: float
+    """Until the job has failed."""
+    warn: Callable[[str], object]
+    fail: Callable[[str], object]
 
-    def __init__(
-        self, *, warn_s: float, limit_s: float, warn: Callable[[str], object], fail: Callable[[str], object]
-    ) -> None:
+    def __post_init__(self) -> None:
         self.folder: Path | None = None
         """None: not known yet."""
-        self._warn_s, self._limit_s, self._warn, self._fail = warn_s, limit_s, warn, fail
         self._trial: subprocess.Popen | None = None
         self._tried_s = 0.0
         self._is_warned = False
@@ -45,8 +47,8 @@ class Storage:
 
     def _judge(self, hung_s: float) -> None:
         what = f"the folder {self.folder} has taken no write for {hung_s:.0f} s: its file server or disk hangs"
-        if hung_s > self._limit_s:
-            self._fail(f"{what} (rank_stall_timeout) [GRPO-622]")
-        elif hung_s > self._warn_s and not self._is_warned:
+        if hung_s > self.limit_s:
+            self.fail(f"{what} (rank_stall_timeout) [GRPO-622]")
+        elif hung_s > self.warn_s and not self._is_warned:
             self._is_warned = True
-            self._warn(f"warns that {what}")
+            self.warn(f"warns that {what}")

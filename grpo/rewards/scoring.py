@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class _Call:
     future: "Future[list[Any]]" = field(default_factory=Future)
 
 
+@dataclass(eq=False)
 class Scoring:
     """Runs reward functions on a rank's batch, and gives TRL what they return where it calls them.
 
@@ -44,38 +45,33 @@ class Scoring:
     side in the event loop. A function that is declared to score each completion or group by itself (`scores_each`)
     begins with those that are there. Where a synchronous one finds that it is not in the main thread, it and those
     behind it are called there instead, then and from then on. Models are left to TRL.
-
-    Args:
-        timeout_s: of one call.
-        beside: whether functions run beside the main thread at all; else each runs where TRL calls it.
-        in_main_thread: whether a synchronous one is called there all the same, with those behind it.
-        loop: of asynchronous functions.
-        prepare: called first in the thread.
-        say: prints a line for the user.
     """
 
-    def __init__(
-        self,
-        funcs: Sequence[Any],
-        watch: FailureWatch,
-        *,
-        timeout_s: float,
-        beside: bool,
-        in_main_thread: Callable[[Any], bool] = lambda func: False,
-        loop: Callable[[], asyncio.AbstractEventLoop],
-        timeline: Recorder | None = None,
-        prepare: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._timeline = timeline or Recorder()
-        self._funcs = [*funcs]
+    funcs: Sequence[Any]
+    watch: FailureWatch
+    _: KW_ONLY
+    timeout_s: float
+    """Of one call."""
+    beside: bool
+    """Whether functions run beside the main thread at all; else each runs where TRL calls it."""
+    in_main_thread: Callable[[Any], bool] = lambda func: False
+    """Whether a synchronous one is called there all the same, with those behind it."""
+    loop: Callable[[], asyncio.AbstractEventLoop]
+    """Of asynchronous functions."""
+    timeline: Recorder = field(default_factory=Recorder)
+    prepare: Callable[[], None] = lambda: None
+    """Called first in the thread."""
+    say: Callable[[str], None] = lambda line: None
+    """Prints a line for the user."""
+
+    def __post_init__(self) -> None:
+        self.funcs = [*self.funcs]  # as they are now
         self._functions = [
             func
             if isinstance(func, nn.Module)
-            else RewardFunction(func, watch, timeout_s, self._timeline, beside=beside)
-            for func in funcs
+            else RewardFunction(func, self.watch, self.timeout_s, self.timeline, beside=self.beside)
+            for func in self.funcs
         ]
-        self._watch, self._loop, self._prepare, self._say = watch, loop, prepare, say
         self._worker: Worker | None = None
         self._lock = threading.Lock()
         self._rows: Rows | None = None
@@ -86,7 +82,7 @@ class Scoring:
         self._queued: dict[RewardFunction, _Call] = {}
         """Calls that have not begun; more rows may join them."""
         may_move = [number for number, function in enumerate(self._functions) if _may_move(function)]
-        self.move([number for number in may_move if in_main_thread(funcs[number])], None)
+        self.move([number for number in may_move if self.in_main_thread(self.funcs[number])], None)
 
     def is_of(
         self, funcs: Sequence[Any], rows: Rows, completions: Sequence[Any], completion_ids: Sequence[Any]
@@ -101,7 +97,7 @@ class Scoring:
         )
 
     def scores(self, funcs: Sequence[Any]) -> bool:
-        return len(funcs) == len(self._funcs) and all(a is b for a, b in zip(funcs, self._funcs, strict=True))
+        return len(funcs) == len(self.funcs) and all(a is b for a, b in zip(funcs, self.funcs, strict=True))
 
     @property
     def starts_early(self) -> bool:
@@ -204,13 +200,13 @@ class Scoring:
         if function.is_async:
             return False
         try:
-            with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
+            with self.timeline.span(SCORE, name=function.name), self.watch.during(PHASE):
                 for call in self._calls[function]:
                     self._await(call)
         except NeedsMainThreadError as error:
             self._move_to_main_thread(function, _NEEDS + str(error))
         except Exception:  # noqa: BLE001  raised where TRL calls it
-            self._watch.check()
+            self.watch.check()
             return False
         return function.runs_beside and bool(self._kept)
 
@@ -222,14 +218,14 @@ class Scoring:
             beside = _numbers(self._await(call))
             while len(here) < 2:
                 if time.monotonic() - begun > COMPARE_S:
-                    self._say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
+                    self.say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
                     return False
                 here.append(_numbers(function.call_here(self._arguments(_Call(rows=[*rows])))))
             return _same(*here) and not _same(beside, here[0])
         except NeedsMainThreadError:  # of these rows; others it has scored there
             return True
         except Exception:  # noqa: BLE001  of the function: then nothing is known
-            self._watch.check()
+            self.watch.check()
             return False
 
     def drop(self) -> None:
@@ -273,15 +269,15 @@ class Scoring:
         if function.is_async:
             call = _Call(rows=[*rows])
             arguments = self._arguments(call)
-            loop = self._loop()
-            loop.call_soon_threadsafe(self._prepare)
+            loop = self.loop()
+            loop.call_soon_threadsafe(self.prepare)
             call.future = asyncio.run_coroutine_threadsafe(function.call_async(arguments, call.limit), loop)
             self._calls[function].append(call)
         elif (queued := self._queued.get(function)) is not None:
             queued.rows += rows
         else:
             call = self._queued[function] = _Call(rows=[*rows])
-            self._worker = self._worker or Worker("grpo-rewards", self._prepare)
+            self._worker = self._worker or Worker("grpo-rewards", self.prepare)
             call.future = self._worker.run(partial(self._run, function, call))
             self._calls[function].append(call)
 
@@ -304,7 +300,7 @@ class Scoring:
     def _collect(self, function: RewardFunction, *, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
         calls: list[tuple[_Call, list[Any]]] = []
         if function.runs_beside:
-            with self._timeline.span(SCORE, name=function.name), self._watch.during(PHASE):
+            with self.timeline.span(SCORE, name=function.name), self.watch.during(PHASE):
                 try:
                     calls = [(call, self._await(call)) for call in self._calls[function]]
                 except NeedsMainThreadError as error:
@@ -331,7 +327,7 @@ class Scoring:
 
     def _wait(self, call: _Call) -> None:
         while not wait([call.future], POLL_S).done:
-            self._watch.check()
+            self.watch.check()
 
     def _move_to_main_thread(self, function: RewardFunction, why: str | None) -> None:
         """It, and all synchronous ones that TRL calls after it, which may rely on what it leaves."""
@@ -345,7 +341,7 @@ class Scoring:
                 self._wait(call)
         if why is not None:
             names = " and ".join(each.name for each in moved)
-            self._say(
+            self.say(
                 f"WARNING: {function.name} {why}; from now on rewards of {names} are computed in it, and nothing "
                 "beside them"
             )

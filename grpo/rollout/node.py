@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -47,17 +47,15 @@ def _none_comes() -> None:
     raise EngineError("a node has lost its last engine, and nobody starts another one")
 
 
+@dataclass(eq=False)
 class NodeSampler:
-    """Samples generation batches on the node's engines. Every rank has one; a local main a `LocalMainSampler`.
+    """Samples generation batches on the node's engines. Every rank has one; a local main a `LocalMainSampler`."""
 
-    Args:
-        revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
-    """
-
-    def __init__(self, groups: NodeGroups, watch: FailureWatch, *, revive: Callable[[], None] = _none_comes) -> None:
-        self._groups = groups
-        self._watch = watch
-        self._revive = revive
+    groups: NodeGroups
+    watch: FailureWatch
+    _: KW_ONLY
+    revive: Callable[[], None] = _none_comes
+    """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
 
     def submit(
         self,
@@ -84,9 +82,9 @@ class NodeSampler:
         Returns:
             What to collect, or drop; None but on the local main.
         """
-        self._groups.gather(prompts.to_message())
+        self.groups.gather(prompts.to_message())
         if kept is not None:
-            self._groups.gather(kept.completions.to_message())
+            self.groups.gather(kept.completions.to_message())
         return None
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
@@ -99,13 +97,13 @@ class NodeSampler:
             JobFailed: on every rank, when an engine failed on any node.
         """
         while not (reports := self._end_phase(None)):
-            self._revive()
-        return Completions.from_message(self._groups.scatter([])), reports
+            self.revive()
+        return Completions.from_message(self.groups.scatter([])), reports
 
     def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
         """Of each batch what there is by now of this rank's rows, whole or not: `Batch.so_far`. Engines go on.
         Collective over the node; over the job with `vllm_balance_nodes`."""
-        return [Completions.from_message(self._groups.scatter([])) for _ in pending]
+        return [Completions.from_message(self.groups.scatter([])) for _ in pending]
 
     def is_finished(self, pending: Pending | None) -> bool:
         """Whether all its completions are on this node."""
@@ -122,7 +120,7 @@ class NodeSampler:
         """The reports of all nodes, or nothing if one has no engine left."""
         # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of the training's
         # NCCL group, whose watchdog would shoot it. And the status goes before the data.
-        of_ranks = self._groups.exchange(self._watch, None, report, GenerationReport | Stalled | None)
+        of_ranks = self.groups.exchange(self.watch, None, report, GenerationReport | Stalled | None)
         of_nodes = [each for each in of_ranks if each is not None]
         stalled = [each for each in of_nodes if isinstance(each, Stalled)]
         for each in stalled:
@@ -169,12 +167,12 @@ class LocalMainSampler(NodeSampler):
         sampling: Mapping[str, Any] = NO_SAMPLING,
         kept: Kept | None = None,
     ) -> Pending:
-        parts = [Prompts.from_message(message) for message in self._groups.gather(prompts.to_message())]
+        parts = [Prompts.from_message(message) for message in self.groups.gather(prompts.to_message())]
         of_node = concat_prompts(parts)
-        requests = collapse(of_node, base_seed, self._groups.topology.node * of_node.rows.num_rows, sampling)
+        requests = collapse(of_node, base_seed, self.groups.topology.node * of_node.rows.num_rows, sampling)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if kept is not None:  # where it lies
-            messages = self._groups.gather(kept.completions.to_message())
+            messages = self.groups.gather(kept.completions.to_message())
             whole = concat_completions([Completions.from_message(message) for message in messages])
             kept = replace(kept, completions=whole)
         elif self._balance is not None:
@@ -195,24 +193,24 @@ class LocalMainSampler(NodeSampler):
                 report = self._report(pending, completions, begun)
             if reports := self._end_phase(report or Stalled()):
                 break
-            self._revive()
+            self.revive()
         assert completions is not None, "all nodes are done, but this one"
         if self._balance is not None:
             self._balance.note([report.tokens_per_s for report in reports])
             completions = self._balance.bring_back(pending.shares, completions)
         parts = split_completions(completions, pending.rows_by_rank)
-        return Completions.from_message(self._groups.scatter([part.to_message() for part in parts])), reports
+        return Completions.from_message(self.groups.scatter([part.to_message() for part in parts])), reports
 
     def _wait_for(self, pending: Pending) -> Completions | None:
         """The node's completions; None where no engine is left for some of them."""
         try:
-            return self._pool.collect(pending.batch, self._timeout_s, self._watch.check)
+            return self._pool.collect(pending.batch, self._timeout_s, self.watch.check)
         except DeadlyRequests as error:
-            self._end_phase(Stalled(for_good=self._watch.make_record(error)))
+            self._end_phase(Stalled(for_good=self.watch.make_record(error)))
             raise
         except EngineError as error:
             try:
-                self._groups.exchange(self._watch, self._watch.make_record(error))
+                self.groups.exchange(self.watch, self.watch.make_record(error))
             except JobFailed as failed:
                 raise failed from error
             raise AssertionError("a phase that failed on this rank has ended well") from error
@@ -240,9 +238,9 @@ class LocalMainSampler(NodeSampler):
             num_sampled=num_sampled if self._overlaps else None,
             sampling_s=sampling_s,
             num_refused=len(refusals),
-            refusal=self._watch.make_record(refusals[0]) if refusals else None,
+            refusal=self.watch.make_record(refusals[0]) if refusals else None,
             num_not_finite=num_not_finite,
-            not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
+            not_finite=self.watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
         )
 
     def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
@@ -253,7 +251,7 @@ class LocalMainSampler(NodeSampler):
             if self._balance is not None:
                 completions = self._balance.bring_back(each.shares, completions)
             parts = split_completions(completions, each.rows_by_rank)
-            found.append(Completions.from_message(self._groups.scatter([part.to_message() for part in parts])))
+            found.append(Completions.from_message(self.groups.scatter([part.to_message() for part in parts])))
         return found
 
     def is_finished(self, pending: Pending | None) -> bool:

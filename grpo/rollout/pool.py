@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -37,51 +37,43 @@ POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end o
 MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
 
 
+@dataclass(eq=False)
 class EnginePool:
     """Samples batches of requests on all engines of the node.
 
     What an engine owes when it dies goes to the others; where there is none it waits for `take_up`. A request keeps its
     seeds, so that it is sampled as it would have been. A prompt of which engines die is found by trials (`Trials`), and
     refused.
-
-    Args:
-        max_num_seqs: of each engine, the sequences that it runs at once.
-        max_tokens: of a completion.
-        max_model_len: tokens of prompt and completion that an engine holds; a prompt without room for one sampled
-            token is not sent.
-        end_tokens: that end a completion, as the trainer counts ends, whatever the engines' files say.
-        in_flight: whether new weights come while engines sample.
-        node: of the engines.
-        timeline: where each engine's work is recorded.
-        num_spare: places of each engine that are left free.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[EngineLike],
-        *,
-        max_num_seqs: Sequence[int],
-        max_tokens: int,
-        max_model_len: int = sys.maxsize,
-        end_tokens: tuple[int, ...] = (),
-        in_flight: bool = False,
-        node: int = 0,
-        timeline: Recorder | None = None,
-        num_spare: int = 0,
-    ) -> None:
+    clients: InitVar[Sequence[EngineLike]]
+    _: KW_ONLY
+    max_num_seqs: InitVar[Sequence[int]]
+    """Of each engine, the sequences that it runs at once."""
+    max_tokens: int
+    """Of a completion."""
+    max_model_len: int = sys.maxsize
+    """Tokens of prompt and completion that an engine holds; a prompt without room for one sampled token is not sent."""
+    end_tokens: tuple[int, ...] = ()
+    """That end a completion, as the trainer counts ends, whatever the engines' files say."""
+    in_flight: bool = False
+    """Whether new weights come while engines sample."""
+    node: int = 0
+    """Of the engines."""
+    timeline: Recorder = field(default_factory=Recorder)
+    """Where each engine's work is recorded."""
+    num_spare: int = 0
+    """Places of each engine that are left free."""
+
+    def __post_init__(self, clients: Sequence[EngineLike], max_num_seqs: Sequence[int]) -> None:
         self._clients = [*clients]
-        self._node = node
-        self._max_tokens = max_tokens
-        self._max_model_len = max_model_len
-        self._end_tokens = end_tokens
-        self._in_flight = in_flight
         self._cache_salt: str | None = None
         self._adapter: int | None = None
         self._changed = threading.Condition()
         # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
-        self._queue = RequestQueue(max_num_seqs, num_spare)
+        self._queue = RequestQueue(max_num_seqs, self.num_spare)
         self._unsent: dict[int, Sample] = {}  # by the first of its ids
-        known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(end_tokens[:1] or [0], np.int32), seed=0)
+        known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(self.end_tokens[:1] or [0], np.int32), seed=0)
         self._trials = Trials(self._queue, self._unsent, known_good)
         self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
         self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it
@@ -91,9 +83,9 @@ class EnginePool:
         self._error: Exception | None = None
         self._on_trouble: Callable[[Exception | None], None] | None = None
         self._ages = Ages()
-        self.accounts = Accounts(self._changed, num_engines=len(clients), node=node, timeline=timeline or Recorder())
-        self._senders = Senders(len(clients), self._noting_errors)
-        for engine, client in enumerate(clients):
+        self.accounts = Accounts(self._changed, num_engines=len(self._clients), node=self.node, timeline=self.timeline)
+        self._senders = Senders(len(self._clients), self._noting_errors)
+        for engine, client in enumerate(self._clients):
             self._attach(engine, client)
 
     def _attach(self, engine: int, client: EngineLike) -> None:
@@ -134,11 +126,11 @@ class EnginePool:
             for request in requests:
                 ids = range(self._next_id, self._next_id + request.n)
                 self._next_id = ids.stop
-                if (why := self._trials.refusal(request, self._max_model_len)) is not None:
+                if (why := self._trials.refusal(request, self.max_model_len)) is not None:
                     self._refuse(batch, ids, why)
                     continue
                 for asked in batch.samples(request, ids, num_engines=len(self._clients)):
-                    sample = replace(asked, end_tokens=self._end_tokens, adapter=self._adapter)
+                    sample = replace(asked, end_tokens=self.end_tokens, adapter=self._adapter)
                     self._unsent[sample.ids.start] = sample
                     chunks.append(Chunk(ids=sample.ids, tokens=self._most(request), home=request.home, order=order))
             _log.debug("%s of %d completions begins: %d prompts", name, len(every), len(requests))
@@ -148,7 +140,7 @@ class EnginePool:
         return batch
 
     def _most(self, asked: Request | Sample) -> int:
-        return asked.num_tokens + asked.overrides.get("max_tokens", self._max_tokens)
+        return asked.num_tokens + asked.overrides.get("max_tokens", self.max_tokens)
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None] = lambda: None) -> Completions | None:
         """Wait until the whole batch has been answered.
@@ -183,7 +175,7 @@ class EnginePool:
         found = ask_engines([*self._clients])  # without the lock, which their answers take
         with self._changed:
             begun = {
-                each: (tokens, self._ages.first(each).step, engine_id(self._node, engine))
+                each: (tokens, self._ages.first(each).step, engine_id(self.node, engine))
                 for each, (tokens, engine) in found.items()
             }
             return [batch.so_far(begun) for batch in batches]
@@ -246,7 +238,7 @@ class EnginePool:
         with self._changed:
             self._ages.push(policy_version)
             self._adapter = adapter
-            if self._in_flight:
+            if self.in_flight:
                 self._num_delivered += 1
                 if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
                     self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
@@ -369,7 +361,7 @@ class EnginePool:
         self.accounts.note(engine, answer)
         age = self._ages.end(answer.completion_id, len(answer.token_ids))
         if batch is not None:  # else it was dropped
-            batch.add(answer, engine=engine_id(self._node, engine), age=age)
+            batch.add(answer, engine=engine_id(self.node, engine), age=age)
             self._end_if_answered(batch)
         self._feed()
 

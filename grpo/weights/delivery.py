@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpo.engine.client import EngineError
@@ -50,6 +50,7 @@ class _Outcome(Wire):
     """What is wrong with the gap of its engines, where it is beyond the limit; nothing has failed yet."""
 
 
+@dataclass(eq=False)
 class WeightDelivery:
     """Pushes, verifies, and begins again where an engine has died. Every rank has one; its methods are collective.
 
@@ -59,28 +60,24 @@ class WeightDelivery:
 
     The job branches on what its ranks have exchanged alone, so that all go through the same collectives. While one node
     waits for its engine, the others wait on gloo, never in NCCL.
-
-    Args:
-        wire_format: what the engines have answered; those that come back have to say the same.
-        timeout_s: of a call to an engine, and of opening a push group.
-        tell: hears of every engine of the job that has come back.
-        trial: where adapters travel by themselves; else None.
     """
 
-    def __init__(
-        self,
-        engines: EngineSupervisor,
-        pusher: Pusher,
-        prover: Prover,
-        groups: NodeGroups,
-        watch: FailureWatch,
-        *,
-        wire_format: WireFormat,
-        timeout_s: float,
-        tell: Callable[[Respawn], None],
-        trial: "AdapterTrial | None",
-    ) -> None:
-        self.prover = prover
+    engines: EngineSupervisor
+    pusher: Pusher
+    prover: Prover
+    groups: NodeGroups
+    watch: FailureWatch
+    _: KW_ONLY
+    wire_format: WireFormat
+    """What the engines have answered; those that come back have to say the same."""
+    timeout_s: float
+    """Of a call to an engine, and of opening a push group."""
+    tell: Callable[[Respawn], None]
+    """Hears of every engine of the job that has come back."""
+    trial: "AdapterTrial | None"
+    """Where adapters travel by themselves; else None."""
+
+    def __post_init__(self) -> None:
         self.respawns: list[Respawn] = []
         """Of the whole job."""
         self.total_s_by_node: list[float] = []
@@ -89,17 +86,9 @@ class WeightDelivery:
         """Pushes that were broken by an engine's death."""
         self.verification: Verification | None = None
         """The last one; the same on all ranks."""
-        self._engines = engines
-        self._pusher = pusher
-        self._groups = groups
-        self._watch = watch
-        self._wire_format = wire_format
-        self._timeout_s = timeout_s
-        self._tell = tell
-        self._trial = trial
         self._num_pushes = 0
         self._is_open = self._must_ask = self._must_prove = False
-        self._must_try = trial is not None
+        self._must_try = self.trial is not None
         self._warned_of = 0.0  # nats
 
     def deliver(self, step: int) -> PushReport:
@@ -134,18 +123,18 @@ class WeightDelivery:
                 continue
             self.num_repeats += 1
             _log.info("weight sync %d is broken by an engine's death: again", self._num_pushes, extra=FILE_ONLY)
-            if self._engines.has_lost():
-                self._engines.renew()
+            if self.engines.has_lost():
+                self.engines.renew()
 
     @property
     def full_syncs(self) -> int:
         """How often everything had to be sent; the same on all ranks."""
-        return self._pusher.source.times_forgotten
+        return self.pusher.source.times_forgotten
 
     @property
     def adapter_number(self) -> int | None:
         """Of the adapter that the last push has brought to this node's engines; see `Pusher.adapter_number`."""
-        return self._pusher.adapter_number
+        return self.pusher.adapter_number
 
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
@@ -155,7 +144,7 @@ class WeightDelivery:
     def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> PushReport:
         self._must_prove = False
         reports = [each.report for each in outcomes if each.report is not None]
-        report, size = slowest(reports), self._groups.topology.local_world_size
+        report, size = slowest(reports), self.groups.topology.local_world_size
         seconds = [each.total_s for each in reports]
         self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
         _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
@@ -213,15 +202,15 @@ class WeightDelivery:
 
     def forget_sent(self) -> None:
         """Let the next push bring all weights, frozen ones too; on every rank."""
-        self._pusher.source.forget_sent()
+        self.pusher.source.forget_sent()
 
     def close(self) -> None:
-        self._pusher.close()
+        self.pusher.close()
 
     def _try_adapter(self, step: int) -> list[_Outcome] | None:
         """Push and verify an adapter of noise; None where an engine was lost."""
-        assert self._trial is not None
-        with self._trial.noise() as limit:
+        assert self.trial is not None
+        with self.trial.noise() as limit:
             found = self._push(step, True, limit=limit)
         return self._end_phase(*found)
 
@@ -233,7 +222,7 @@ class WeightDelivery:
         Args:
             limit: of the gap, instead of the prover's; beyond it the job ends.
         """
-        report, error = self._pusher.push(step, checks_bits=is_verified or self._pusher.packs_on_gpu)
+        report, error = self.pusher.push(step, checks_bits=is_verified or self.pusher.packs_on_gpu)
         found = None
         if is_verified:
             try:
@@ -251,7 +240,7 @@ class WeightDelivery:
         what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
         if verdict is Verdict.REFUSE:
             return client.error(what, FailureKind.USER), report, None
-        return None, report, self._watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
+        return None, report, self.watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
 
     def _bring_back(self) -> None:
         """Until all engines of the job take work, and every node's push group is open."""
@@ -259,35 +248,35 @@ class WeightDelivery:
             arrivals = self._wait_for_engines()
             if written := sorted({name for each in arrivals for name in each.written}):
                 _log.info("frozen parameters were written to, and travel again: %s", some(written))
-                self._pusher.source.send_again(written)
+                self.pusher.source.send_again(written)
             came = [respawn for each in arrivals for respawn in each.respawns]
             if self._num_pushes and not came:
                 return
             for respawn in came:
                 self.respawns.append(respawn)
                 _log.info("%s", respawn, extra=FILE_ONLY)
-                self._tell(respawn)
-            self._pusher.source.forget_sent()
-            self._must_try = self._trial is not None
+                self.tell(respawn)
+            self.pusher.source.forget_sent()
+            self._must_try = self.trial is not None
             self._must_prove = self._must_prove or bool(came)
             if self._open():
                 return
-            if self._engines.has_lost():
-                self._engines.renew()  # the others of its node may wait for it in a group that never opens
+            if self.engines.has_lost():
+                self.engines.renew()  # the others of its node may wait for it in a group that never opens
 
     def _wait_for_engines(self) -> list[_Arrivals]:
         by_sums = is_due(self._num_pushes + 1)
-        mine, failure = _Arrivals(written=tuple(self._pusher.source.written(by_sums=by_sums))), None
-        if self._engines.has_lost():
+        mine, failure = _Arrivals(written=tuple(self.pusher.source.written(by_sums=by_sums))), None
+        if self.engines.has_lost():
             self._is_open = False
-            with self._watch.during("engine respawn"):
+            with self.watch.during("engine respawn"):
                 try:
-                    mine = replace(mine, respawns=tuple(self._engines.replace_lost()))
+                    mine = replace(mine, respawns=tuple(self.engines.replace_lost()))
                     self._must_ask = True
                 except StepFailed as error:
                     mine = _Arrivals(gone=error.record)
-                    failure = error.record if self._watch.stop_was_asked() else None
-        arrivals = self._groups.exchange(self._watch, failure, mine, _Arrivals)
+                    failure = error.record if self.watch.stop_was_asked() else None
+        arrivals = self.groups.exchange(self.watch, failure, mine, _Arrivals)
         for each in arrivals:
             if each.gone is not None:
                 raise StepFailed(each.gone)
@@ -296,16 +285,16 @@ class WeightDelivery:
     def _open(self) -> bool:
         """Open the push group of each node that has none; False where an engine was lost meanwhile."""
         error: Exception | None = None
-        stuck = f"the push group did not open within {self._timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
-        with self._watch.during("push group"):
+        stuck = f"the push group did not open within {self.timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
+        with self.watch.during("push group"):
             try:
                 if not self._is_open:
                     # NCCL's own wait has no deadline. Other engines of the node may be sampling.
-                    with self._watch.within(self._timeout_s, lambda: stuck), self._pusher.at_rest():
+                    with self.watch.within(self.timeout_s, lambda: stuck), self.pusher.at_rest():
                         if self._must_ask:
-                            answer = ask_engines(self._engines.clients, self._pusher.source.question, self._timeout_s)
-                            agreed([self._wire_format, answer])
-                        self._pusher.connect()
+                            answer = ask_engines(self.engines.clients, self.pusher.source.question, self.timeout_s)
+                            agreed([self.wire_format, answer])
+                        self.pusher.connect()
                         _log.debug("the push group of this node is open")
                     self._is_open, self._must_ask = True, False
             except JobFailed:
@@ -320,9 +309,9 @@ class WeightDelivery:
         """What all ranks say at the end of a phase; None where an engine was lost on one of them."""
         failure, is_lost = None, False
         if error is not None:
-            is_lost = self._engines.has_lost(DEATH_FOLLOWS_S)
-            if not is_lost or self._watch.stop_was_asked():
-                failure = self._watch.make_record(error)
+            is_lost = self.engines.has_lost(DEATH_FOLLOWS_S)
+            if not is_lost or self.watch.stop_was_asked():
+                failure = self.watch.make_record(error)
         mine = _Outcome(is_lost=is_lost, report=report, doubt=doubt)
-        outcomes = self._groups.exchange(self._watch, failure, mine, _Outcome)
+        outcomes = self.groups.exchange(self.watch, failure, mine, _Outcome)
         return None if any(each.is_lost for each in outcomes) else outcomes

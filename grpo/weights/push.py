@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,7 @@ def load_transport(backend: str) -> None:
             os.environ[_COMPILE_THREADS] = threads
 
 
+@dataclass(eq=False)
 class Pusher:
     """Pushes the trainer's weights to this node's engines.
 
@@ -60,51 +62,37 @@ class Pusher:
     Memory beside the model during a push, for any model: on a local main `NUM_BUFFERS` packed buckets and one that is
     being put together, or two if it holds experts that an engine takes one by one; on the other ranks a shard of a
     bucket, and over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the limit.
-
-    Args:
-        clients: the node's engines on its local main, the present ones at any time; none on every other rank.
-        timeout_s: deadline of one call to an engine.
-        tell: told at once, from any thread, of a failure that this rank may not get to raise, because a library holds
-            its main thread: an engine's refusal to open the push group, or its death there (NCCL comes back from a
-            group that does not open when it likes, so that no new engine is waited for), a broadcast that does not
-            begin.
-        timeline: where both halves of a push are recorded.
-        in_flight: whether completions are under way during a push. The engines are paused for it and go on with the KV
-            that they have; their prefix caches stay, so that every prompt needs a salt that changes with the weights.
-        on_paused: called before each push in flight with its version and what `NodeEngines.pause` answers; from another
-            thread, while the engines are paused.
-        adapters_in_use: numbers of the adapters of which completions are sampled, or wait for that, on the local main;
-            from another thread. Where adapters travel by themselves and completions are under way, each ends with the
-            adapter with which it began: the engines are not paused for a push of adapters alone, and keep those in use.
     """
 
-    def __init__(
-        self,
-        source: "GatheredSource",
-        clients: Sequence[EngineLike],
-        *,
-        backend: str,
-        tensor_parallel_size: int,
-        timeout_s: float,
-        tell: Callable[[EngineError], None] = lambda error: None,
-        timeline: Recorder | None = None,
-        in_flight: bool = False,
-        on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None,
-        adapters_in_use: Callable[[], Collection[int]] = lambda: (),
-    ) -> None:
-        self.source = source
-        self._clients = clients
-        self._backend = backend
-        self._tensor_parallel_size = tensor_parallel_size
-        self._timeout_s = timeout_s
-        self._tell = tell
-        self._timeline = timeline or Recorder()
-        self._in_flight = in_flight
-        self._on_paused = on_paused
+    source: "GatheredSource"
+    clients: Sequence[EngineLike]
+    """The node's engines on its local main, the present ones at any time; none on every other rank."""
+    _: KW_ONLY
+    backend: str
+    tensor_parallel_size: int
+    timeout_s: float
+    """Deadline of one call to an engine."""
+    tell: Callable[[EngineError], None] = lambda error: None
+    """Told at once, from any thread, of a failure that this rank may not get to raise, because a library holds its
+    main thread: an engine's refusal to open the push group, or its death there (NCCL comes back from a group that
+    does not open when it likes, so that no new engine is waited for), a broadcast that does not begin."""
+    timeline: Recorder = field(default_factory=Recorder)
+    """Where both halves of a push are recorded."""
+    in_flight: bool = False
+    """Whether completions are under way during a push. The engines are paused for it and go on with the KV that they
+    have; their prefix caches stay, so that every prompt needs a salt that changes with the weights."""
+    on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None
+    """Called before each push in flight with its version and what `NodeEngines.pause` answers; from another thread,
+    while the engines are paused."""
+    adapters_in_use: Callable[[], Collection[int]] = lambda: ()
+    """Numbers of the adapters of which completions are sampled, or wait for that, on the local main; from another
+    thread. Where adapters travel by themselves and completions are under way, each ends with the adapter with which
+    it began: the engines are not paused for a push of adapters alone, and keep those in use."""
+
+    def __post_init__(self) -> None:
         self._pauses = False  # in this push
         self._paused_at = 0.0
         self._paused_s: float | None = None
-        self._adapters_in_use = adapters_in_use
         self._num_adapters = 0
         self._sent_adapters = SentAdapters()
         self._must_send_older = False  # an engine may have come back since adapters were sent
@@ -119,21 +107,21 @@ class Pusher:
         Raises:
             EngineError: an engine refused, on the local main.
         """
-        if not self._clients:
+        if not self.clients:
             return
         self.close()
         self._engines = self._node_engines()
-        self._transport = TRANSPORTS[self._backend](
-            buffer_bytes=self.source.buffer_bytes, num_workers=len(self._clients) * self._tensor_parallel_size
+        self._transport = TRANSPORTS[self.backend](
+            buffer_bytes=self.source.buffer_bytes, num_workers=len(self.clients) * self.tensor_parallel_size
         )
         self._engines.on_failure = self._transport.abort
-        self._transport.open(self._engines, self._tell)
+        self._transport.open(self._engines, self.tell)
         self._must_send_older = self.keeps_adapters
 
     @property
     def keeps_adapters(self) -> bool:
         """Whether the engines hold an adapter for each push of which completions are under way."""
-        return self._in_flight and self.source.has_adapters
+        return self.in_flight and self.source.has_adapters
 
     @property
     def adapter_number(self) -> int | None:
@@ -141,7 +129,7 @@ class Pusher:
         return self._num_adapters if self.keeps_adapters and self._num_adapters else None
 
     def _node_engines(self) -> NodeEngines:
-        return NodeEngines(self._clients, tensor_parallel_size=self._tensor_parallel_size, timeout_s=self._timeout_s)
+        return NodeEngines(self.clients, tensor_parallel_size=self.tensor_parallel_size, timeout_s=self.timeout_s)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -153,7 +141,7 @@ class Pusher:
         Raises:
             EngineError: an engine did not pause, or did not go on.
         """
-        engines = self._node_engines() if self._in_flight and self._clients else None
+        engines = self._node_engines() if self.in_flight and self.clients else None
         if engines is not None:
             engines.pause()
         yield
@@ -184,10 +172,10 @@ class Pusher:
         begun = time.monotonic()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whatever stream wrote the weights last
-        self.source.meet(receives=bool(self._clients))
+        self.source.meet(receives=bool(self.clients))
         plan = self.source.plan()
         _log.debug("pushes policy version %d: %d bytes", version, plan.num_bytes)
-        self._pauses = self._in_flight and not (self.keeps_adapters and plan.is_adapters)
+        self._pauses = self.in_flight and not (self.keeps_adapters and plan.is_adapters)
         self._paused_s = None
         self._sent_adapters.begin()
         sums: dict[str, torch.Tensor] = {}
@@ -219,9 +207,9 @@ class Pusher:
             self.source.end_push()
             if self._transport is not None:
                 self._transport.end()
-        self._timeline.add(PUSH_GATHER, begun, gathered, "push")
+        self.timeline.add(PUSH_GATHER, begun, gathered, "push")
         if sender is not None:
-            self._timeline.add(PUSH_SEND, begun, time.monotonic(), "push: send", bytes=plan.num_bytes)
+            self.timeline.add(PUSH_SEND, begun, time.monotonic(), "push: send", bytes=plan.num_bytes)
         if error is None:
             self.source.mark_sent()
             error = self._send_older(version)
@@ -242,8 +230,8 @@ class Pusher:
             plan.buckets,
             held=plan.held,
             sums_bits=sums_bits,
-            timeout_s=self._timeout_s,
-            on_stuck=self._tell,
+            timeout_s=self.timeout_s,
+            on_stuck=self.tell,
             pause=(lambda: self._pause(version)) if self._pauses else None,
         )
 
@@ -251,7 +239,7 @@ class Pusher:
         self._paused_at = time.monotonic()
         of_engines = self._engines.pause()
         if not self.keeps_adapters:  # else what is under way goes on with the weights that it has
-            self._on_paused(version, of_engines)
+            self.on_paused(version, of_engines)
 
     def _finish(self, version: int, sent: dict[str, int]) -> None:
         if self.keeps_adapters:
@@ -262,20 +250,20 @@ class Pusher:
             self._engines.check_bits(sent)
         if self.source.has_adapters:
             self._num_adapters += 1
-            in_use = self._adapters_in_use() if self.keeps_adapters else ()
+            in_use = self.adapters_in_use() if self.keeps_adapters else ()
             self._engines.take_adapter(self._num_adapters, str(version), in_use)
             self._sent_adapters.keep(self._num_adapters, version, in_use)
         if self._pauses:
             self._engines.resume()
             self._paused_s = time.monotonic() - self._paused_at
-        if self._in_flight:
+        if self.in_flight:
             return
-        for client in self._clients:
+        for client in self.clients:
             # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
-            if not client.call("reset_prefix_cache", self._timeout_s, reset_connector=True):
+            if not client.call("reset_prefix_cache", self.timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a push: requests are still running")
             if self.source.takes_images:  # what towers made of pictures is kept under the pictures' names
-                client.call("reset_encoder_cache", self._timeout_s)
+                client.call("reset_encoder_cache", self.timeout_s)
 
     def _send_older(self, newest_version: int) -> EngineError | None:
         """Bring engines that have come back the older adapters: completions of engines that died are sampled again with
@@ -301,7 +289,7 @@ class Pusher:
         def complete() -> None:
             self._engines.end_weight_update(str(newest_version))
             self._engines.check_bits(fetched(sums))
-            keep = {*self._adapters_in_use(), self._num_adapters}
+            keep = {*self.adapters_in_use(), self._num_adapters}
             self._engines.take_adapter(number, str(adapter.policy_version), keep)
 
         try:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -58,55 +59,46 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Sender:
     """One push of a local main. Its thread makes socket calls alone; each has a deadline, and so all waits here end.
 
     After an error of an engine or of the transport nothing more is sent, and `places` says None.
-
-    Args:
-        buckets: all that will be sent, in order.
-        held: checkpoint names that this push leaves out, because the engines have them.
-        sums_bits: whether the engines sum what arrives.
-        timeout_s: deadline of each bucket on its way, and of every call to the engines but that of all buckets.
-        on_stuck: told, from another thread, that the transport holds the main thread for good.
-        pause: called before the first call to the engines, from another thread; those come as late as they can then,
-            which is when the first bucket is filled.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        engines: "NodeEngines",
-        buckets: Sequence[Bucket],
-        *,
-        held: Sequence[str],
-        sums_bits: bool,
-        timeout_s: float,
-        on_stuck: Callable[[EngineError], None] = lambda error: None,
-        pause: Callable[[], None] | None = None,
-    ) -> None:
-        self._transport = transport
-        self._engines = engines
-        self._buckets = buckets
-        self._held = [*held]
-        self._sums_bits = sums_bits
-        self._timeout_s = timeout_s
-        self._on_stuck = on_stuck
-        self._pause = pause
+    transport: Transport
+    engines: "NodeEngines"
+    buckets: Sequence[Bucket]
+    """All that will be sent, in order."""
+    _: KW_ONLY
+    held: Sequence[str]
+    """Checkpoint names that this push leaves out, because the engines have them."""
+    sums_bits: bool
+    """Whether the engines sum what arrives."""
+    timeout_s: float
+    """Deadline of each bucket on its way, and of every call to the engines but that of all buckets."""
+    on_stuck: Callable[[EngineError], None] = lambda error: None
+    """Told, from another thread, that the transport holds the main thread for good."""
+    pause: Callable[[], None] | None = None
+    """Called before the first call to the engines, from another thread; those come as late as they can then, which
+    is when the first bucket is filled."""
+
+    def __post_init__(self) -> None:
+        self._held = [*self.held]
         self._error: EngineError | None = None
         self._distance = 3  # of the error from its cause, see `_note`
         self._is_broken = False
         self._lock = threading.Lock()
         self._num_sent, self._first_sent = 0, 0.0
         self.send_s = 0.0
-        """Seconds from the first bucket on its way until the engines have taken up all; after `finish`."""
+        """Seconds from the first bucket on its way until the self.engines have taken up all; after `finish`."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grpo-push")
         try:
-            transport.begin()
+            self.transport.begin()
         except EngineError as error:
             self._break(0, error)
         self._updated: Future[None] | None = None
-        if pause is None:
+        if self.pause is None:
             self._start()
 
     def _start(self) -> Future[None]:
@@ -115,21 +107,21 @@ class Sender:
         return self._updated
 
     def _update(self) -> None:
-        if self._pause is not None:
-            self._pause()
-        self._engines.start_weight_update()
-        if self._buckets:
-            timeout_s = (3 + len(self._buckets)) * self._timeout_s  # each has its own deadline, see `_wait`
-            info = described([meta for bucket in self._buckets for meta in bucket.metas])
-            info["sizes"] = [len(bucket.metas) for bucket in self._buckets]
-            more = {"held": self._held, "sums_bits": self._sums_bits, "timeout_s": timeout_s}
-            self._engines.update_weights(info | more, timeout_s)
+        if self.pause is not None:
+            self.pause()
+        self.engines.start_weight_update()
+        if self.buckets:
+            timeout_s = (3 + len(self.buckets)) * self.timeout_s  # each has its own deadline, see `_wait`
+            info = described([meta for bucket in self.buckets for meta in bucket.metas])
+            info["sizes"] = [len(bucket.metas) for bucket in self.buckets]
+            more = {"held": self._held, "sums_bits": self.sums_bits, "timeout_s": timeout_s}
+            self.engines.update_weights(info | more, timeout_s)
 
     def places(self, bucket: Bucket) -> list[torch.Tensor] | None:
         """Where the next bucket is to be put, once the engines are done with what stood there; None after an error."""
         if self._num_sent >= NUM_BUFFERS:
             self._wait_taken(self._num_sent - NUM_BUFFERS)
-        return self._transport.places(self._num_sent, bucket) if self._error is None else None
+        return self.transport.places(self._num_sent, bucket) if self._error is None else None
 
     def send(self, bucket: Bucket) -> None:
         """Send the bucket that stands in its `places`."""
@@ -142,8 +134,8 @@ class Sender:
         begun, limit_s = time.monotonic(), self._limit_s(self._num_sent - 1)
         try:
             # A library may hold the main thread here, and nothing in Python can end that.
-            with on_expiry(limit_s, self._transport.abort), on_expiry(limit_s + STUCK_S, self._tell_stuck):
-                self._transport.start_sending(self._num_sent - 1, bucket)
+            with on_expiry(limit_s, self.transport.abort), on_expiry(limit_s + STUCK_S, self._tell_stuck):
+                self.transport.start_sending(self._num_sent - 1, bucket)
         except EngineError as error:
             self._break(2, error)
         if time.monotonic() - begun > limit_s:
@@ -154,7 +146,7 @@ class Sender:
         updated = self._start()
         for number in range(max(0, self._num_sent - NUM_BUFFERS), self._num_sent):
             self._wait_taken(number)
-        self._wait(lambda wait_s: bool(wait([updated], wait_s).done), "loaded the last bucket", self._timeout_s)
+        self._wait(lambda wait_s: bool(wait([updated], wait_s).done), "loaded the last bucket", self.timeout_s)
         if self._is_broken:  # the engines may wait for what never comes
             wait([updated], ANSWER_PATIENCE_S)
         else:
@@ -168,18 +160,18 @@ class Sender:
     def abandon(self, why: BaseException) -> None:
         """Send nothing more and wait for nothing. The engines' update stays open: they are of no use any more."""
         self._note(0, EngineError(f"the push was given up: {type(why).__name__}: {why}"))
-        self._transport.abort()
+        self.transport.abort()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _wait_taken(self, number: int) -> None:
-        self._wait(lambda wait_s: self._transport.is_taken(number, wait_s), self._taken(number), self._limit_s(number))
+        self._wait(lambda wait_s: self.transport.is_taken(number, wait_s), self._taken(number), self._limit_s(number))
 
     def _taken(self, number: int) -> str:
-        return f"taken bucket {number + 1} of {len(self._buckets)}"
+        return f"taken bucket {number + 1} of {len(self.buckets)}"
 
     def _limit_s(self, number: int) -> float:
         """Before the first bucket come the pause and the start of the update."""
-        return self._timeout_s if number else 3 * self._timeout_s
+        return self.timeout_s if number else 3 * self.timeout_s
 
     def _wait(self, is_over: Callable[[float], bool], what: str, limit_s: float) -> None:
         """Until it is over, or the engines have answered with whatever; a deadline that passes breaks the push."""
@@ -190,9 +182,9 @@ class Sender:
 
     def _give_up(self, what: str, limit_s: float) -> None:
         self._is_broken = True
-        self._transport.abort()
+        self.transport.abort()
         wait([self._start()], ANSWER_PATIENCE_S)  # who answers to that was not the one
-        self._note(0, self._engines.late(f"has not {what} within {limit_s:.0f} s"))
+        self._note(0, self.engines.late(f"has not {what} within {limit_s:.0f} s"))
 
     def _call(self, call: Callable[[], None]) -> None:
         if self._error is not None:
@@ -212,8 +204,8 @@ class Sender:
         """The transport has failed: nothing can be sent any more."""
         self._note(distance, error)
         self._is_broken = True
-        self._transport.abort()
+        self.transport.abort()
 
     def _tell_stuck(self) -> None:
         waited_s = self._limit_s(self._num_sent - 1) + STUCK_S
-        self._on_stuck(EngineError(f"bucket {self._num_sent} is stuck on its way to the engines: {waited_s:.0f} s"))
+        self.on_stuck(EngineError(f"bucket {self._num_sent} is stuck on its way to the engines: {waited_s:.0f} s"))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ class PushPlan:
         return packed_bytes(self.metas, alignment_bytes=1)
 
 
+@dataclass(eq=False)
 class GatheredSource:
     """Every parameter and persistent buffer of `model` once, whole, in the dtype that the engine holds, a bucket at a
     time: what `save_pretrained` writes.
@@ -61,36 +62,28 @@ class GatheredSource:
     A tied weight comes once, under its first name. Experts that transformers holds fused in memory come as they are
     where the engine said so (`adopt`), or split, as `save_pretrained` writes them
     (`transformers.core_model_loading.revert_weight_conversion`).
-
-    Args:
-        model: the unwrapped transformers model.
-        wire_dtype: dtype in which floating-point tensors travel: the engine's, but for what `adopt` says.
-        bucket_bytes: upper size of a bucket as it travels; a larger parameter is a bucket of its own.
-        lora: the adapters of a model that PEFT has wrapped, of which `model` is the base.
-        takes_images: whether towers travel too; else the text part does alone.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        wire_dtype: torch.dtype,
-        bucket_bytes: int,
-        lora: "Lora | None" = None,
-        takes_images: bool = False,
-    ) -> None:
-        self.takes_images = takes_images
-        self._model = model
-        self._lora = lora
-        self._wire_dtype = wire_dtype
-        self._asked_bytes = bucket_bytes
+    model: nn.Module
+    """The unwrapped transformers model."""
+    _: KW_ONLY
+    wire_dtype: torch.dtype
+    """Dtype in which floating-point tensors travel: the engine's, but for what `adopt` says."""
+    bucket_bytes: int
+    """Upper size of a bucket as it travels; a larger parameter is a bucket of its own."""
+    lora: "Lora | None" = None
+    """The adapters of a model that PEFT has wrapped, of which `model` is the base."""
+    takes_images: bool = False
+    """Whether towers travel too; else the text part does alone."""
+
+    def __post_init__(self) -> None:
         with self._plain_model():  # transformers walks over all modules for each name: twice as many with PEFT's
-            towers = tower_tensors(model)
-            self._left_out = frozenset() if takes_images else towers
+            towers = tower_tensors(self.model)
+            self._left_out = frozenset() if self.takes_images else towers
             # Towers often have layers behind those whose features the model takes. Nothing depends on them, as
             # verifications show, which have a picture.
             self._may_lack = towers - self._left_out
-            self._tensors = _travelling(model, self._left_out)
+            self._tensors = _travelling(self.model, self._left_out)
             placeholders = {
                 name: torch.empty(whole_shape(tensor), dtype=self._dtype_of(tensor), device="meta")
                 for name, tensor in self._tensors.items()
@@ -99,10 +92,10 @@ class GatheredSource:
         self._scales: dict[str, float] = {}  # by the name under which an adapter's B travels
         self._adapter_of: dict[str, LayerAdapter] = {}  # by the weight into which it is merged
         self._adapters: list[Unit] = []  # what of adapters travels by itself
-        if lora is not None and lora.merges:
-            self._merge(lora.layers())
-        elif lora is not None:
-            self._adapters = [unit for layer in lora.layers() for unit in self._units_of(layer)]
+        if self.lora is not None and self.lora.merges:
+            self._merge(self.lora.layers())
+        elif self.lora is not None:
+            self._adapters = [unit for layer in self.lora.layers() for unit in self._units_of(layer)]
         self._forms = {name: self._form(tensor) for name, tensor in self._tensors.items()}
         self._held = HeldParameters()
         self._gather: ShardGather | None = None
@@ -118,7 +111,7 @@ class GatheredSource:
             if not computed.issuperset(meta.name for meta in unit.metas)
         ] + self._adapters
         total = sum(packed_bytes(unit.metas) for unit in self._units)
-        self._bucket_bytes = bucket_limit(self._asked_bytes, total)
+        self._bucket_bytes = bucket_limit(self.bucket_bytes, total)
         self._as_they_are = {unit.names[0] for unit in self._units if unit.as_it_is}
         self._travel_dtypes = {name: common_dtype(unit) for unit in self._units for name in unit.names}
         self._unplaced = {*wire_format.unplaced}
@@ -209,15 +202,15 @@ class GatheredSource:
         """Let held parameters travel once more, and with each the layer that it is a part of; on every rank."""
         if names:
             with self._plain_model():
-                groups = layer_groups(self._model)
+                groups = layer_groups(self.model)
             written = {groups[name] for name in names}
             self._held.forget([name for name, group in groups.items() if group in written])
 
     def _look_up(self) -> None:
         """Take what stands under the names now: code may have put another tensor there since the last push."""
         with self._plain_model():
-            present = _travelling(self._model, self._left_out)
-        layers = [] if self._lora is None else self._lora.layers()
+            present = _travelling(self.model, self._left_out)
+        layers = [] if self.lora is None else self.lora.layers()
         for layer in layers:
             present |= {layer.name_of(part): tensor for part, tensor in layer.parts.items()}
         odd = [f"{name} is gone" for name in self._forms if name not in present]
@@ -260,10 +253,10 @@ class GatheredSource:
 
     def _frozen(self) -> frozenset[str]:
         with self._plain_model():
-            return frozen_names(self._model, changing=self._adapter_of.keys()).intersection(self._tensors)
+            return frozen_names(self.model, changing=self._adapter_of.keys()).intersection(self._tensors)
 
     def _plain_model(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._lora is None else self._lora.unwrapped()
+        return contextlib.nullcontext() if self.lora is None else self.lora.unwrapped()
 
     @property
     def has_adapters(self) -> bool:
@@ -305,7 +298,7 @@ class GatheredSource:
     def _to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self._model, tensors)
+        return revert_weight_conversion(self.model, tensors)
 
     # -- bringing it together -------------------------------------------------------------------------------------
 
@@ -317,7 +310,7 @@ class GatheredSource:
         """
         sharded = [tensor for tensor in self._tensors.values() if is_zero3(tensor)]
         if sharded and self._gather is None:
-            self._gather = ShardGather(sharded[0].ds_process_group, dtype=self._wire_dtype, receives=receives)
+            self._gather = ShardGather(sharded[0].ds_process_group, dtype=self.wire_dtype, receives=receives)
 
     def end_push(self) -> None:
         """After the last `fill` of a push, or the one that broke it: hold none of its memory; on every rank."""
@@ -337,7 +330,7 @@ class GatheredSource:
         left: list[str] = []
         for name, tensor in bucket.parameters:
             is_plain = self._gather is not None and is_zero3(tensor) and has_plain_shards(tensor, self._gather.group)
-            (plain if is_plain and self._travel_dtypes[name] == self._wire_dtype else left).append(name)
+            (plain if is_plain and self._travel_dtypes[name] == self.wire_dtype else left).append(name)
         if self._gather is not None and plain:
             flat = None if wholes is None else [wholes[name].view(-1) for name in plain]
             self._gather.gather([self._tensors[name] for name in plain], flat)
@@ -362,7 +355,7 @@ class GatheredSource:
         }
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._wire_dtype if tensor.is_floating_point() or is_four_bit(tensor) else tensor.dtype
+        return self.wire_dtype if tensor.is_floating_point() or is_four_bit(tensor) else tensor.dtype
 
     def _convert(self, bucket: Bucket, wholes: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         to_convert = {name: whole for name, whole in wholes.items() if name not in self._as_they_are}

@@ -219,7 +219,7 @@ def test_a_router_keeps_float32_in_a_bfloat16_engine(tmp_path: Path) -> None:
             assert local.last_push.gap is not None
             assert local.last_push.gap.mean < 0.01
         assert local._serving is not None
-        source = local._serving.delivery._pusher.source
+        source = local._serving.delivery.pusher.source
         in_float32 = {meta.name for meta in source.plan().metas if meta.dtype == torch.float32}
         router = ("weight", "e_score_correction_bias")
         assert in_float32 == {f"model.layers.{layer}.mlp.gate.{name}" for layer in range(2) for name in router}

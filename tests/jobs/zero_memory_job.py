@@ -100,7 +100,7 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
         sends = dist.get_rank() == 0
         source.meet(receives=sends)
         group, by_nccl = source._gather.group, transport == "nccl"
-        source._gather = ShardGather(group, dtype=source._wire_dtype, receives=sends, all_gather=by_nccl)
+        source._gather = ShardGather(group, dtype=source.wire_dtype, receives=sends, all_gather=by_nccl)
         packed = [source.buffer_bytes] * min(NUM_BUFFERS, len(source.plan().buckets)) if sends else []
 
         def push() -> None:

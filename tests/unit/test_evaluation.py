@@ -25,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         return models[0].get_input_embeddings().weight.detach().clone()
 
     def noted_push(pusher: Pusher, version: int, **settings: Any) -> Any:
-        models[:] = [pusher.source._model]
+        models[:] = [pusher.source.model]
         pushed[:] = [weights()]
         return push(pusher, version, **settings)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 
 import psutil
 
@@ -21,48 +21,38 @@ CLOSE_S = 2.0  # for a sample that is under way
 NODE = "node"
 
 
+@dataclass(eq=False)
 class UsageSampler:
-    """A daemon thread on a node's local main.
+    """A daemon thread on a node's local main."""
 
-    Args:
-        attempt: of the records.
-        devices: the node's GPUs by the names that the job has for them; empty on CPUs.
-        processes: the pids behind "rank 8", "engine 0"; asked before each sample, for they may change, where there are
-            no GPUs or NVML says nothing of them. Their children count with them.
-        put: is given each record, from the thread.
-        interval_s: 0: no thread.
-        own_device: the one of `devices` on which this process trains, of which torch's allocator is asked too.
-        clock: Unix seconds on node 0's clock.
-        say: hears of what fails, once.
-    """
+    _: KW_ONLY
+    attempt: int
+    """Of the records."""
+    devices: Sequence[str]
+    """The node's GPUs by the names that the job has for them; empty on CPUs."""
+    processes: Callable[[], Mapping[str, int]]
+    """The pids behind "rank 8", "engine 0"; asked before each sample, for they may change, where there are no GPUs
+    or NVML says nothing of them. Their children count with them."""
+    put: Callable[[Usage], None]
+    """Is given each record, from the thread."""
+    interval_s: float
+    """0: no thread."""
+    own_device: str | None = None
+    """The one of `devices` on which this process trains, of which torch's allocator is asked too."""
+    clock: Callable[[], float] = time.time
+    """Unix seconds on node 0's clock."""
+    say: Callable[[str], None] = lambda line: None
+    """Hears of what fails, once."""
 
-    def __init__(
-        self,
-        *,
-        attempt: int,
-        devices: Sequence[str],
-        processes: Callable[[], Mapping[str, int]],
-        put: Callable[[Usage], None],
-        interval_s: float,
-        own_device: str | None = None,
-        clock: Callable[[], float] = time.time,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._attempt = attempt
-        self._devices = tuple(devices)
-        self._processes = processes
-        self._put = put
-        self._interval_s = interval_s
-        self._own_device = own_device
-        self._clock = clock
-        self._say = say
+    def __post_init__(self) -> None:
+        self._devices = tuple(self.devices)
         self._gpus: Gpus | None = None
         self._trees = Processes()
         self._is_first = True
         self._has_told = False
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        if interval_s > 0:
+        if self.interval_s > 0:
             self._thread = threading.Thread(target=self._run, name="grpo-usage", daemon=True)
             self._thread.start()
 
@@ -76,27 +66,27 @@ class UsageSampler:
         while True:
             try:
                 for record in self.sample():
-                    self._put(record)
+                    self.put(record)
             except Exception as error:  # noqa: BLE001  of a thread that training does not depend on
                 if not self._has_told:
                     self._has_told = True
-                    self._say(f"WARNING: no figures of what devices use: {type(error).__name__}: {error}")
-            if self._is_over.wait(self._interval_s):
+                    self.say(f"WARNING: no figures of what devices use: {type(error).__name__}: {error}")
+            if self._is_over.wait(self.interval_s):
                 return
 
     def sample(self) -> Iterator[Usage]:
         """What is used now; busy since the call before. From one thread."""
-        now = self._clock()
+        now = self.clock()
         yield self._node(now)
         if self._devices and self._is_first:
-            self._gpus = find_gpus(self._devices, self._say)
+            self._gpus = find_gpus(self._devices, self.say)
         self._is_first = False
         figures = self._gpus.read() if self._gpus else {}
         for name, gpu in figures.items():
-            is_own = name == self._own_device
+            is_own = name == self.own_device
             allocated, reserved = self._of_torch(self._devices.index(name)) if is_own else (None, None)
             yield Usage(
-                attempt=self._attempt,
+                attempt=self.attempt,
                 time=now,
                 device=name,
                 **asdict(gpu),
@@ -105,15 +95,15 @@ class UsageSampler:
             )
         if figures:
             return
-        for name, tree in self._trees.read(self._processes()).items():
-            yield Usage(attempt=self._attempt, time=now, device=name, **asdict(tree))
+        for name, tree in self._trees.read(self.processes()).items():
+            yield Usage(attempt=self.attempt, time=now, device=name, **asdict(tree))
 
     def _node(self, now: float) -> Usage:
         memory = psutil.virtual_memory()
         percent = psutil.cpu_percent(interval=None)  # since this thread's call before; of its first it says 0
         busy = None if self._is_first else percent / 100 * (psutil.cpu_count() or 1)
         return Usage(
-            attempt=self._attempt,
+            attempt=self.attempt,
             time=now,
             device=NODE,
             busy=busy,

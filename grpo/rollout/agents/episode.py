@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from grpo.model.messages import Message, MessageTemplate, Tools
@@ -41,30 +41,27 @@ class Chain:
         return asked[: len(self.asked)] == self.asked and asked[len(self.asked)] in self.answers
 
 
+@dataclass(eq=False)
 class Episode:
     """A row's conversations with the engines.
 
     A request whose messages begin with those of an answered one continues its token ids, behind them only the tokens of
     the messages that are new; any other begins a chain of its own. Trained is the chain of the last answer.
-
-    Args:
-        row: of the rank's rows.
-        render: runs a call of the template's in one thread, and awaits it.
     """
 
-    def __init__(
-        self,
-        row: int,
-        *,
-        sampler: Sampler,
-        template: MessageTemplate,
-        limits: TalkLimits,
-        render: Callable[[Callable[[], Any]], Awaitable[Any]],
-    ) -> None:
-        self.row, self.num_requests = row, 0
+    row: int
+    """Of the rank's rows."""
+    _: KW_ONLY
+    sampler: Sampler
+    template: MessageTemplate
+    limits: TalkLimits
+    render: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Runs a call of the template's in one thread, and awaits it."""
+
+    def __post_init__(self) -> None:
+        self.num_requests = 0
         self.refusal: str | None = None
         """Why no engine took its last request."""
-        self._sampler, self._template, self._limits, self._render = sampler, template, limits, render
         self._chains: list[Chain] = []
         self._num_sampled = 0
 
@@ -85,17 +82,17 @@ class Episode:
             default=None,
         )
         if parent is None:
-            prompt, talk = await self._rendered(lambda: self._template.render(messages, tools)), Talk()
+            prompt, talk = await self._rendered(lambda: self.template.render(messages, tools)), Talk()
         else:
             new = messages[len(parent.asked or ()) + 1 :]
-            suffix = await self._rendered(lambda: self._template.suffix(new))
+            suffix = await self._rendered(lambda: self.template.suffix(new))
             prompt, talk = parent.prompt, _copy(parent.talk)
             talk.add_foreign(suffix)
             talk.messages += new
         said = prompt + talk.token_ids
 
         async def read(token_ids: list[int]) -> Message:
-            return await self._render(lambda: self._template.parse(token_ids, prefix=said, tools=tools))
+            return await self.render(lambda: self.template.parse(token_ids, prefix=said, tools=tools))
 
         def chain_of(message: Message) -> Chain:
             answers = frozenset({canonical(message), canonical(_cut(message, stop))})
@@ -114,7 +111,7 @@ class Episode:
             prompt, talk = token_ids, Talk()
 
         async def read(token_ids: list[int]) -> Message:
-            return await self._render(lambda: self._template.parse(token_ids, prefix=prompt, tools=None))
+            return await self.render(lambda: self.template.parse(token_ids, prefix=prompt, tools=None))
 
         def chain_of(message: Message) -> Chain:
             return Chain(prompt=prompt, talk=talk, asked=None, answers=frozenset(), tools="", order=order)
@@ -138,7 +135,7 @@ class Episode:
 
     async def _rendered(self, call: Callable[[], list[int]]) -> list[int]:
         try:
-            return await self._render(call)
+            return await self.render(call)
         except Exception as error:
             raise RequestError(
                 400, "invalid_messages", f"the chat template takes no such messages: {type(error).__name__}: {error}"
@@ -168,16 +165,16 @@ class Episode:
                 digest=digest_of(said + token_ids),
             )
 
-        left = self._limits.max_completion_tokens - len(talk.token_ids)
-        if talk.token_ids and (left < 0 or len(said) >= self._sampler.max_model_len):
+        left = self.limits.max_completion_tokens - len(talk.token_ids)
+        if talk.token_ids and (left < 0 or len(said) >= self.sampler.max_model_len):
             return reply({"role": "assistant", "content": ""}, [], [], "length")  # no room to go on
         token_ids: list[int] = []
         logprobs: list[float] = []
         reason = "length"
         if left:
-            most = min(left, self._limits.max_turn_tokens, max_tokens or left)
+            most = min(left, self.limits.max_turn_tokens, max_tokens or left)
             more: dict[str, Any] = {"stop": [*stop]} if stop else {}
-            turn = await self._sampler.sample(said, row=self.row, max_tokens=most, **more)
+            turn = await self.sampler.sample(said, row=self.row, max_tokens=most, **more)
             if turn.refusal is not None:
                 self.refusal = turn.refusal
                 raise RequestError(400, "context_length_exceeded", turn.refusal)

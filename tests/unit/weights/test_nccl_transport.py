@@ -162,12 +162,12 @@ def test_a_broadcast_that_nothing_ends_is_told(connected: Connect, monkeypatch: 
 
     wire = Deaf("cpu", holds=True)
     pusher, _, told = connected(source, wire, timeout_s=0.2, hangs=True)
-    tell = pusher._tell
+    tell = pusher.tell
 
     def release(error: EngineError) -> None:
         tell(error)
         wire.destroyed.set()
 
-    pusher._tell = release
+    pusher.tell = release
     pusher.push(1)
     assert [str(error) for error in told] == ["bucket 1 is stuck on its way to the engines: 1 s"]
