@@ -54,7 +54,7 @@ CODE_LINES = {
     # only append 80, their place in TRL's batch and options 110.
     # All buckets of a push in one call 105: pipes beside shared memory 60, the workers end of NCCL 25, deadlines 20.
     # Batches ahead in a checkpoint, also for other numbers of ranks, 140.
-    "core": 20_980,
+    "core": 20_920,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30. A plan that refuses what cannot be, with changes

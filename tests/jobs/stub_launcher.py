@@ -30,7 +30,7 @@ from pathlib import Path
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.ops.launch import attempt, command, next_attempt
 from grpo.ops.launch.agent import Ending
-from grpo.record.files import note_run
+from grpo.record.files import Entry, note_run
 from grpo.record.folder import RunFolder
 
 SHOWN = ("GRPO_JOB", "GRPO_ATTEMPT", "GRPO_STOP_LEAD_S", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
@@ -90,7 +90,7 @@ class Stub:
         elif number == signal.SIGINT:
             raise Interrupted
 
-    def behave(self, word: str, run: RunFolder | None, is_own: Callable[[next_attempt.State], bool]) -> bool:
+    def behave(self, word: str, run: RunFolder | None, is_own: Callable[[Entry], bool]) -> bool:
         """What the ranks of this node do; whether they end well.
 
         Args:

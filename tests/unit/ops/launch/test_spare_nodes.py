@@ -13,7 +13,8 @@ from grpo.faults.failure import FailureKind
 from grpo.faults.liveness import Place
 from grpo.ops.launch import lost_nodes
 from grpo.ops.launch.lost_nodes import probe, silent_nodes, watch
-from grpo.ops.launch.next_attempt import State, read_state
+from grpo.ops.launch.next_attempt import read_state
+from grpo.record.files import Entry
 from grpo.record.folder import RunFolder
 from tests.support.machine import DONE, FAILED, Machine
 
@@ -26,14 +27,14 @@ ONE_SPARE = {
 NODES = ["a", "b", "c"]
 
 
-def failed(kind: FailureKind, *nodes: int) -> State:
+def failed(kind: FailureKind, *nodes: int) -> Entry:
     return {"state": "failed", "why": "words that nobody reads", "kind": kind, "nodes": list(nodes), "step": 3}
 
 
 MACHINE = failed(FailureKind.MACHINE)
 
 
-def silent(node: int) -> State:
+def silent(node: int) -> Entry:
     return failed(FailureKind.NODE_LOST, node)
 
 
@@ -56,7 +57,7 @@ def silent(node: int) -> State:
     ],
 )
 def test_which_nodes_are_lost(
-    state: State | None, unreachable: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+    state: Entry | None, unreachable: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_nodes, "probe", lambda nodes: unreachable)
     assert lost_nodes.lost_nodes(state, NODES, used=2, here="a") == expected
@@ -108,22 +109,22 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "SRUN_END_S", 0.2)
 
 
-def asked(answers: list[list[str]]) -> tuple[list[State | None], Callable[[State | None], list[str]]]:
+def asked(answers: list[list[str]]) -> tuple[list[Entry | None], Callable[[Entry | None], list[str]]]:
     """What `find` was asked about, and a `find` that gives these answers."""
-    states: list[State | None] = []
+    states: list[Entry | None] = []
 
-    def find(state: State | None) -> list[str]:
+    def find(state: Entry | None) -> list[str]:
         states.append(state)
         return answers.pop(0)
 
     return states, find
 
 
-def in_turn(*states: State | None, then: Callable[[], None] = lambda: None) -> Callable[[], State | None]:
+def in_turn(*states: Entry | None, then: Callable[[], None] = lambda: None) -> Callable[[], Entry | None]:
     """A state at a time; behind the last one stays what it is, and `then` is called."""
-    left: Sequence[State | None] = list(states)
+    left: Sequence[Entry | None] = list(states)
 
-    def state() -> State | None:
+    def state() -> Entry | None:
         nonlocal left
         if len(left) > 1:
             left = left[1:]
@@ -167,7 +168,7 @@ def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
         (failed(FailureKind.MEMORY), 0),
     ],
 )
-def test_an_srun_that_has_ended(ended: State | None, asks: int, srun: subprocess.Popen) -> None:
+def test_an_srun_that_has_ended(ended: Entry | None, asks: int, srun: subprocess.Popen) -> None:
     srun.kill()
     states, find = asked([["b"]])
     assert watch(srun.pid, lambda: ended, find) == (["b"] if asks else [])
