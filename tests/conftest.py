@@ -10,7 +10,7 @@ import pytest
 from tests.support import own_environment  # noqa: F401  first: libraries read what is set when they are imported
 
 # isort: split
-from grpo.faults import mistakes
+from grpo.faults import kinds
 from tests.support.kept_logs import pytest_runtest_makereport  # noqa: F401  pytest finds the hook here
 from tests.support.launching import ENGINES_CACHES
 from tests.support.tiny_models import save_tiny_model
@@ -54,7 +54,7 @@ def own_signals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_job() -> None:
     """Every test is a job of its own, which has made no step."""
-    mistakes._past_first_step.clear()
+    kinds._past_first_step.clear()
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from grpo.engine.messages import Died, EngineSpec, Ready, Start
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
 from grpo.engine.progress import count_steps
 from grpo.engine.requests import Host
-from grpo.faults.mistakes import kind_of, text_of
+from grpo.faults.kinds import kind_of, text_of
 from grpo.place.importing import importing
 from grpo.place.log import flush_log, open_log, start_log
 from grpo.place.patches.torch import compile_nothing, keep_headers, write_libraries_whole

@@ -18,7 +18,7 @@ from typing import Any
 from grpo.engine.messages import Died
 from grpo.engine.plugin import HOST_MARK
 from grpo.faults.failure import FailureKind
-from grpo.faults.mistakes import kind_of, text_of
+from grpo.faults.kinds import kind_of, text_of
 from grpo.faults.sessions import session_members
 from grpo.place.patches.vllm import report_processes, spin_for
 

@@ -15,7 +15,7 @@ from grpo.engine.adapters import EngineAdapters
 from grpo.engine.answers import begun_of, check_expansion, engine_prompt, refusal, sampling_params, under_way
 from grpo.engine.messages import Abort, Answers, Begun, Call, Reply, Sample, Sampled
 from grpo.faults.failure import FailureKind, GrpoError
-from grpo.faults.mistakes import kind_of, text_of
+from grpo.faults.kinds import kind_of, text_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

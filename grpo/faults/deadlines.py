@@ -19,7 +19,7 @@ from typing import TypeVar
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.stacks import Stacks
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker
 
 REMINDER_S = 60.0  # of a wait, between two lines about it
 AGAIN_S = 5.0  # after which code that has caught `DeadlinePassed` and goes on gets it once more

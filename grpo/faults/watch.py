@@ -22,8 +22,7 @@ from types import TracebackType
 
 from grpo.faults.deadlines import CallLimits, on_expiry, raise_in_main_thread
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
-from grpo.faults.foreign import may_be_an_echo
-from grpo.faults.mistakes import record_of
+from grpo.faults.kinds import may_be_an_echo, record_of
 from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.signals import StopSignals

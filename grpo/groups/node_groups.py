@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed
+from grpo.faults.kinds import record_of
 from grpo.faults.liveness import START_TIMEOUT_S
-from grpo.faults.mistakes import record_of
 from grpo.faults.signals import StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.process_groups import new_gloo_groups

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo.faults.failure import JobFailed
-from grpo.faults.mistakes import ends_job, is_for_user, kind_of, text_of, users_frame
+from grpo.faults.kinds import ends_job, is_for_user, kind_of, text_of, users_frame
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
 from grpo.place.spelling import did_you_mean

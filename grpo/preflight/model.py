@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 
-from grpo.faults.mistakes import is_users
+from grpo.faults.kinds import is_users
 from grpo.place.spelling import did_you_mean
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken*")

@@ -15,7 +15,7 @@ from trl.trainer.utils import get_config_model_id
 
 from grpo.config import GRPOConfig
 from grpo.config.models import base_of, readable_config
-from grpo.faults.mistakes import is_users
+from grpo.faults.kinds import is_users
 from grpo.model.text_part import PROCESSOR_FILES, is_multimodal
 from grpo.preflight.model import check_tokenizer_files, local_model, reason_of
 

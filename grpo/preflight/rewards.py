@@ -16,9 +16,8 @@ from trl.trainer.utils import get_callable_name, is_async_callable, start_event_
 
 from grpo.config import GRPOConfig
 from grpo.faults.deadlines import DeadlinePassed, interrupted_after
-from grpo.faults.mistakes import shown_frame, users_frame
-from grpo.faults.streams import own_streams
-from grpo.faults.worker import exits_as_errors, surviving
+from grpo.faults.kinds import shown_frame, users_frame
+from grpo.faults.users_code import exits_as_errors, own_streams, surviving
 from grpo.preflight.model import reason_of
 
 DEADLINE_S = 30.0

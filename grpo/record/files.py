@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.decisions import Answer, answer_to_end
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import Answer, FailureKind, answer_to_end
 from grpo.place.launch import read_launch
 from grpo.record.durable import write_atomically
 

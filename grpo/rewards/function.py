@@ -6,10 +6,8 @@ from typing import Any
 
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from grpo.faults.main_thread import noticing_main_thread
-from grpo.faults.streams import own_streams
+from grpo.faults.users_code import exits_as_errors, noticing_main_thread, own_streams
 from grpo.faults.watch import FailureWatch
-from grpo.faults.worker import exits_as_errors
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
 from grpo.rewards.declared import unit_of

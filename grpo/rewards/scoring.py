@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo.faults.main_thread import NeedsMainThreadError
+from grpo.faults.users_code import NeedsMainThreadError, Worker
 from grpo.faults.watch import FailureWatch
-from grpo.faults.worker import Worker
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Notes, Rows, log_all

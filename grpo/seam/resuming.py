@@ -23,8 +23,8 @@ from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed, StepFailed
+from grpo.faults.kinds import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.liveness import START_TIMEOUT_S
-from grpo.faults.mistakes import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups, as_one_node

@@ -21,8 +21,8 @@ import torch
 from grpo.engine.client import EngineClient
 from grpo.engine.messages import EngineSpec
 from grpo.faults.failure import GenerationDropped, JobFailed
+from grpo.faults.kinds import record_of
 from grpo.faults.liveness import Place
-from grpo.faults.mistakes import record_of
 from grpo.faults.sentinel_start import start_sentinel
 from grpo.ops.launch import lost_nodes, next_attempt
 from grpo.ops.report.symptoms import matching

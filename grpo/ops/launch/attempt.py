@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.faults.decisions import Answer, answer_to_end
-from grpo.faults.failure import FailureKind, FailureRecord
-from grpo.faults.mistakes import is_for_user
+from grpo.faults.failure import Answer, FailureKind, FailureRecord, answer_to_end
+from grpo.faults.kinds import is_for_user
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.files import ENDED, NOTE_VARIABLE, Entry, read_failure_note, read_run_note, stop_request

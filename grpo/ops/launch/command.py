@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.decisions import Answer, answer_to
-from grpo.faults.failure import FailureKind, FailureRecord
+from grpo.faults.failure import Answer, FailureKind, FailureRecord, answer_to
 from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.faulty_host import DOCTOR_PHASE

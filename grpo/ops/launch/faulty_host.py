@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.faults.decisions import Answer, answer_to_end
+from grpo.faults.failure import Answer, answer_to_end
 from grpo.record.files import DAMAGED, Entry, read_attempts
 
 DOCTOR_PHASE = "doctor"

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from grpo.faults.decisions import Answer, answer_to_end
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import Answer, FailureKind, answer_to_end
 from grpo.ops.launch.faulty_host import read_faulty_host
 from grpo.ops.launch.next_attempt import parser_for, read_end
 from grpo.record.files import Entry

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo.checkpoints.checkpoints import COMPLETE_FILE, checkpoints, step_of
-from grpo.faults.decisions import Answer, answer_to_end
+from grpo.faults.failure import Answer, answer_to_end
 from grpo.ops.launch.faulty_host import read_faulty_host
 from grpo.record import files
 from grpo.record.files import ENDED, Entry

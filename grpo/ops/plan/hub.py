@@ -6,7 +6,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker
 
 HUB_S = 5.0
 

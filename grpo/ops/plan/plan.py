@@ -54,7 +54,7 @@ class Plan:
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
         """A mistake that is raised inside becomes an error, in one line, and ends what is inside."""
-        from grpo.faults.mistakes import is_users
+        from grpo.faults.kinds import is_users
         from grpo.ops.telling import message_of
 
         try:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.faults.decisions import Answer, answer_to
+from grpo.faults.failure import Answer, answer_to
 from grpo.ops.report.reading import AttemptRecord, Run, attempt_of_log
 from grpo.ops.report.symptoms import Symptom, matching
 from grpo.place.log import LOGS_FOLDER

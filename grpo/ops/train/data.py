@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import get_dataset
 
-from grpo.faults.mistakes import is_users
+from grpo.faults.kinds import is_users
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.arguments import Arguments, GRPOScriptArguments
 from grpo.ops.train.reasoning import PREFIX, load_tasks, tasks_of

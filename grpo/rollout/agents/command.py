@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo.engine.environment import without_launcher
 from grpo.faults.sessions import WatchedProcess, end_session
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker
 from grpo.rollout.agents.door import Door
 
 STDOUT_BYTES = 1 << 20  # of which the last line is read

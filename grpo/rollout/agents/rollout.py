@@ -14,7 +14,7 @@ from typing import Any
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
-from grpo.faults.worker import Worker, surviving
+from grpo.faults.users_code import Worker, surviving
 from grpo.model.messages import MessageTemplate
 from grpo.rollout.agents.command import AgentFailed, AgentProcess
 from grpo.rollout.agents.door import Door, DoorServer

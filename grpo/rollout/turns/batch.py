@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo.faults.failure import StepFailed
-from grpo.faults.main_thread import NeedsMainThreadError
+from grpo.faults.users_code import NeedsMainThreadError
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import MARGIN_S, NodeGroups
 from grpo.place.wire import Wire

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any
 
-from grpo.faults.streams import own_streams
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker, own_streams
 from grpo.rollout.turns.declared import may_run_in_threads
 
 POLL_S = 0.2  # how often the main thread, which waits for a reset, looks whether the job has failed elsewhere

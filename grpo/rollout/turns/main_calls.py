@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.faults.deadlines import interrupted_after
 from grpo.faults.failure import JobFailed
-from grpo.faults.worker import exits_as_errors
+from grpo.faults.users_code import exits_as_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

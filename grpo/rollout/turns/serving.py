@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo.faults.failure import FailureKind
-from grpo.faults.main_thread import NeedsMainThreadError, noticing_main_thread
-from grpo.faults.streams import own_streams
+from grpo.faults.users_code import NeedsMainThreadError, Worker, exits_as_errors, noticing_main_thread, own_streams
 from grpo.faults.watch import FailureWatch
-from grpo.faults.worker import Worker, exits_as_errors
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import EVERY_RANK
 from grpo.rollout.ahead import GenerationBatch, GenerationBatches, PolicyLag

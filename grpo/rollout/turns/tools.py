@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.faults.deadlines import DeadlinePassed
-from grpo.faults.streams import own_streams
-from grpo.faults.worker import Worker, surviving
+from grpo.faults.users_code import Worker, own_streams, surviving
 from grpo.model.messages import Message
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import home_of

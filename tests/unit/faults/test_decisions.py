@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults.decisions import ANSWERS, Answer, answer_to, answer_to_end
-from grpo.faults.failure import FailureKind
+from grpo.faults.failure import ANSWERS, Answer, FailureKind, answer_to, answer_to_end
 from tests.support.launching import ROOT
 
 

@@ -19,12 +19,11 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import AutoConfig
 
 from grpo.engine.client import EngineError
-from grpo.faults import memory_advice
+from grpo.faults import device_memory
 from grpo.faults.device_memory import DeviceMemory
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed
-from grpo.faults.foreign import FOREIGN, may_be_an_echo
+from grpo.faults.kinds import FOREIGN, ends_job, is_users, kind_of, may_be_an_echo, note_first_step
 from grpo.faults.liveness import Place
-from grpo.faults.mistakes import ends_job, is_users, kind_of, note_first_step
 from grpo.faults.sentinel_start import SentinelError
 from grpo.faults.watch import FailureWatch
 
@@ -143,8 +142,8 @@ def killed_data_worker() -> BaseException:
 PEER = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
-from grpo.faults.foreign import may_be_an_echo
-from grpo.faults.mistakes import kind_of
+from grpo.faults.kinds import may_be_an_echo
+from grpo.faults.kinds import kind_of
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2,
                         timeout=timedelta(seconds=int(sys.argv[3])))
@@ -325,7 +324,7 @@ def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monk
         asked.append(device)
         return memory
 
-    monkeypatch.setattr(memory_advice, "read_memory", read)
+    monkeypatch.setattr(device_memory, "read_memory", read)
     error = torch.OutOfMemoryError(FULL)
     watch = FailureWatch(None, node=0, rank=0, host="a")
     found = watch.make_record(error, phase="train")
@@ -337,7 +336,7 @@ def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monk
 
 def test_vllms_share_of_a_device_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for 72 of 80 GiB, and 10 are free."""
-    monkeypatch.setattr(memory_advice, "read_memory", lambda device: held(0, 70, 10))
+    monkeypatch.setattr(device_memory, "read_memory", lambda device: held(0, 70, 10))
     assert kind_of(vllm_finds_too_little_free()) is FailureKind.MACHINE
-    monkeypatch.setattr(memory_advice, "read_memory", lambda device: held(65, 5, 10))
+    monkeypatch.setattr(device_memory, "read_memory", lambda device: held(65, 5, 10))
     assert kind_of(vllm_finds_too_little_free()) is FailureKind.MEMORY

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from grpo.faults import memory_advice
+from grpo.faults import device_memory
+from grpo.faults.device_memory import PHASES, explain, phase_of
 from grpo.faults.failure import FailureKind
-from grpo.faults.memory_advice import PHASES, explain, phase_of
-from grpo.faults.mistakes import kind_of, text_of
+from grpo.faults.kinds import kind_of, text_of
 from tests.support.launching import ROOT
 
 FULL = (
@@ -18,7 +18,7 @@ FULL = (
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_advice, "read_memory", lambda device: None)
+    monkeypatch.setattr(device_memory, "read_memory", lambda device: None)
 
 
 def raised_in(*frames: str, text: str = FULL.format("79.00", "0.50")) -> torch.OutOfMemoryError:

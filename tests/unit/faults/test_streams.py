@@ -16,9 +16,8 @@ from unittest import mock
 
 import pytest
 
-from grpo.faults import streams
-from grpo.faults.streams import own_streams
-from grpo.faults.worker import Worker
+from grpo.faults import users_code
+from grpo.faults.users_code import Worker, own_streams
 from tests.support.launching import ROOT
 
 PATIENCE_S = 60.0
@@ -28,12 +27,12 @@ PATIENCE_S = 60.0
 def own() -> Iterator[None]:
     """Each test leaves `sys` as it was."""
     before = sys.stdout, sys.stderr, sys.stdin, threading.Thread.start
-    streams._warned.clear()
+    users_code._warned.clear()
     yield
     assert before == (sys.stdout, sys.stderr, sys.stdin, threading.Thread.start)
-    assert not any(isinstance(vars(sys)[name], streams._Stream) for name in streams._NAMES)
+    assert not any(isinstance(vars(sys)[name], users_code._Stream) for name in users_code._NAMES)
     assert type(sys) is ModuleType
-    assert not streams._calls
+    assert not users_code._calls
 
 
 def in_thread(call: Callable[[], object], name: str = "tool") -> "Future[object]":
@@ -263,7 +262,7 @@ def test_code_that_has_read_sys_often_sees_its_own() -> None:
 FORKS = """
 import contextlib, io, os, sys, threading
 from types import ModuleType
-from grpo.faults.streams import own_streams
+from grpo.faults.users_code import own_streams
 
 def child(check):
     if (pid := os.fork()) == 0:
@@ -308,8 +307,8 @@ other = threading.Thread(target=holds)
 other.start()
 held.wait(60)
 statuses = [child(beside)]
-from grpo.faults import streams
-with streams._lock:
+from grpo.faults import users_code
+with users_code._lock:
     statuses.append(child(calls_well))
 forks = threading.Thread(target=calls, args=[statuses])
 forks.start()

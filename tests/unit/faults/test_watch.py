@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from grpo.faults import job_watch
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.foreign import may_be_an_echo
 from grpo.faults.job_watch import watch_for
+from grpo.faults.kinds import may_be_an_echo
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, start_sentinel

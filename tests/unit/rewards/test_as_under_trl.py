@@ -17,7 +17,7 @@ import torch
 import trl
 from datasets import Dataset
 
-from grpo.faults import streams as streams_module
+from grpo.faults import users_code
 from tests.support.speaking_engine import Make, steps_of
 
 PATIENCE_S = 60.0
@@ -116,7 +116,7 @@ def unchanged() -> Iterator[None]:
     """Events are as at the beginning, and so are the streams and the handler of the alarm afterwards."""
     _inside.clear()
     _printed.clear()
-    streams_module._warned.clear()
+    users_code._warned.clear()
     streams, handler = (sys.stdout, sys.stderr), signal.getsignal(signal.SIGALRM)
     yield
     after = (sys.stdout, sys.stderr)

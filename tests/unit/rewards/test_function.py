@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from grpo.faults import main_thread
+from grpo.faults import users_code
 from grpo.faults.failure import JobFailed
-from grpo.faults.main_thread import NeedsMainThreadError
 from grpo.faults.signals import StopSignals
+from grpo.faults.users_code import NeedsMainThreadError, Worker
 from grpo.faults.watch import FailureWatch
-from grpo.faults.worker import Worker
 from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 from grpo.rewards.function import RewardFunction
@@ -118,10 +117,10 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
 CAUGHT = """
 import time
 from grpo.faults import deadlines, watch as watches
-from grpo.faults import main_thread
+from grpo.faults import users_code
 from grpo.faults.failure import JobFailed
-from grpo.faults.main_thread import NeedsMainThreadError
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import NeedsMainThreadError
+from grpo.faults.users_code import Worker
 from contextlib import ExitStack
 from grpo.rewards.function import RewardFunction
 from grpo.place.patches import stdlib
@@ -259,7 +258,7 @@ def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
 
 
 def test_what_is_forked_meanwhile_scores_too(watch: FailureWatch) -> None:
-    with main_thread._patching:  # as another thread that begins or ends a call just then
+    with users_code._patching:  # as another thread that begins or ends a call just then
         status = in_a_fork(lambda: in_thread(function(lambda values: [1.0], watch)))
     assert status == 0
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from grpo.checkpoints.checkpoints import newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.mistakes import is_users
+from grpo.faults.kinds import is_users
 from grpo.seam import saving
 from grpo.seam.saving import telling_of_a_full_disk
 from tests.support.made_up_checkpoints import make

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults.decisions import answer_to_end
+from grpo.faults.failure import answer_to_end
 from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN, conclude, count_crash, decide, main, read_state
 from grpo.record.folder import RunFolder
 from tests.support.launching import ROOT

@@ -9,7 +9,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from examples.calculator_model import END
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker
 from grpo.model.messages import MessageTemplate
 from grpo.rollout.agents.door import DoorServer
 from grpo.rollout.agents.episode import Chain, Episode

@@ -14,7 +14,7 @@ import pytest
 from grpo import in_threads
 from grpo.faults.deadlines import raise_in_main_thread
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.worker import Worker
+from grpo.faults.users_code import Worker
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.tools import Toolbox, ToolRunner

@@ -1,22 +1,102 @@
-"""The streams of `sys` under users' code: a call redirects what it prints and reads itself, whatever runs beside it."""
+"""Code of the user's in other threads: one of its own for calls that may hang, its streams, its need of the main one.
+
+No pool of threads: the interpreter waits at its end for those.
+"""
 
 import contextlib
+import contextvars
+import functools
 import importlib
 import logging
 import os
+import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from grpo.faults.failure import with_causes
 from grpo.place.patches import stdlib
+
+Result = TypeVar("Result")
+_Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+@contextlib.contextmanager
+def exits_as_errors(told: str = "", *, in_main_thread: bool = False) -> Iterator[None]:
+    """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
+
+    Args:
+        told: what the error begins with; of another error than an exit a note.
+        in_main_thread: where an interrupt is Ctrl-C, and stays one.
+    """
+    exits = SystemExit if in_main_thread else (SystemExit, KeyboardInterrupt)
+    try:
+        yield
+    except exits as error:
+        raise RuntimeError(f"{told}{type(error).__name__}: {error}") from error
+    except Exception as error:
+        if told:
+            error.add_note(f"{told}{type(error).__name__}")
+        raise
+
+
+async def surviving(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """What the user's coroutine returns; see `exits_as_errors`."""
+    with exits_as_errors():
+        return await coroutine
+
+
+class Worker:
+    """Runs calls one after the other, in a thread of its own, which ends with this object and what it was given.
+
+    Args:
+        prepare: called first in the thread.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
+        self._calls: _Queue = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=[self._calls, prepare], name=name, daemon=True)
+        thread.start()
+        self.thread_id = thread.ident
+        weakref.finalize(self, self._calls.put, None)
+
+    def run(self, call: Callable[[], Result]) -> "Future[Result]":
+        """What it brings; in the caller's context variables."""
+        future: Future[Result] = Future()
+        context = contextvars.copy_context()
+        self._calls.put((lambda: context.run(call), future))
+        return future
+
+
+def _work(calls: _Queue, prepare: Callable[[], None]) -> None:
+    trouble: BaseException | None = None
+    try:
+        prepare()
+    except BaseException as error:  # noqa: BLE001  thread boundary: every call brings it
+        trouble = error
+    while (given := calls.get()) is not None:
+        call, future = given
+        if future.set_running_or_notify_cancel():
+            try:
+                if trouble is not None:
+                    raise trouble
+                future.set_result(call())
+            except StopIteration as error:  # which no future of asyncio's takes
+                future.set_exception(RuntimeError(f"StopIteration: {error}"))
+            except BaseException as error:  # noqa: BLE001  thread boundary: whoever waits for it raises it
+                future.set_exception(error)
+        del given, call, future  # while this thread waits it holds nothing of anybody's
+
 
 _log = logging.getLogger(__name__)
 _NAMES = ("stdout", "stderr", "stdin")
 
 
-class _Call:
+class _StreamsOfCall:
     """What one call, with the threads that it has started, has put in the place of the streams."""
 
     __slots__ = ("before", "depth", "targets")
@@ -62,7 +142,7 @@ class _Sys(ModuleType):
         return importlib.import_module, ("sys",)
 
 
-_calls: dict[int, _Call] = {}
+_calls: dict[int, _StreamsOfCall] = {}
 """By thread."""
 _num_open = 0
 _patches = contextlib.ExitStack()
@@ -100,10 +180,10 @@ def own_streams(name: str) -> Iterator[None]:
             )
 
 
-def _enter(thread: int) -> _Call:
+def _enter(thread: int) -> _StreamsOfCall:
     global _num_open
     if (call := _calls.get(thread)) is None or not call.depth:
-        call = _calls[thread] = _Call()
+        call = _calls[thread] = _StreamsOfCall()
         if not _num_open:
             _patches.enter_context(stdlib.class_of_sys(_Sys))
             _patches.enter_context(stdlib.threads_of_calls(_following))
@@ -115,7 +195,7 @@ def _enter(thread: int) -> _Call:
     return call
 
 
-def _leave(thread: int, call: _Call) -> list[str]:
+def _leave(thread: int, call: _StreamsOfCall) -> list[str]:
     """The streams that the call leaves in place of others."""
     global _num_open
     call.depth -= 1
@@ -178,9 +258,71 @@ def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading
     return start_in_call
 
 
+_WORDS = ("main thread", "same thread", "different thread", "event loop in thread", "threaded environment")
+"""In errors of signals, SQLite, greenlets, asyncio, verifiers of mathematics: another thread may not run the code."""
+_noticed: dict[int, list[str]] = {}
+"""By thread: what it has tried to do with signals."""
+_patching = threading.Lock()
+_signal_patches = contextlib.ExitStack()
+
+
+class NeedsMainThreadError(Exception):
+    """The call does what only the main thread may, so what it brought in another one does not count."""
+
+
+@contextlib.contextmanager
+def noticing_main_thread() -> Iterator[None]:
+    """Around a call of users' code in another thread than the main one.
+
+    Raises:
+        NeedsMainThreadError: it does what only the main thread may; what it brings, or raises, is of no worth.
+    """
+    with _noticing_signals() as noticed:
+        try:
+            yield
+        except Exception as error:
+            if noticed or any(words in str(cause) for cause in with_causes(error) for words in _WORDS):
+                raise NeedsMainThreadError(f"{type(error).__name__}: {error}") from error
+            raise
+        if noticed:
+            raise NeedsMainThreadError(f"it calls signal.{noticed[0]}")
+
+
+@contextlib.contextmanager
+def _noticing_signals() -> Iterator[list[str]]:
+    """What this thread tries to do with signals, which raises. Code that sets an alarm may swallow that, and take every
+    answer for a wrong one; the alarm itself would strike the main thread."""
+    me = threading.get_ident()
+    with _patching:
+        if not _noticed:
+            _signal_patches.enter_context(stdlib.signals_given(_STAND_INS))
+        found = _noticed[me] = []
+    try:
+        yield found
+    finally:
+        with _patching:
+            if _noticed.pop(me, None) is not None and not _noticed:
+                _signal_patches.close()
+
+
+def _note(name: str, *arguments: Any) -> Any:
+    if (found := _noticed.get(threading.get_ident())) is not None:
+        found.append(name)
+        raise ValueError("signal only works in main thread of the main interpreter")
+    return stdlib.SIGNALS[name](*arguments)
+
+
+_STAND_INS = {name: functools.partial(_note, name) for name in stdlib.SIGNALS}
+"""A module that is imported in a call keeps one of these."""
+
+
 def _forget_in_child() -> None:
-    """A forked child has one thread, whose streams become the process's."""
-    global _lock, _num_open
+    """A forked child, of a pool that a function of the user's has, say: one thread, whose streams become the process's;
+    signals are its own, and locks are free."""
+    global _lock, _num_open, _patching
+    _patching = threading.Lock()
+    _noticed.clear()
+    _signal_patches.close()
     _lock = threading.RLock()
     if _num_open:
         _num_open = 0
