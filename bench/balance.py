@@ -33,7 +33,7 @@ from vllm.utils.network_utils import get_open_port
 
 from bench.engines import VOCAB_SIZE, config, save_model, started
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, ratio
-from grpo.faults.job_watch import watch_for
+from grpo.faults.sentinel_start import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology

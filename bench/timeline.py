@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.report import Figure, Ratio, Report, argument_parser, finish
-from grpo.config.recording import RecordingConfig
+from grpo.config.options import RecordingConfig
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import FORWARD, GENERATE, SCORE, Attempt, timeline_path

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo import __version__
-from grpo.place.quiet import quiet
+from grpo.place.importing import quiet
 from grpo.place.spelling import did_you_mean
 
 # Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.

@@ -20,15 +20,15 @@ from trl.extras.profiling import profiling_context
 from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
 from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
-from grpo.config.groups import refuse_with_spare_groups
 from grpo.config.models import attention_heads, base_of, describe_model, sampling_settings
+from grpo.config.options import refuse_with_spare_groups
 from grpo.config.refusals import ddp_memory_warning, refuse_unsupported
 from grpo.engine.client import EngineClient
 from grpo.engine.early import drop_host, start_first_host
 from grpo.engine.like import EngineLike, StartEngine
 from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord
-from grpo.faults.job_watch import watch_for
+from grpo.faults.sentinel_start import watch_for
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.agreement import agree_on_topology

@@ -11,18 +11,25 @@ import torch
 import trl
 
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
-from grpo.config.conversing import ConversationConfig, check_conversing
 from grpo.config.documented import documented
-from grpo.config.evaluating import EvaluationConfig, check_evaluating
-from grpo.config.groups import GroupConfig, check_groups
-from grpo.config.recording import RecordingConfig, check_recording, own_log_level
+from grpo.config.options import (
+    ConversationConfig,
+    EvaluationConfig,
+    GroupConfig,
+    RecordingConfig,
+    check_conversing,
+    check_evaluating,
+    check_groups,
+    check_recording,
+    own_log_level,
+)
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
+from grpo.place.importing import quiet
 from grpo.place.launch import asks_for_cpu, check_is_for_cpus, either, multiples_around, parent_argv, read_launch
 from grpo.place.log import check_log_variable
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
-from grpo.place.quiet import quiet
 from grpo.record.screen import show_log
 
 LOCAL_GPU_MEMORY_UTILIZATION = 0.9

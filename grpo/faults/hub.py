@@ -10,11 +10,10 @@ import socket
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from grpo.faults.between import Answer, Between, await_goodbyes
 from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, new_challenge, proof, tune
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Loop, Place
-from grpo.faults.peer import Peer
+from grpo.faults.liveness import Place
+from grpo.faults.peer import Answer, Between, Peer, await_goodbyes
 from grpo.faults.progress import Table
 
 _log = logging.getLogger(__name__)
@@ -34,22 +33,17 @@ class _Newcomer:
     """What it has shown to be."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Hub(Between):
     """Node 0's. Listens on `port`, for nodes that know the secret."""
 
-    def __init__(
-        self,
-        place: Place,
-        loop: Loop,
-        *,
-        num_nodes: int,
-        ranks_per_node: int,
-        secret: str,
-        join_s: float,
-    ) -> None:
-        super().__init__(place, loop)
-        self._secret, self._join_s = secret, join_s
-        self._expected = {node: node * ranks_per_node for node in range(1, num_nodes)}  # first ranks
+    num_nodes: int
+    ranks_per_node: int
+    secret: str
+    join_s: float
+
+    def __post_init__(self) -> None:
+        self._expected = {node: node * self.ranks_per_node for node in range(1, self.num_nodes)}  # first ranks
         self._nodes: dict[int, Peer] = {}
         self._gone: set[int] = set()
         self._newcomers: dict[Channel, _Newcomer] = {}  # in the order in which they came
@@ -57,7 +51,7 @@ class Hub(Between):
         self._is_leaving = False
         self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
-        loop.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.loop.selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def report(self, record: FailureRecord) -> None:
         if self.record is None:
@@ -70,13 +64,13 @@ class Hub(Between):
 
     def beat(self, table: Table) -> None:
         self._table |= table
-        now = self._loop.clock.now_s
+        now = self.loop.clock.now_s
         for channel, stranger in self._strangers().items():
             if now - stranger.since_s > GREETING_S:
                 self._turn_away(channel)
         for number, rank in self._expected.items():
-            if number not in self._nodes and now > self._join_s:
-                self.report(Place(node=number, rank=rank, host="unknown", pid=0).did_not_come(self._join_s))
+            if number not in self._nodes and now > self.join_s:
+                self.report(Place(node=number, rank=rank, host="unknown", pid=0).did_not_come(self.join_s))
         lost = next((node for node in self._present() if node.is_lost()), None)
         if lost is not None:
             self.report(self._why(lost, [node.place.node for node in self._present() if node.is_missing()]))
@@ -91,12 +85,12 @@ class Hub(Between):
         if len(missing) > 1:
             named = ", ".join(map(str, missing[:MAX_NAMED])) + " ..." * (len(missing) > MAX_NAMED)
             others = f"{len(missing)} of {len(self._expected)} other nodes at once ({named})"
-            return self.place.is_cut_off(others, self._loop.timeout_s)
+            return self.place.is_cut_off(others, self.loop.timeout_s)
         if not lost.is_connected():
-            return lost.place.is_gone(lost.silent_s(), self._loop.timeout_s)
-        if len(self._expected) == 1 and lost.is_out_of_reach(self._loop.timeout_s / 2):
-            return lost.place.has_no_link_to(self.place, self._loop.timeout_s)
-        return lost.place.is_silent(self._loop.timeout_s)
+            return lost.place.is_gone(lost.silent_s(), self.loop.timeout_s)
+        if len(self._expected) == 1 and lost.is_out_of_reach(self.loop.timeout_s / 2):
+            return lost.place.has_no_link_to(self.place, self.loop.timeout_s)
+        return lost.place.is_silent(self.loop.timeout_s)
 
     def ask(self, table: Table, answer: Answer) -> None:
         self._table |= table
@@ -106,8 +100,8 @@ class Hub(Between):
         self._is_leaving = True
         for node in self._present():
             node.send("bye")
-        await_goodbyes(self._present, self._loop, lambda: None)
-        self._loop.selector.unregister(self._listener)
+        await_goodbyes(self._present, self.loop, lambda: None)
+        self.loop.selector.unregister(self._listener)
         self._listener.close()
 
     # -- newcomers ------------------------------------------------------------------------------------------------
@@ -125,8 +119,8 @@ class Hub(Between):
         if len(strangers := self._strangers()) >= MAX_STRANGERS:  # a node says at once who it is
             self._turn_away(next(iter(strangers)))
         channel, challenge = Channel(connection), new_challenge()
-        newcomer = self._newcomers[channel] = _Newcomer(challenge, self._loop.clock.now_s)
-        self._loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear, channel, newcomer))
+        newcomer = self._newcomers[channel] = _Newcomer(challenge, self.loop.clock.now_s)
+        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear, channel, newcomer))
         channel.send("challenge", challenge=challenge)
 
     def _hear(self, channel: Channel, newcomer: _Newcomer) -> None:
@@ -142,7 +136,7 @@ class Hub(Between):
 
     def _turn_away(self, channel: Channel) -> None:
         del self._newcomers[channel]
-        self._loop.selector.unregister(channel.socket)
+        self.loop.selector.unregister(channel.socket)
         channel.close()
 
     def _is_of_this_job(self, hello: Message, challenge: str) -> bool:
@@ -153,12 +147,12 @@ class Hub(Between):
         known = self._nodes.get(node)
         if known is not None and (node in self._gone or known.place.pid != hello.get("pid")):
             return False
-        return is_proof(hello.get("proof"), proof(self._secret, "node", challenge, theirs, node))
+        return is_proof(hello.get("proof"), proof(self.secret, "node", challenge, theirs, node))
 
     def _welcome(self, channel: Channel, hello: Message, challenge: str) -> Place:
         channel.max_line_bytes = MAX_LINE_BYTES
-        tune(channel.socket, self._loop.timeout_s)
-        shown = proof(self._secret, "hub", hello["challenge"], challenge, hello["node"])
+        tune(channel.socket, self.loop.timeout_s)
+        shown = proof(self.secret, "hub", hello["challenge"], challenge, hello["node"])
         channel.send("welcome", proof=shown, place=asdict(self.place))
         return Place(**{name: hello[name] for name in asdict(self.place)})
 
@@ -170,7 +164,7 @@ class Hub(Between):
             if newcomer.place is not None and newcomer.place.node == place.node:
                 self._turn_away(earlier)
         del self._newcomers[channel]
-        self._loop.selector.unregister(channel.socket)
+        self.loop.selector.unregister(channel.socket)
         node = self._nodes.get(place.node)
         if node is None:
             node = self._nodes[place.node] = self._peer(place)
@@ -189,9 +183,9 @@ class Hub(Between):
             _log.debug("the connection of node %d has ended", number)
             self._gone.add(number)
             if not self._is_leaving:
-                self.report(place.is_gone(silent_s, self._loop.timeout_s))
+                self.report(place.is_gone(silent_s, self.loop.timeout_s))
 
-        return Peer(place, self._loop, on_message=lambda message: self._take(self._nodes[number], message), on_end=end)
+        return Peer(place, self.loop, on_message=lambda message: self._take(self._nodes[number], message), on_end=end)
 
     def _take(self, node: Peer, message: Message) -> None:
         match message:

@@ -7,13 +7,12 @@ import errno
 import logging
 import selectors
 import socket
+from dataclasses import dataclass
 from functools import partial
 
-from grpo.faults.between import Answer, Between, await_goodbyes
 from grpo.faults.channel import Introduction, Message, join, tune
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Loop, Place
-from grpo.faults.peer import Peer
+from grpo.faults.peer import Answer, Between, Peer, await_goodbyes
 from grpo.faults.progress import Table
 
 _log = logging.getLogger(__name__)
@@ -21,6 +20,7 @@ _log = logging.getLogger(__name__)
 ATTEMPT_S = 2.0  # for a new connection, beside one that is silent
 
 
+@dataclass(eq=False, kw_only=True)
 class HubLink(Between):
     """Another node's end. Without the hub this node decides for itself.
 
@@ -28,27 +28,21 @@ class HubLink(Between):
         OSError: the hub cannot be reached.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        loop: Loop,
-        *,
-        num_nodes: int,
-        addresses: list[str],
-        port: int,
-        secret: str,
-    ) -> None:
-        super().__init__(place, loop)
-        self._secret, self._num_nodes = secret, num_nodes
+    num_nodes: int
+    addresses: list[str]
+    port: int
+    secret: str
+
+    def __post_init__(self) -> None:
         self._is_connected, self._is_leaving = True, False
         self._attempt: Introduction | None = None
         self._attempt_s = 0.0
         self._table: Table = {}
         self._waiting: list[Answer] = []
         self._reported: FailureRecord | None = None
-        channel, hub = join(addresses, port, secret, place, loop.timeout_s)
+        channel, hub = join(self.addresses, self.port, self.secret, self.place, self.loop.timeout_s)
         self._address = channel.socket.getpeername()
-        self._hub = Peer(hub, loop, on_message=self._take, on_end=self._on_end, on_loss=self._look)
+        self._hub = Peer(hub, self.loop, on_message=self._take, on_end=self._on_end, on_loss=self._look)
         self._hub.add(channel)
         _log.debug("has reached the sentinel of node 0")
 
@@ -75,7 +69,7 @@ class HubLink(Between):
         if self._is_connected:
             self._is_leaving = True
             self._hub.send("bye")
-            await_goodbyes(lambda: [self._hub] * self._is_connected, self._loop, self._look)
+            await_goodbyes(lambda: [self._hub] * self._is_connected, self.loop, self._look)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -90,7 +84,7 @@ class HubLink(Between):
                 self._lose(None)
 
     def _on_end(self, silent_s: float) -> None:
-        self._lose(self._hub.place.is_gone(silent_s, self._loop.timeout_s))
+        self._lose(self._hub.place.is_gone(silent_s, self.loop.timeout_s))
 
     def _lose(self, record: FailureRecord | None) -> None:
         _log.debug("the connection to the sentinel of node 0 has ended")
@@ -111,15 +105,15 @@ class HubLink(Between):
             self._lose(self._why())
         elif not self._hub.is_quiet():
             self._give_up_attempt()
-        elif self._attempt is None or self._loop.clock.now_s - self._attempt_s > ATTEMPT_S:
+        elif self._attempt is None or self.loop.clock.now_s - self._attempt_s > ATTEMPT_S:
             self._try_again()
 
     def _why(self) -> FailureRecord:
-        if not self._hub.is_out_of_reach(self._loop.timeout_s / 2):
-            return self._hub.place.is_silent(self._loop.timeout_s)
-        if self._num_nodes == 2:
-            return self.place.has_no_link_to(self._hub.place, self._loop.timeout_s)
-        return self.place.is_cut_off(f"node 0 ({self._hub.place.host})", self._loop.timeout_s)
+        if not self._hub.is_out_of_reach(self.loop.timeout_s / 2):
+            return self._hub.place.is_silent(self.loop.timeout_s)
+        if self.num_nodes == 2:
+            return self.place.has_no_link_to(self._hub.place, self.loop.timeout_s)
+        return self.place.is_cut_off(f"node 0 ({self._hub.place.host})", self.loop.timeout_s)
 
     def _try_again(self) -> None:
         """Another connection, beside what is there."""
@@ -127,15 +121,15 @@ class HubLink(Between):
         connection = socket.socket(socket.AF_INET6 if len(self._address) == 4 else socket.AF_INET)
         connection.setblocking(False)
         code = connection.connect_ex(self._address)
-        attempt = self._attempt = Introduction(connection, self._secret, self.place)
-        self._attempt_s = self._loop.clock.now_s
-        self._loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear_attempt, attempt))
+        attempt = self._attempt = Introduction(connection, self.secret, self.place)
+        self._attempt_s = self.loop.clock.now_s
+        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear_attempt, attempt))
         if code == errno.ECONNREFUSED:
             self._on_end(self._hub.silent_s())
 
     def _give_up_attempt(self) -> None:
         if self._attempt is not None:
-            self._loop.selector.unregister(self._attempt.channel.socket)
+            self.loop.selector.unregister(self._attempt.channel.socket)
             self._attempt.channel.close()
             self._attempt = None
 
@@ -151,8 +145,8 @@ class HubLink(Between):
                 self._on_end(self._hub.silent_s())
             return
         self._attempt = None
-        self._loop.selector.unregister(attempt.channel.socket)
-        tune(attempt.channel.socket, self._loop.timeout_s)
+        self.loop.selector.unregister(attempt.channel.socket)
+        tune(attempt.channel.socket, self.loop.timeout_s)
         self._hub.add(attempt.channel)
         _log.debug("has reached the sentinel of node 0 again")
         self._send_again()

@@ -1,13 +1,16 @@
-"""A sentinel as one of another node sees it: the connections to it, and for how long it has been silent."""
+"""What a sentinel needs of those of other nodes: connections to each, how long it has been silent, and the leave."""
 
 import selectors
+import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
 from grpo.faults.channel import Channel, Message
+from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import Loop, Place, beat_interval_s
+from grpo.faults.progress import Table
 
 QUIET_S = 5.0  # until a new connection is tried; a quarter of the timeout where that is less
 RETURN_BEATS = 3  # in which a peer has to come back, whose connection was reset
@@ -110,3 +113,51 @@ class Peer:
     def is_out_of_reach(self, seconds: float) -> bool:
         """Its machine has confirmed nothing for so long: off, or cut off. Else its sentinel is held."""
         return not self._channels or self._channels[-1].unconfirmed_s() > seconds
+
+
+GOODBYE_S = 3.0
+
+Answer = Callable[[Table], object]
+
+
+@dataclass(eq=False)
+class Between:
+    """What a sentinel needs of the others. This one has none: a job on one node."""
+
+    place: Place
+    loop: Loop
+    record: FailureRecord | None = field(default=None, init=False)
+    """The job's."""
+
+    def report(self, record: FailureRecord) -> None:
+        """Make it the job's, unless one is there already."""
+        if self.record is None:
+            self.record = record
+
+    def beat(self, table: Table) -> None:
+        """Once an interval: say that this node lives, and look who else does."""
+
+    def ask(self, table: Table, answer: Answer) -> None:
+        """`answer` gets the table of all ranks, now or later; `table` is that of this node's."""
+        answer(table)
+
+    def leave(self) -> None:
+        """Say goodbye; blocks `GOODBYE_S` at most, and where a network is cut until it is whole or a peer is lost."""
+
+
+def await_goodbyes(peers: Callable[[], list[Peer]], loop: Loop, look: Callable[[], None]) -> None:
+    """Until the others have read everything, and have ended their connections: what is unread when a connection is
+    closed may be lost with it. One that is held will read it later; one that is cut off has to come back for it.
+
+    Args:
+        peers: those that are still there.
+        look: called in between.
+    """
+    deadline = time.monotonic() + GOODBYE_S
+    while waited_for := peers():
+        if time.monotonic() > deadline and all(peer.knows_all() for peer in waited_for):
+            break
+        for key, _ in loop.selector.select(0.05):
+            key.data()
+        loop.clock.tick()
+        look()

@@ -5,8 +5,8 @@ from typing import Any
 
 from grpo.faults.oom import OomKills
 from grpo.faults.packets import PacketSocket
+from grpo.faults.progress import Reached
 from grpo.faults.sessions import WatchedProcess
-from grpo.faults.stalls import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,9 @@ class Rank(WatchedProcess):
         self.rank = rank
         self.oom_kills = OomKills(pid)
         self.connection: PacketSocket | None = None
-        self.watched = Watched(pid=pid)
+        self.progress: int | None = None
+        self.stacks: int | None = None
+        """Descriptors of what it has written of itself, which it has sent."""
         self.phase = "start"
         self.exchanges = 0
         self.limit: Limit | None = None
@@ -39,6 +41,12 @@ class Rank(WatchedProcess):
         """It has said that it is watched no more."""
         self.is_told = False
         """Of the job's record."""
+        self.seen: tuple[str, int, Reached] = ("", 0, Reached())
+        """Phase, exchanges, and how far it had come at the last look for stalls."""
+        self.seen_since_s = 0.0
+        self.asked_for = ""
+        """What its stacks were asked for since then."""
+        self.is_warned_of = False
         self.killed_s: float | None = None
         """When it was, in seconds since the job's record."""
         self.is_held = False

@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.between import Between
 from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
 from grpo.faults.hub_link import HubLink
 from grpo.faults.liveness import AwakeClock, Loop, Place, beat_interval_s
 from grpo.faults.packets import PacketSocket
+from grpo.faults.peer import Between
 from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
 from grpo.faults.rank import Limit, Rank
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
@@ -92,7 +92,7 @@ class Sentinel:
             return
         warn_s = settings.get("stall_warn_s", WARN_S)
         self._stalls = Stalls(
-            {number: rank.watched for number, rank in self._ranks.items()},
+            self._ranks,
             is_first_node=self.place.node == 0,
             warn_s=warn_s,
             limit_s=limit_s,
@@ -159,7 +159,7 @@ class Sentinel:
             if stopped_s > self.timeout_s:
                 self._report(rank, f"the process of rank {rank.rank} (pid {rank.pid}) {_stopped(stopped_s)}")
             if rank.limit is not None and now_s > rank.limit.deadline_s + STACKS_S:
-                self._report(rank, rank.limit.overdue + where(rank.watched.stacks, rank.limit.thread), rank.limit.phase)
+                self._report(rank, rank.limit.overdue + where(rank.stacks, rank.limit.thread), rank.limit.phase)
         if self._agent is not None and (stopped_s := self._agent.stopped_for_s(now_s)) > self.timeout_s:
             self._report(self._first, f"the launcher of this node (pid {self._agent.pid}) {_stopped(stopped_s)}")
         self.place.phase = self._first.phase
@@ -177,7 +177,7 @@ class Sentinel:
     def _table(self) -> Table:
         table: Table = {}
         for number, rank in self._ranks.items():
-            far, place = Reached.read(rank.watched.progress), (self.place.node, self.place.host)
+            far, place = Reached.read(rank.progress), (self.place.node, self.place.host)
             table[str(number)] = [*Row(rank.phase, rank.exchanges, far.entered, far.collectives, *place)]
         return table
 
@@ -251,7 +251,7 @@ class Sentinel:
             packets.close()
             return
         rank.connection = packets
-        rank.watched.stacks, rank.watched.progress = packets.descriptors
+        rank.stacks, rank.progress = packets.descriptors
         _log.debug("rank %d (pid %d) has connected", rank.rank, rank.pid)
         rank.send("place", **asdict(self.place))
         self._selector.register(packets, selectors.EVENT_READ, lambda: self._hear(rank))

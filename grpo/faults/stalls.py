@@ -14,34 +14,18 @@ from grpo.faults.progress import (
     record_of_stall,
     still_generating,
 )
+from grpo.faults.rank import Rank
 from grpo.faults.stacks import ask_for_stacks, empty, where
 
 WARN_S = 60.0
 WARN_STEPS = 5  # or so many steps' time, where that is longer
 
 
-@dataclass(slots=True, kw_only=True)
-class Watched:
-    """One rank as it is looked at."""
-
-    pid: int
-    progress: int | None = None
-    """Descriptors, which it has sent."""
-    stacks: int | None = None
-    state: tuple[str, int, Reached] = ("", 0, Reached())
-    """Phase, exchanges, and how far it has come."""
-    since_s: float = 0.0
-    """When that was new."""
-    asked_for: str = ""
-    """What its stacks were asked for last."""
-    is_warned: bool = False
-
-
 @dataclass(eq=False)
 class Stalls:
     """Looks once an interval."""
 
-    ranks: Mapping[int, Watched]
+    ranks: Mapping[int, Rank]
     _: KW_ONLY
     is_first_node: bool
     warn_s: float
@@ -69,15 +53,15 @@ class Stalls:
         self._now_s = now_s
         for number, rank in self.ranks.items():
             state = (*phases.get(number, ("", 0)), Reached.read(rank.progress))
-            if state != rank.state:
-                rank.state, rank.since_s, rank.asked_for, rank.is_warned = state, now_s, "", False
+            if state != rank.seen:
+                rank.seen, rank.seen_since_s, rank.asked_for, rank.is_warned_of = state, now_s, "", False
         if any(self._is_quiet(rank) for rank in self.ranks.values()):
             self.ask(self._judge)
 
-    def _is_quiet(self, rank: Watched) -> bool:
-        phase, _, reached = rank.state
+    def _is_quiet(self, rank: Rank) -> bool:
+        phase, _, reached = rank.seen
         patience_s = max(self.warn_s, WARN_STEPS * reached.step_s)
-        return phase in (WATCHED_PHASE, GENERATION) and self._now_s - rank.since_s > patience_s
+        return phase in (WATCHED_PHASE, GENERATION) and self._now_s - rank.seen_since_s > patience_s
 
     def _judge(self, table: Table) -> None:
         late = [*behind(table), *still_generating(table)]
@@ -91,10 +75,10 @@ class Stalls:
     def _act(self, number: int, table: Table, what: str) -> None:
         """With stacks that are of now: they are asked for, and there at the next look."""
         rank = self.ranks[number]
-        quiet_s, reached = self._now_s - rank.since_s, rank.state[2]
+        quiet_s, reached = self._now_s - rank.seen_since_s, rank.seen[2]
         limit_s = max(self.limit_s if reached.step_s else self.first_limit_s, WARN_STEPS * reached.step_s)
         wish = "end" if quiet_s > limit_s else "warning"
-        if wish == "warning" and rank.is_warned:
+        if wish == "warning" and rank.is_warned_of:
             return
         if rank.asked_for != wish:
             rank.asked_for = wish
@@ -106,5 +90,5 @@ class Stalls:
         if wish == "end":
             self.report(record)
         else:
-            rank.is_warned = True
+            rank.is_warned_of = True
             self.warn(f"warns that {record.cause}")

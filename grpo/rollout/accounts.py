@@ -1,13 +1,136 @@
-"""What each engine of a pool has done and when it had nothing to do; with the pool's lock held, and without threads."""
+"""What each engine has done, when it had nothing to do, and whether it gives numbers for what it samples."""
 
 import contextlib
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+
+import numpy as np
 
 from grpo.engine.messages import Sampled
 from grpo.record.timeline.recorder import Recorder
-from grpo.rollout.finite import FiniteCheck
-from grpo.rollout.stints import IdleClock, Stints
+from grpo.record.timeline.records import GENERATE
+
+
+class IdleClock:
+    """How long an engine has nothing to sample, and how long it samples."""
+
+    def __init__(self) -> None:
+        self._idle_s = self._busy_s = 0.0
+        self._since = time.monotonic()
+        self._idle = True
+        self._paused = False
+
+    def _run(self) -> None:
+        before, self._since = self._since, time.monotonic()
+        if self._paused:
+            return
+        if self._idle:
+            self._idle_s += self._since - before
+        else:
+            self._busy_s += self._since - before
+
+    def set(self, idle: bool) -> None:
+        self._run()
+        self._idle = idle
+
+    def pause(self) -> None:
+        self._run()
+        self._paused = True
+
+    def resume(self) -> None:
+        self._run()
+        self._paused = False
+
+    def take_s(self) -> float:
+        """Idle seconds since the last call."""
+        self._run()
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
+
+    def take_busy_s(self) -> float:
+        """Seconds of sampling since the last call."""
+        self._run()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+
+class Stints:
+    """Records each time in which an engine has something to sample, from its first request to its last answer; one
+    that never rests is recorded from push to push."""
+
+    def __init__(self, timeline: Recorder, engine: int) -> None:
+        self._timeline, self._lane = timeline, f"engine {engine}"
+        self._since: float | None = None
+        self._step = self._policy_version = self._tokens = self._requests = 0
+
+    def set(self, idle: bool, policy_version: int) -> None:
+        """After every change of what it holds."""
+        if idle and self._since is not None:
+            self._timeline.add(
+                GENERATE,
+                self._since,
+                time.monotonic(),
+                self._lane,
+                step=self._step,
+                tokens=self._tokens,
+                requests=self._requests,
+                policy_version=self._policy_version,
+            )
+            self._since = None
+        elif not idle and self._since is None:
+            self._since = time.monotonic()
+            self._step, self._policy_version = self._timeline.step, policy_version
+            self._tokens = self._requests = 0
+
+    def cut(self, policy_version: int) -> None:
+        """End the entry of an engine that goes on, and begin another one."""
+        if self._since is not None:
+            self.set(True, policy_version)
+            self.set(False, policy_version)
+
+    def note(self, num_tokens: int) -> None:
+        """A completion of so many tokens has come."""
+        self._tokens += num_tokens
+        self._requests += 1
+
+
+MAX_SHARE = 0.01
+"""Of an engine's tokens since the last report. A sound engine has none at all. TRL trains on such a token as if engine
+and trainer agreed on it (1.16), which a hundredth of a batch bears; an engine whose weights or kernels are broken has
+nothing else."""
+
+
+class FiniteCheck:
+    """Counts the log-probabilities of a node's engines that are not finite.
+
+    Args:
+        node: of the engines.
+    """
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._tokens: Counter[int] = Counter()  # by engine
+        self._not_finite: Counter[int] = Counter()
+
+    def note(self, engine: int, logprobs: np.ndarray) -> None:
+        """Of a completion."""
+        self._tokens[engine] += len(logprobs)
+        self._not_finite[engine] += len(logprobs) - int(np.isfinite(logprobs).sum())
+
+    def take(self) -> tuple[int, str | None]:
+        """How many there were since the last call, and what is wrong with the worst engine, where they are too many."""
+        tokens, self._tokens = self._tokens, Counter()
+        counts, self._not_finite = self._not_finite, Counter()
+        shares = {engine: counts[engine] / tokens[engine] for engine in tokens if tokens[engine]}
+        worst = max(shares, key=lambda engine: shares[engine], default=None)
+        if worst is None or shares[worst] <= MAX_SHARE:
+            return counts.total(), None
+        return counts.total(), (
+            f"engine {worst} of node {self._node} gave {counts[worst]} of {tokens[worst]} tokens log-probabilities "
+            f"that are no finite numbers; more than {MAX_SHARE:.0%} end the job [GRPO-417]"
+        )
 
 
 class Accounts:

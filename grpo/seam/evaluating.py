@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo.config.evaluating import evaluation_sampling, passes_at
+from grpo.config.options import evaluation_sampling, passes_at
 from grpo.rewards.passes import Passes
 from grpo.seam.sparing import SparingTrainer
 

@@ -18,7 +18,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo.config.recording import profiled_ranks, profiled_steps
+from grpo.config.options import profiled_ranks, profiled_steps
 from grpo.place.log import EVERY_RANK
 from grpo.place.topology import NodeTopology
 from grpo.record.completions import CompletionSamples, Row, evaluation_prefix, sampled_rows

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from grpo.engine.client import EngineError
 from grpo.faults.failure import JobFailed
-from grpo.faults.job_watch import watch_for
+from grpo.faults.sentinel_start import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology

@@ -26,7 +26,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from grpo.faults.job_watch import watch_for
+from grpo.faults.sentinel_start import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology

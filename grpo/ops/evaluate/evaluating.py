@@ -23,8 +23,8 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler, get_callable_name, is_async_callable
 
 from grpo.config import GRPOConfig
-from grpo.config.evaluating import evaluation_sampling, passes_at
 from grpo.config.models import choose_backend, describe_model, engine_args, sampling_settings
+from grpo.config.options import evaluation_sampling, passes_at
 from grpo.engine.client import EngineClient, EngineDied
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import EngineSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.config.evaluating import check_evaluating
+from grpo.config.options import check_evaluating
 from grpo.ops.train.arguments import Arguments, parse_arguments
 from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, load_evaluation

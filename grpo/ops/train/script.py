@@ -11,8 +11,7 @@ from pathlib import Path
 
 from grpo.ops.telling import telling_mistakes
 from grpo.place.files import flag_of, settings_of
-from grpo.place.importing import importing
-from grpo.place.quiet import quiet
+from grpo.place.importing import importing, quiet
 
 
 def main(argv: Sequence[str] | None = None) -> None:

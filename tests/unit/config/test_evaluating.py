@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from grpo import GRPOConfig
-from grpo.config.evaluating import evaluation_sampling, passes_at
+from grpo.config.options import evaluation_sampling, passes_at
 
 
 def config(**options: Any) -> GRPOConfig:

@@ -58,7 +58,7 @@ def test_a_word_that_names_nothing_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_replica_has_the_replicas_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo.config.recording import own_log_level
+    from grpo.config.options import own_log_level
 
     args = config(tmp_path, log_level="debug", log_level_replica="error")
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from grpo.faults import job_watch
+from grpo.faults import sentinel_start
 from grpo.faults.failure import FailureRecord, JobFailed
-from grpo.faults.job_watch import watch_for
 from grpo.faults.kinds import may_be_an_echo
 from grpo.faults.liveness import Place
 from grpo.faults.sentinel_link import SentinelLink
-from grpo.faults.sentinel_start import _started, start_sentinel
+from grpo.faults.sentinel_start import _started, start_sentinel, watch_for
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
@@ -207,7 +206,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
 
 STUCK_ALONE = """
 import threading, time
-from grpo.faults.job_watch import watch_for
+from grpo.faults.sentinel_start import watch_for
 from grpo.faults.watch import FailureWatch
 from tests.support.made_up_jobs import job
 
@@ -242,9 +241,9 @@ def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> No
 
 def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
     (topology, *_) = job((8,), ranks=1)
-    monkeypatch.setattr(job_watch, "_current", None)
-    monkeypatch.setattr(job_watch, "link_to_sentinel", lambda *_, **__: None)
-    monkeypatch.setattr(job_watch, "FailureWatch", lambda *_, **__: next(made))
+    monkeypatch.setattr(sentinel_start, "_current", None)
+    monkeypatch.setattr(sentinel_start, "link_to_sentinel", lambda *_, **__: None)
+    monkeypatch.setattr(sentinel_start, "FailureWatch", lambda *_, **__: next(made))
     hook, made = sys.excepthook, iter([pair[1], alone()])
     assert hook == pair[1]._report_unhandled
     watch_for(topology, {})

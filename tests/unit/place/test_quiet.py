@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from grpo.place.quiet import quiet
+from grpo.place.importing import quiet
 
 
 def test_named_messages_alone_are_silenced() -> None:

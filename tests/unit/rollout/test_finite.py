@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo.faults.failure import StepFailed
-from grpo.rollout.finite import FiniteCheck
+from grpo.rollout.accounts import FiniteCheck
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 NAN = math.nan
@@ -56,7 +56,7 @@ def test_an_engine_that_gives_none_ends_the_job_behind_its_last_step(
 
 
 def test_few_are_counted(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.rollout.finite.MAX_SHARE", 0.2)  # of so few tokens one is more than a hundredth
+    monkeypatch.setattr("grpo.rollout.accounts.MAX_SHARE", 0.2)  # of so few tokens one is more than a hundredth
     script = use_scripted_engines(monkeypatch)
     script.logprobs_of = lambda sample, tokens: [NAN, -2.5, -2.5] if script.asked["submit"] == 3 else None
     trainer = make_trainer(tiny_model, tmp_path / "run", script.story, vllm_max_logprob_gap=1e9, max_steps=2)

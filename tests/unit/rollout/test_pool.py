@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grpo.engine.client import EngineError
+from grpo.rollout.accounts import IdleClock
 from grpo.rollout.packing import REFUSED, Request, to_lists
-from grpo.rollout.stints import IdleClock
 from tests.support.engines import DEADLINE_S, ThreadedEngine
 from tests.support.pools import Node, expected_of, requests_of, wait_until
 

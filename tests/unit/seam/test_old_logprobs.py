@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from grpo import GRPOTrainer
 from grpo.engine.messages import Sample
-from grpo.rollout import finite
+from grpo.rollout import accounts
 from grpo.seam.lazy_vllm import TRLTrainer
 from grpo.seam.old_logprobs import OldLogprobsTrainer
 from grpo.weights import delivery
@@ -163,7 +163,7 @@ def test_the_clip_acts_on_what_the_engines_say(run: Run) -> None:
 
 def test_what_no_engine_has_scored_leaves_the_loss(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token within a completion, whose followers still see it; and rows whose prompts no engine takes."""
-    monkeypatch.setattr(finite, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(accounts, "MAX_SHARE", 1.0)
     run.off = lambda tokens: np.resize([0.0, np.nan, 0.0, -np.inf], len(tokens))
     run.script.max_model_len = 40
     short, long = "11+11=", "12+12=" * 40
@@ -215,7 +215,7 @@ def test_a_batch_in_use_goes_on_after_a_change_of_mind(run: Run) -> None:
 
 
 def test_a_batch_of_the_trainers_is_counted_again_when_it_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(accounts, "MAX_SHARE", 1.0)
     run.off = lambda tokens: np.resize([0.0, np.nan], len(tokens))
     settings = {**CASES["two_steps_a_batch"], "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     run("trainer", **settings)

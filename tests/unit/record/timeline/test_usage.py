@@ -14,9 +14,8 @@ import pynvml
 import pytest
 import torch
 
-from grpo.record.timeline.processes import Processes
 from grpo.record.timeline.records import Usage
-from grpo.record.timeline.usage import UsageSampler
+from grpo.record.timeline.usage import Processes, UsageSampler
 from tests.support.nvml_stand_in import MadeUpGpu, StandIn
 
 GPUS = [f"GPU-{index}{index}aa-bbbb" for index in range(4)]
