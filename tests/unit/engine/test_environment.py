@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo.engine import lifetime
 from grpo.engine.environment import engine_environment, own_folder
 from grpo.engine.process import deaf_to_sigchld
+from grpo.faults.sessions import WatchedProcess
 
 LAUNCHED = {
     "PATH": "/bin",
@@ -147,7 +147,7 @@ def test_what_is_compiled_stays_on_the_node() -> None:
 def test_processes_that_have_ended_meanwhile() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    assert lifetime._open_end(gone.pid) is None
+    assert WatchedProcess(gone.pid).wait(0)
 
 
 def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> None:
