@@ -44,6 +44,7 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.sizes
 	$(BIN)/python -m tools.foreign_assignments
+	$(BIN)/python -m tools.prose
 	$(BIN)/shellcheck --external-sources --check-sourced launch/*.sbatch launch/local_2node.sh .ci/run
 
 docs: install

@@ -27,7 +27,7 @@ BATCHES = (8, 4, 2, 1)
 GPU, GPUS_PER_NODE = "h100", 8
 FOOT = """
 Other models, lengths, GPUs and adapters: `grpo plan --model NAME --num_machines N --gpu h100`, as
-[Before a job](plan-and-doctor.md) shows. [Out of memory](out_of_memory.md) says what lowers each phase.
+[Plan and check a job](plan-and-doctor.md) shows. [Out of memory](out_of_memory.md) lists the remedies for each phase.
 """
 
 
@@ -66,17 +66,17 @@ class Size:
 HEAD = f"""# Which GPUs for which model
 
 **Estimates, by the formulas of `grpo plan`: no GPU has measured any of them.** For each model and length of completions
-the fewest nodes of {GPUS_PER_NODE} H100 on which everything fits, and the settings with the shortest step there. Full
+you find the fewest nodes of {GPUS_PER_NODE} H100 on which it fits, and the settings with the shortest step there. Full
 fine-tuning in bfloat16 with ZeRO-3, gradient checkpointing and flash attention, prompts of at most {PROMPT_TOKENS}
 tokens, no reference model (`beta: 0`), about {COMPLETIONS} completions a step in groups of 8.
 
-- *reserve*: `vllm_reserved_gpus`, the GPUs of each node that generate; *TP*: `vllm_tensor_parallel_size`.
+- *reserve*: `vllm_reserved_gpus`, the inference GPUs of each node; *TP*: `vllm_tensor_parallel_size`.
 - *batch*: `per_device_train_batch_size`; *step*: `completions_per_step`, of all nodes.
-- *GiB*: the most that a training GPU holds; *at once*: completions of full length that an engine samples at a time.
+- *GiB*: the peak of a training GPU; *at once*: completions of full length on an engine at a time.
 - *seconds*: of sampling and then of training, with completions a quarter as long as they may be in the mean; *batches
-  under way*: with [`generation_lookahead: N`](lookahead.md), where that is shorter by a twentieth.
+  under way*: with [`generation_lookahead: N`](lookahead.md), if shorter by a twentieth.
 
-This page is made by the code (`python -m tools.sizing_page`) from the `config.json` of each model in `tools/models`.
+This page is written by the code (`python -m tools.sizing_page`) from the `config.json` of each model in `tools/models`.
 
 | model | answers | GPUs | reserve | TP | batch | step | GiB | at once | seconds | batches under way |
 |---|---|---|---|---|---|---|---|---|---|---|

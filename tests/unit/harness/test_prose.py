@@ -64,3 +64,8 @@ def test_pages_for_developers_have_no_rates_and_no_private_words(
     assert capsys.readouterr().out.splitlines()[1:] == ['docs/architecture.md:2: "room": write package; space']
     (tmp_path / "docs" / "architecture.md").write_text("What that is.")
     assert main() == 0
+
+
+def test_our_pages_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["prose"])
+    assert main() == 0, capsys.readouterr().out
