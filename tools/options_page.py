@@ -45,9 +45,10 @@ _QUIET: dict[str, Any] = {"report_to": "none", "bf16": False, "use_cpu": True, "
 
 HEAD = """# Options
 
-Every field of `GRPOConfig` is a keyword of it, a flag of `train.py` (`--generation_lookahead 1`) and a key of a YAML
-file. All of TRL's own fields are there; its documentation has them. These tables are made from the code
-(`python -m tools.options_page`).
+Set a field of `GRPOConfig` as a keyword in Python, as a flag of `train.py` (`--generation_lookahead 1`) or as a key of
+a YAML file. You have all of TRL's own fields, too; look for them in its documentation. [Choosing GPUs and
+settings](choosing.md) has values to start with. These tables are written from the code (`python -m
+tools.options_page`).
 """
 
 

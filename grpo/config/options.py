@@ -22,7 +22,8 @@ class RecordingConfig:
     """For how many prompts of a log step all completions are kept, with rewards, advantages and where they were
     sampled, in completions/ of the output folder (200 MB at most). 0: for none."""
     usage_interval_s: float = 5.0
-    """Seconds between two looks at what GPUs, memory and processes of each node are used for; 0: nobody looks."""
+    """Seconds between two samples of what each node's GPUs, memory and processes are used for; 0 disables
+    it."""
     profile_steps: str | None = None
     """Optimizer steps, counted from 1, in which torch's profiler runs: '10-12', or '10'. Writes Chrome traces to
     profile/ of the output folder, and logs the shares of computation and communication."""
@@ -75,8 +76,8 @@ class ConversationConfig:
     """Fields that matter with `tools`, `environment_factory` and `rollout_func`, agents among them."""
 
     tool_timeout: float = 120.0
-    """Seconds that one call of a tool may take. Then it is interrupted in the main thread, or left alone in a thread or
-    an event loop, and counted, and the model is told that it failed."""
+    """Seconds that one call of a tool may take. Then it is interrupted in the main thread, or abandoned in a thread or
+    an event loop, and counted, and the model receives an error."""
     max_tool_threads: int | None = None
     """None: synchronous tools and environments run in the main thread, one call at a time in TRL's order, and those
     marked with grpo.in_threads in threads. A number: all calls run in threads, so many at a time on a rank, and each

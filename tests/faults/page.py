@@ -15,20 +15,19 @@ PAGE = ROOT / "docs" / "faults.md"
 NOT_RUN = "not run"
 HOLDS, STALE, WRONG = "holds", "stale", "wrong"
 
-HEAD = f"""# Faults
+HEAD = f"""# Fault matrix
 
-What happens when something dies, hangs or fills up, in every phase. Each cell is a real job on CPUs: a small model,
-two or three ranks with ZeRO-3, vLLM engines; the fault is put where the column says. Promised are
-{PROMISED_S:.0f} s at most, from the fault to the job's last process, with one record on every rank that names node,
-rank, phase and cause, and nothing left behind; or, where a cell says "goes on", to the next step. A deadline that is
-set (`reward_timeout`) comes on top.
+Every fault in every phase, injected into a real job on CPUs: a small model, two or three ranks with ZeRO-3, vLLM
+engines. Specified are {PROMISED_S:.0f} s at most, from the fault to the job's last process, with one record on every
+rank that names node, rank, phase and cause, and nothing left behind; or, where a cell says "goes on", to the next
+step. A deadline that is set (`reward_timeout`) comes on top. [Fault tolerance](fault_tolerance.md) is the short form.
 
-A number: seconds, all as promised. "goes on": the job went on, with the seconds to its next step. "!": not as
-promised, below. "*": stale, for code that the cell exercises has changed since (comments aside;
-`tests/faults/stamps.py` says which code that is). "not run": nobody has yet. A letter: why the cell is never run,
-below. `make faults` runs all of it (`python -m tests.faults.run --jobs 3`: about 70 minutes on two cores),
-`python -m tests.faults.run --stale` what no longer holds, and `python -m tests.faults.run 'host-*/push/*'` some; this
-page is written by it.
+Cells: seconds until the job ended as specified. "goes on": the job went on, with the seconds to its next step. "!":
+not as specified, see below. "*": stale, the code that the cell exercises has changed since (comments aside;
+`tests/faults/stamps.py` lists it). "not run": no result yet. A letter: the reason why the cell is never run, below.
+`make faults` runs all of it (`python -m tests.faults.run --jobs 3`: about 70 minutes on two cores),
+`python -m tests.faults.run --stale` the stale cells, and `python -m tests.faults.run 'host-*/push/*'` some; each writes
+this page.
 """
 
 
@@ -64,7 +63,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts += [f"- **{letter}**: {why}." for why, letter in letters.items()]
     wrong = [(name, result) for name, result in results.items() if result["wrong"]]
     if wrong:
-        parts.append("\n## Not as promised\n")
+        parts.append("\n## Not as specified\n")
         parts += [f"- `{name}`: {'; '.join(_short(each) for each in result['wrong'])}." for name, result in wrong]
     return "\n".join(parts) + "\n"
 
