@@ -1,19 +1,21 @@
 """Pages that tools write from the code are as the code is: files, Python API, environment variables."""
 
 import ast
+import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import grpo
-from tools import environment_page, files_page, python_api_page
+from grpo.cli import COMMANDS
+from tools import commands_page, environment_page, files_page, python_api_page
 from tools.markdown import table
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("tool", [environment_page, files_page, python_api_page])
+@pytest.mark.parametrize("tool", [commands_page, environment_page, files_page, python_api_page])
 def test_a_page_is_the_one_that_its_tool_writes(tool: ModuleType) -> None:
     """If not: `python -m` and the tool's name."""
     assert tool.PAGE.read_text() == tool.page(), f"python -m {tool.__name__}"
@@ -69,3 +71,17 @@ def test_sections_of_a_docstring_become_lists() -> None:
 
 def test_a_bar_does_not_end_a_cell() -> None:
     assert table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
+
+
+def test_every_command_of_grpo_is_on_the_page() -> None:
+    page = commands_page.page()
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## `grpo {name}`" for name in COMMANDS]
+    assert "| `--ranks-per-node` `N` |" in page
+
+
+def test_a_default_does_not_depend_on_the_job_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = commands_page.of_command("launch")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("GRPO_OUTPUT_DIR", "elsewhere")
+    assert before in commands_page.page()
+    assert os.environ["SLURM_JOB_ID"] == "4711"
