@@ -3,6 +3,7 @@
 # make test-long the rest of the tests: more models, faults and layouts, the benchmarks' short forms; as long again
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
+# make pages    the pages of docs/ that are written from the code: options, commands, files, Python API, environment
 # make faults   every fault in every phase on real jobs, over an hour; writes docs/faults.md   (CELLS='host-*/push/*')
 # make constraints  the lists of what is installed, renewed from pyproject.toml
 # make test-versions  unit tests and a job with the lowest and the highest versions that pyproject.toml allows
@@ -17,7 +18,7 @@ BACKEND ?= $(or $(HELD),cpu)
 # uv or pip: that one, and no other.
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-long test-versions test-gpu coverage faults lint docs dist bench clean
+.PHONY: install constraints demo test test-long test-versions test-gpu coverage faults lint docs pages dist bench clean
 
 install: $(VENV)/.installed
 
@@ -50,6 +51,9 @@ lint: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
+
+pages: install
+	@for name in commands environment files options python_api; do $(BIN)/python -m tools.$${name}_page || exit 1; done
 
 # The wheel is built from the sdist: what is missing there is missing here too.
 dist: install

@@ -115,7 +115,8 @@ def entry(name: str, file: str, lead: str = "") -> str:
 def page() -> str:
     promised = [entry(name, file) for name, file in PROMISED.items()]
     given = [entry(name, file, lead) for name, (file, lead) in GIVEN.items()]
-    return "\n\n".join([HEAD.rstrip(), "## What stays", *promised, "## What your code is given", *given]) + "\n"
+    parts = [HEAD.rstrip(), "## Stable names", *promised, "## Objects and functions for your code", *given]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
