@@ -284,7 +284,7 @@ class LocalVLLM:
         return [self._trained.end_tokens[0]], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int | None = None, **sampling: Any) -> Turn:
-        """One turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
+        """Sample one turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
         return await self.sampler.sample(token_ids, row=row, turn=turn, **sampling)
 
     @property

@@ -11,15 +11,15 @@ _MARK = "_grpo_scores_each"
 
 
 def scores_each(unit: Unit) -> Callable[[Function], Function]:
-    """Declares that what a reward function gives a completion depends on nothing but that completion, or its group.
+    """Declare that a reward function scores each completion, or each group, independently of all others.
 
-    It then starts while others are still sampled, and is called with as many completions as there are: lists of one, of
-    some, or of whole groups, instead of a rank's batch.
+    It then starts while other completions are still sampled, and is called with as many completions as there are: lists
+    of one, of some, or of whole groups, instead of a rank's batch.
 
         @scores_each("completion")
         def judge(prompts, completions, **columns): ...
 
-    Nobody guesses it: a reward that looks at the whole batch, to normalise, say, would silently become another one.
+    This is opt-in: a reward that normalises over the batch would give different values.
 
     Args:
         unit: "completion", or "group" for the completions of one prompt; where a group lies on several ranks, those
@@ -27,7 +27,7 @@ def scores_each(unit: Unit) -> Callable[[Function], Function]:
 
     Raises:
         ValueError: for another word.
-        TypeError: for what cannot be marked, such as a method of an object: mark it where its class defines it.
+        TypeError: the function cannot be marked, such as a method of an object: mark it where its class defines it.
     """
     if unit not in ("completion", "group"):
         raise ValueError(f'scores_each({unit!r}): a function scores each "completion" or each "group" by itself')

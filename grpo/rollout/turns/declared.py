@@ -8,7 +8,7 @@ _MARK = "_grpo_in_threads"
 
 
 def in_threads(declared: Declared) -> Declared:
-    """Declares that a synchronous tool may run in several threads at a time, or that an environment may live in a
+    """Declare that a synchronous tool may run in several threads at a time, or that an environment may live in a
     thread of its own, where it is made, reset and called.
 
         @in_threads
@@ -17,11 +17,11 @@ def in_threads(declared: Declared) -> Declared:
         @in_threads
         class Browser: ...
 
-    Others run in the main thread, one at a time, in TRL's order. What is declared waits for nothing, and in another
-    order than rows: it shares no state with other rows whose answers depend on it.
+    Others run in the main thread, one at a time, in TRL's order. Declared ones run concurrently, in any order of rows:
+    their answers must not depend on state that they share with other rows.
 
     Raises:
-        TypeError: for what cannot be marked, such as a method of an object: mark the function or class that it is of.
+        TypeError: it cannot be marked, such as a method of an object: mark the function or the class instead.
     """
     try:
         setattr(declared, _MARK, declared)

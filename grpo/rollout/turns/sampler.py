@@ -92,11 +92,11 @@ class Sampler:
         max_tokens: int | None = None,
         **sampling: Any,
     ) -> Turn:
-        """Continue a conversation.
+        """Sample the next turn of a rollout.
 
         Args:
-            token_ids: [L], all that was said before, template and all.
-            row: which of this rank's prompts the conversation belongs to, from 0.
+            token_ids: [L], the whole history, template included.
+            row: the number of the rollout's prompt among this rank's, from 0.
             turn: from 0; the seed follows from both, so no two calls for a row take the same, but after a refusal.
                 None: the seed follows from the row, the tokens, and how often the row had these sampled before. So
                 several turns of a row, asked for at once in any order, are the same ones in every run.

@@ -1,5 +1,6 @@
 """`make docs`: the site builds without a warning, and its page of options says what the code says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     written = (tmp_path / "site" / "options.html").read_text()
     assert "generation_lookahead" in written
     assert (tmp_path / "site" / "architecture.html").exists()
+    pages = [page.read_text() for page in (tmp_path / "site").glob("*.html")]
+    loaded = re.compile(r'<(?:script|img|source)[^>]*\bsrc="?https?:|<link[^>]*rel="?stylesheet[^>]*href="?https?:')
+    assert [found[0] for page in pages for found in loaded.finditer(page)] == [], "a page loads from a network"
 
 
 def test_sizes_are_those_of_the_plan() -> None:
