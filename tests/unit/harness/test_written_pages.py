@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -85,3 +86,13 @@ def test_a_default_does_not_depend_on_the_job_around(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GRPO_OUTPUT_DIR", "elsewhere")
     assert before in commands_page.page()
     assert os.environ["SLURM_JOB_ID"] == "4711"
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "paths.md", "processes.md"])
+def test_files_that_pages_for_developers_name_are_there(page: str) -> None:
+    """Below grpo/ or the root, or by their name alone."""
+    alone = {file.name for folder in ("grpo", "tests") for file in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"`([\w./]+\.py)`", (ROOT / "docs" / page).read_text()))
+    assert len(named) > 5
+    there = {name for name in named if (ROOT / "grpo" / name).exists() or (ROOT / name).exists() or name in alone}
+    assert named - there == set()
