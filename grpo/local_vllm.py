@@ -28,6 +28,7 @@ from grpo.rollout.turns.rollouts import Rollouts, without_empty
 from grpo.rollout.turns.sampler import Sampler, Turn
 from grpo.rollout.turns.serving import RankConversations
 from grpo.rollout.turns.talk import Talk
+from grpo.rollout.turns.tools import ToolRunner
 from grpo.serving import Serving, ServingStart
 from grpo.weights.delivery import WeightDelivery
 from grpo.weights.report import PushReport
@@ -84,8 +85,8 @@ class LocalVLLM:
         self._engine_ids = engine_ids
         self._on_respawn = on_respawn
         self._rollouts = rollouts
-        self.last_talks: tuple[list[Talk], dict[str, int]] = ([], {})
-        """Of the last batch, this rank's conversations and how often they called tools."""
+        self.last_talks: tuple[list[Talk], ToolRunner | None] = ([], None)
+        """Of the last batch, this rank's conversations, and who ran their tools."""
         self._timeline = timeline or Recorder()
         self._refusals = Refusals(args.vllm_max_refused)
         self._versions = 0
@@ -253,8 +254,8 @@ class LocalVLLM:
         if conversations.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
         with profiler, self._in_rollout():
-            talks, tool_counts, self.last_batch = conversations.talk(prompts)
-        self.last_talks = talks, tool_counts
+            talks, tools, self.last_batch = conversations.talk(prompts)
+        self.last_talks = talks, tools
         self._last_prompt_tokens = [len(prompt) for prompt in prompts]
         for talk in talks:
             if talk.refusal is not None:
@@ -262,7 +263,7 @@ class LocalVLLM:
                 talk.first_turn = 1
         return [(talk.token_ids[: talk.first_turn], talk.logprobs[: talk.first_turn]) for talk in talks]
 
-    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]:
+    def roll_out(self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]) -> dict[str, Any]:
         """Run a rollout function of the user's, which calls `generate` or `sample` as often as it likes. Collective.
 
         Raises:
@@ -273,7 +274,7 @@ class LocalVLLM:
         if self._conversations is None:
             raise RuntimeError("roll_out before sync_weights: the engines have no weights yet")
         with self._in_rollout():
-            output, self.last_batch = self._conversations.roll_out(func, num_rows)
+            output, self.last_batch = self._conversations.roll_out(func, prompts)
         self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
         left_out = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
         return without_empty(output, left_out, *self._nothing())
@@ -300,6 +301,8 @@ class LocalVLLM:
         with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
+        assert self._conversations is not None
+        self._conversations.sample_ahead()
         self._refusals.look_at(self.last_batch.reports)
 
     @property
@@ -325,7 +328,7 @@ class LocalVLLM:
         """Wait for all batches that are sampled ahead. Collective over the job."""
         if self._serving is not None:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
-                self._serving.batches.wait()
+                self._serving.wait()
 
     def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
         """For a checkpoint: `GenerationBatches.kept`. Collective."""
@@ -339,7 +342,7 @@ class LocalVLLM:
         """Forget what is sampled ahead. On every rank, but not collective."""
         self.kept_batches = []
         if self._serving is not None:
-            self._serving.batches.drop()
+            self._serving.drop()
 
     def _progress_now(self) -> Progress:
         step, mode, batch = self._progress()

@@ -84,6 +84,18 @@ class Serving:
     conversations: RankConversations | None
     """Where prompts become several turns."""
 
+    def wait(self) -> None:
+        """Wait for all batches that are sampled ahead. Collective over the job."""
+        self.batches.wait()
+        if self.conversations is not None:
+            self.conversations.wait()
+
+    def drop(self) -> None:
+        """Forget what is sampled ahead. On every rank, but not collective."""
+        self.batches.drop()
+        if self.conversations is not None:
+            self.conversations.drop()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStart:
@@ -196,6 +208,7 @@ class ServingStart:
             self.watch,
             batches,
             Limits(batch_s=self.args.rollout_timeout, turn_s=self.args.vllm_generate_timeout),
+            lookahead=self.args.generation_lookahead,
             pool=pool,
             broker=broker,
             address=of_nodes[self.engines.topology.node].turns_address,

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
 from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
-from grpo.checkpoints.prompt_order import prompts_of_batch
 from grpo.config import GRPOConfig
 from grpo.config.models import attention_heads, base_of, describe_model, sampling_settings
 from grpo.config.options import refuse_with_spare_groups
@@ -47,6 +46,7 @@ from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
 from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
+from grpo.seam.episodes_ahead import refuse_main_thread_ahead
 from grpo.seam.evaluating import EvaluatingTrainer
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
@@ -129,6 +129,7 @@ class GRPOTrainer(EvaluatingTrainer):
             start_first_host()  # unless one waits already, or this node's engines have been started before
         with self.recording_failures(args.output_dir):
             refuse_unsupported(inherited)
+            refuse_main_thread_ahead(inherited)
             check_inputs(inherited)
             self._init_local(inherited)
 
@@ -219,7 +220,7 @@ class GRPOTrainer(EvaluatingTrainer):
                 self._node_groups,
                 self._watch,
                 self._progress,
-                prompts_of_batch=self._prompts_of_batch,
+                prompts_of_batch=self.prompts_of_batch,
                 engine_ids=lambda: self._engine_ids,
                 on_respawn=lambda respawn: self.record_respawn(str(respawn)),
                 rollouts=self._take_rollouts(),
@@ -368,23 +369,6 @@ class GRPOTrainer(EvaluatingTrainer):
 
     def _progress(self) -> tuple[int, str, int]:
         return self.state.global_step, self._mode, self._step // self._steps_per_batch
-
-    def _prompts_of_batch(self, number: int) -> list[list[int]] | None:
-        """This rank's prompts of a generation batch that follows; None when training ends before it."""
-        args = self.args
-        micro_batches_left = (self.state.max_steps - self.state.global_step) * args.gradient_accumulation_steps
-        micro_batches_left -= self._step - self._step_began_at
-        if number * self._steps_per_batch >= self._step + micro_batches_left:
-            return None
-        assert self._sampler is not None, "lookahead in a stream is refused"
-        return prompts_of_batch(
-            number,
-            self._sampler,
-            self.train_dataset,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-        )
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -253,6 +253,13 @@ def _name(sampler: Any) -> str:
     return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
 
 
+def rows_of_batch(number: int, sampler: GenerationSampler, *, rank: int, world_size: int) -> list[int]:
+    """Numbers of a rank's rows, copies included; accelerate deals a generation batch out to ranks in order."""
+    rows = sampler.sampled_batch(*divmod(number, sampler.num_batches))
+    share = len(rows) // world_size
+    return rows[rank * share : (rank + 1) * share]
+
+
 def prompts_of_batch(
     number: int,
     sampler: GenerationSampler,
@@ -268,12 +275,10 @@ def prompts_of_batch(
     accelerate's end-of-data flag a batch too early, and with it gradient accumulation (1.15).
 
     Args:
-        rank: among `world_size` ranks; accelerate deals a generation batch out to them in order.
+        rank: among `world_size` ranks.
         tokenize: token ids of a list of prompts, as training does it.
     """
-    rows = sampler.sampled_batch(*divmod(number, sampler.num_batches))
-    share = len(rows) // world_size
-    rows = rows[rank * share : (rank + 1) * share]
+    rows = rows_of_batch(number, sampler, rank=rank, world_size=world_size)
     different = list(dict.fromkeys(rows))
     token_ids = tokenize([dataset[row]["prompt"] for row in different])
     of_row = dict(zip(different, token_ids, strict=True))

@@ -37,12 +37,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     if not torch.accelerator.is_available() and (need := unmet_cpu_need()) is not None:
         raise ValueError(f"{need.what}: {need.fix}")
     for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments[name] and args.generation_lookahead:
-            raise ValueError(
-                f"generation_lookahead is {args.generation_lookahead} with {name}: environments are reset and tools "
-                "have their effects when a batch is asked for, not batches before; set generation_lookahead to 0"
-            )
-        if arguments[name] and args.balances_nodes:
+        if arguments[name] and args.vllm_balance_nodes:
             raise ValueError(
                 f"vllm_balance_nodes moves prompts between nodes, but with {name} a conversation stays with its rank, "
                 "whose tools it calls: set vllm_balance_nodes to False"

@@ -30,7 +30,7 @@ from grpo.rollout.report import GenerationReport, PolicyLag
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-_OTHER_PROMPTS = (
+OTHER_PROMPTS = (
     "the prompts that were sampled ahead are not those that training asks for now [GRPO-611]: the data set, its "
     "transform or the data loader gives other rows when it is read again; set generation_lookahead to 0"
 )
@@ -50,6 +50,11 @@ class Progress:
     """Number of the generation batch of training that is asked for now, from 0 over the whole run."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's sampling arguments in place of training's; of evaluation."""
+
+    @property
+    def number(self) -> int:
+        """By which the batch that is asked for now has its seed."""
+        return self.batch if self.mode == "train" else self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,9 +155,9 @@ class GenerationBatches:
         if now.mode == "train" and self._under_way:
             submitted = self._under_way.popleft()
             if not _are_equal(submitted.prompts, prompts):
-                raise RuntimeError(_OTHER_PROMPTS)
+                raise RuntimeError(OTHER_PROMPTS)
         else:
-            submitted = self._submit(prompts, _number_of(now))
+            submitted = self._submit(prompts, now.number)
         if now.mode == "train":
             self._fill(now, self._lookahead - 1)
         completions, reports = self._collect(submitted)
@@ -243,11 +248,12 @@ class GenerationBatches:
         for each in found:
             assert each.collected is not None, "it comes with its completions"
             if not each.collected[1]:
-                seed = self._base_seed(now.mode, each.number)
+                seed = self.base_seed(now.mode, each.number)
                 lag = now.versions - each.at.versions
                 held = Kept(completions=each.collected[0], step=each.at.step, lag=lag)
                 each.collected = None
-                each.pending = self._sampler.submit(each.prompts, seed, order=each.number + 1, kept=held)
+                order = order_of(now.mode, each.number)
+                each.pending = self._sampler.submit(each.prompts, seed, order=order, kept=held)
             self._under_way.append(each)
 
     def drop(self) -> None:
@@ -261,12 +267,12 @@ class GenerationBatches:
             submitted.collected = self._sampler.collect(submitted.pending)
         return submitted.collected
 
-    def next_base_seed(self) -> tuple[Progress, int]:
-        """Where training stands, and the seed of the batch that is sampled now; see `seed_base`."""
-        now = self._progress()
-        return now, self._base_seed(now.mode, _number_of(now))
+    def now(self) -> Progress:
+        """Where training stands."""
+        return self._progress()
 
-    def _base_seed(self, mode: str, number: int) -> int:
+    def base_seed(self, mode: str, number: int) -> int:
+        """Of a batch with this number, or an evaluation at this step, which is sampled now; see `seed_base`."""
         last, draws = self._draws.get(mode, (number, 0))
         draw = draws if last == number else 0
         self._draws[mode] = (number, draw + 1)
@@ -274,9 +280,14 @@ class GenerationBatches:
 
     def _submit(self, prompts: Prompts, number: int) -> _Submitted:
         now = self._progress()
-        order = number + 1 if now.mode == "train" else 0  # an evaluation first: ranks wait for it
-        pending = self._sampler.submit(prompts, self._base_seed(now.mode, number), order=order, sampling=now.sampling)
+        order = order_of(now.mode, number)
+        pending = self._sampler.submit(prompts, self.base_seed(now.mode, number), order=order, sampling=now.sampling)
         return _Submitted(prompts=prompts, number=number, pending=pending, at=now)
+
+
+def order_of(mode: str, number: int) -> int:
+    """As `Batch` has it: an evaluation first, as ranks wait for it."""
+    return number + 1 if mode == "train" else 0
 
 
 def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
@@ -293,10 +304,6 @@ def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[
             tensors = {name: torch.from_numpy(message) for name, message in messages.items()}
             found[rank].append({**parts[0], **tensors})
     return found
-
-
-def _number_of(now: Progress) -> int:
-    return now.batch if now.mode == "train" else now.step
 
 
 def _are_equal(one: Prompts, other: Prompts) -> bool:

@@ -15,9 +15,11 @@ from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
 from grpo.rollout.turns.main_calls import MainThread
-from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
+from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
+from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk, TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
+from grpo.seam.episodes_ahead import EpisodesAhead
 from grpo.seam.scoring import ScoringTrainer, use_device
 
 _log = logging.getLogger(__name__)
@@ -29,16 +31,14 @@ class _TrainersTemplate:
     def __init__(self, trainer: "ConversingTrainer") -> None:
         self._trainer = weakref.proxy(trainer)
 
-    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
+    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
         trainer = self._trainer
-        tokenizer, tools = trainer._tokenizer, trainer.tools
+        tokenizer = trainer._tokenizer
         templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
         if not trainer._is_chat or templates == [None, None]:
             text = trainer.processing_class.decode(token_ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}
-        if trainer.environment_factories is not None:
-            tools = trainer._env_tools[trainer._batch_environments[row]]
-        return parse_response(tokenizer, token_ids, prefix=prefix, tools=tools)
+        return parse_response(tokenizer, token_ids, prefix=prefix, tools=schema)
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
         return self._trainer._get_tool_suffix_ids(messages)
@@ -49,6 +49,7 @@ class ConversingTrainer(ScoringTrainer):
 
     rollout_func: Any
     _rollouts: Rollouts | None = None
+    _ahead: EpisodesAhead
     _agent_template: MessageTemplate | None = None
     _resetting = ExitStack()
 
@@ -72,16 +73,15 @@ class ConversingTrainer(ScoringTrainer):
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
 
-        def toolbox_of(row: int) -> Toolbox | None:
-            if not trainer.tools:
-                return None
-            return Toolbox(sync=trainer._sync_tool_dicts[row], asynchronous=trainer._async_tool_dicts[row])
+        def rows_of(prompts: Sequence[list[int]]) -> list[EpisodeRow]:
+            return [trainer._episode_row(row, ids) for row, ids in enumerate(prompts)]
 
         def on_end(row: int, talk: Talk) -> None:
             if talk.refusal is None:
                 completion = talk.messages if trainer._is_chat else talk.messages[0]["content"]
                 trainer._scoring.add(row, completion, talk.token_ids)
 
+        self._ahead = EpisodesAhead(trainer, agents)
         prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
             limits=self._talk_limits,
@@ -96,12 +96,26 @@ class ConversingTrainer(ScoringTrainer):
             is_function=is_function,
             prepare=prepare,
             template=_TrainersTemplate(self),
-            toolbox_of=toolbox_of,
-            on_end=on_end if is_early else None,
+            rows_of=rows_of,
+            planned=self._ahead.planned,
+            on_end=on_end if is_early and not args.generation_lookahead else None,
             loop=getattr(self, "async_loop", None),
             func=agents,
         )
         return self._rollouts
+
+    def _episode_row(self, row: int, token_ids: list[int]) -> EpisodeRow:
+        """Of the batch that is being made."""
+
+        async def prompt() -> list[int]:
+            return token_ids
+
+        toolbox, schema = None, self.tools
+        if self.tools:
+            toolbox = Toolbox(sync=self._sync_tool_dicts[row], asynchronous=self._async_tool_dicts[row])
+        if self.environment_factories is not None:
+            schema = self._env_tools[self._batch_environments[row]]
+        return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=schema)
 
     @property
     def _talk_limits(self) -> TalkLimits:
@@ -111,25 +125,29 @@ class ConversingTrainer(ScoringTrainer):
             max_tool_turns=self.max_tool_calling_iterations,
         )
 
-    def agent_batch(self, prompts: Sequence[Any]) -> AgentBatch:
+    def agent_batch(
+        self, prompts: Sequence[Any], rows: Sequence[Any] | None = None, sampler: Sampler | None = None
+    ) -> AgentBatch:
         """Inside of a rollout function: what `grpo.agents` needs of the batch that is being made.
 
         Args:
             prompts: of this rank's rows, as TRL gives them to the rollout function.
+            rows, sampler: of another batch.
         """
         engines, args, rank = self._local, self.args, self.accelerator.process_index
         if engines is None:
             raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
         if self._agent_template is None:
             self._agent_template = MessageTemplate(self.processing_class, self.chat_template_kwargs)
-        rows = self.batch_rows
+        rows = self.batch_rows if rows is None else rows
+        sampler = engines.sampler if sampler is None else sampler
         place, folder = self.topology, Path(args.output_dir) / LOGS_FOLDER
         return AgentBatch(
             rows=rows if len(rows) == len(prompts) else [{"prompt": prompt} for prompt in prompts],
             is_chat=self._is_chat,
-            sampler=engines.sampler,
+            sampler=sampler,
             template=self._agent_template,
-            limits=self._talk_limits.under(engines.sampler.sampling),
+            limits=self._talk_limits.under(sampler.sampling),
             timeout_s=args.agent_timeout or args.rollout_timeout / 2,
             max_at_once=args.max_agents_at_once,
             max_failed=args.max_failed_agents,
@@ -150,7 +168,7 @@ class ConversingTrainer(ScoringTrainer):
             assert own is not None, "TRL calls it in a generation"
             engines = own._local
             assert engines is not None, "of local mode"
-            output = engines.roll_out(lambda: func(prompts, trainer), num_rows=len(prompts))
+            output = engines.roll_out(lambda: func(prompts, trainer), prompts)
             own.note_sampling(engines)
             return output
 
@@ -158,6 +176,8 @@ class ConversingTrainer(ScoringTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """TRL's; `reset` has a deadline, and an environment of which a call still runs is not used again."""
+        if self._rollouts is not None and self.model.training and self.environment_factories is not None:
+            self._ahead.lend(self._progress()[2])
         with ExitStack() as self._resetting:
             if self._local is not None and self.environment_factories is not None:
                 cause = (
@@ -175,9 +195,10 @@ class ConversingTrainer(ScoringTrainer):
         return super()._generate(prompts)
 
     def _replace_hanging(self) -> None:
-        if self._rollouts is None or not self.environments:
+        if self._rollouts is None or not self.environments or self._local is None:
             return
-        for row in self._rollouts.tools.hanging_rows:
+        _, tools = self._local.last_talks
+        for row in () if tools is None else tools.hanging_rows:
             pool = self._environment_pool[self._batch_environments[row]]
             pool[:] = [each for each in pool if each is not self.environments[row]]  # TRL makes others
 
@@ -185,5 +206,6 @@ class ConversingTrainer(ScoringTrainer):
         """TRL's, of conversations that `_generate_single_turn` has had."""
         if self._local is None:
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
-        talks, counts = self._local.last_talks
-        return as_trl_takes_them(talks, completions, counts)
+        talks, tools = self._local.last_talks
+        assert tools is not None, "they were had"
+        return as_trl_takes_them(talks, completions, tools.counts)

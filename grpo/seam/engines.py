@@ -7,6 +7,7 @@ from grpo.rollout.ahead import GenerationBatch
 from grpo.rollout.packing import Completions
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk
+from grpo.rollout.turns.tools import ToolRunner
 from grpo.weights.delivery import WeightDelivery
 
 
@@ -38,14 +39,14 @@ class LocalEngines(Protocol):
         """Of the batch that a rollout function makes now."""
 
     @property
-    def last_talks(self) -> tuple[list[Talk], dict[str, int]]:
-        """Of the last batch, this rank's conversations and how often they called tools."""
+    def last_talks(self) -> tuple[list[Talk], ToolRunner | None]:
+        """Of the last batch, this rank's conversations, and who ran their tools."""
 
     @property
     def policy_version(self) -> int:
         """Optimizer steps of the weights by which the last batch was asked for."""
 
-    def roll_out(self, func: Callable[[], dict[str, Any]], *, num_rows: int) -> dict[str, Any]:
+    def roll_out(self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]) -> dict[str, Any]:
         """Run a rollout function of the user's. Collective."""
 
     def metrics(self, mode: str) -> dict[str, float]:

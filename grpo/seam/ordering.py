@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler, prompts_of_batch, rows_of_batch
 from grpo.seam.saving import SavingTrainer
 
 
@@ -17,6 +17,34 @@ class OrderedTrainer(SavingTrainer):
 
     prompt_order: Callable[[int], Sequence[int]] | None = None
     """The rows of an epoch in the order in which they come, by its number; see `GenerationSampler`."""
+
+    def _comes(self, number: int) -> bool:
+        """Whether training does not end before the generation batch with this number."""
+        micro_batches_left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        micro_batches_left -= self._step - self._step_began_at
+        return number * self._steps_per_batch < self._step + micro_batches_left
+
+    def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
+        """This rank's rows of a generation batch that follows, copies included; None when training ends before it."""
+        if not self._comes(number):
+            return None
+        assert self._sampler is not None, "lookahead in a stream is refused"
+        place = {"rank": self.accelerator.process_index, "world_size": self.accelerator.num_processes}
+        return [self.train_dataset[row] for row in rows_of_batch(number, self._sampler, **place)]
+
+    def prompts_of_batch(self, number: int) -> list[list[int]] | None:
+        """Token ids of their prompts."""
+        if not self._comes(number):
+            return None
+        assert self._sampler is not None, "lookahead in a stream is refused"
+        return prompts_of_batch(
+            number,
+            self._sampler,
+            self.train_dataset,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+        )
 
     @property
     def _batch_layout(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class AgentRollout:
         self._server: DoorServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renderer: Worker | None = None
-        self._running: set[int] = set()
+        self._running: set[tuple[int, int]] = set()  # batches under way, by their identity, and rows
         self._num_failed = 0
         self._first_failure = ""
         self._known_kinds: set[str] = set()
@@ -138,20 +138,22 @@ class AgentRollout:
         if not hasattr(trainer, "agent_batch"):
             raise TypeError(f"grpo.agents is for grpo.GRPOTrainer, and this is {type(trainer).__name__}")
         batch: AgentBatch = trainer.agent_batch(prompts)
+        future = self.start(batch)
+        while wait([future], POLL_S).not_done:
+            if batch.sampler.is_over:
+                future.cancel()
+                raise BatchOver("the batch that these agents belong to is over")
+        return future.result()
+
+    def start(self, batch: AgentBatch) -> "Future[dict[str, Any]]":
+        """Begin; the future ends with what `__call__` returns. Several batches may be under way."""
         if self._server is None or self._loop is None:
             self._renderer = Worker("grpo-templates", batch.prepare)
             self._server = DoorServer(batch.host, batch.say)
             _, self._loop, ready = start_event_loop_in_daemon("grpo-agents")
             ready.wait()
             self._loop.call_soon_threadsafe(batch.prepare)
-        future = asyncio.run_coroutine_threadsafe(self._run_all(batch), self._loop)
-        while wait([future], POLL_S).not_done:
-            if batch.sampler.is_over:
-                future.cancel()
-                raise BatchOver("the batch that these agents belong to is over")
-        outcomes = future.result()
-        self._count(outcomes, batch)
-        return _as_trl_takes_them(outcomes, batch)
+        return asyncio.run_coroutine_threadsafe(self._run_all(batch), self._loop)
 
     def close(self) -> None:
         """End the door and the threads. Safe to call twice; another batch opens it anew."""
@@ -163,7 +165,7 @@ class AgentRollout:
 
     def pending(self) -> str:
         """The agents that run now, in words."""
-        rows = sorted(self._running)
+        rows = sorted({row for _, row in self._running})
         if not rows:
             return ""
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
@@ -171,15 +173,17 @@ class AgentRollout:
 
     # -- one batch ------------------------------------------------------------------------------------------------
 
-    async def _run_all(self, batch: AgentBatch) -> list[_Outcome]:
+    async def _run_all(self, batch: AgentBatch) -> dict[str, Any]:
         places = asyncio.Semaphore(batch.max_at_once or len(batch.rows) or 1)
         tasks = [asyncio.ensure_future(self._run(row, batch, places)) for row in range(len(batch.rows))]
         try:
-            return list(await asyncio.gather(*tasks))
+            outcomes = list(await asyncio.gather(*tasks))
         except BaseException:
             for task in tasks:
                 task.cancel()
             raise
+        self._count(outcomes, batch)
+        return _as_trl_takes_them(outcomes, batch)
 
     async def _run(self, row: int, batch: AgentBatch, places: asyncio.Semaphore) -> _Outcome:
         assert self._server is not None
@@ -194,7 +198,7 @@ class AgentRollout:
         )
         async with places:
             ticket, door = self._server.admit(episode)
-            self._running.add(row)
+            self._running.add((id(batch), row))
             columns: Mapping[str, Any] = {}
             failure = None
             try:
@@ -204,7 +208,7 @@ class AgentRollout:
                     raise
                 failure = f"{type(error).__name__}: {error}"
             finally:
-                self._running.discard(row)
+                self._running.discard((id(batch), row))
                 self._server.dismiss(ticket)
             return _Outcome(episode=episode, columns=columns, failure=failure, chain=episode.chosen())
 

@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     batch_s: float
-    """Of a batch, from its first turn to the end of its last conversation, without what engines took to return."""
+    """Of a batch, from when training asks for it to the end of its last conversation, without what engines took to
+    return."""
     turn_s: float
     """Of one turn, in the engines."""
 
@@ -65,8 +66,8 @@ class Conversations:
         self._channel = channel
         self._groups, self._watch, self._limits = groups, watch, limits
         self._revive, self._main, self._pending = revive, main, pending
-        self._until = 0.0
-        """time.monotonic(): when the batch has to have ended."""
+        self._since = self._until = 0.0
+        """time.monotonic(): since when the ranks wait for the batch, and when it has to have ended."""
         self._limited = ExitStack()
         """The limit on code that runs in the main thread."""
         self._trouble: BaseException | None = None
@@ -81,7 +82,7 @@ class Conversations:
         """Have this rank's conversations, and meet the others at their end.
 
         Args:
-            start: begins; the conversations end with the future.
+            start: begins, or has begun before; the conversations end with the future.
             report: of this rank, made of what the future brings.
             move: sees to it that the next `start` ends in the main thread, where the future of the first has found
                 that it has to (`call_here`).
@@ -94,9 +95,9 @@ class Conversations:
             TimeoutError: a limit was reached; says by what.
             Exception: what the future brings instead.
         """
-        self._channel.begin()
         self._main.begin()
-        self._until = time.monotonic() + self._limits.batch_s
+        self._since = time.monotonic()
+        self._until = self._since + self._limits.batch_s
         self._trouble = None
         future: Future[Result] = Future()
         try:
@@ -106,7 +107,6 @@ class Conversations:
                 if mine is None and self._wait(future):
                     if isinstance(error := future.exception(), NeedsMainThreadError) and move is not None:
                         move(error)
-                        self._channel.begin()
                         future = start()
                     mine = report(future.result())
                 if reports := self._go_on(mine):
@@ -117,8 +117,6 @@ class Conversations:
                 self._watch.await_cause()
                 self._watch.check()
             raise
-        finally:
-            self._channel.begin()  # what a rollout has asked for and not waited for
 
     def call_here(self, call: Callable[[], Result]) -> "Future[Result]":
         """Inside of `start`: a call in this thread, which has `look` called while it waits. Its future has ended."""
@@ -177,7 +175,7 @@ class Conversations:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        slowest = self._channel.slowest()
+        slowest = self._channel.slowest(self._since)
         if slowest is not None and slowest[0] > self._limits.turn_s and not self._channel.is_stalled:
             raise TimeoutError(
                 f"the engines of node {self._watch.node} have not answered {slowest[1]} after "

@@ -21,9 +21,10 @@ from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Request, node_and_engine
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.search import DeadlyRequests
-from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, Pipe, Stalled
 
 MEET_S = 60.0  # until all ranks of the node have connected
+MAX_HOMES = 1 << 16
 MAX_FOLDER = 80  # characters of the folder for temporary files: a socket's path has 107 at most
 
 
@@ -123,7 +124,7 @@ class _Line:
     def __init__(self, pipe: Pipe, pool: EnginePool) -> None:
         self._pipe, self._pool = pipe, pool
         self._open: dict[int, Batch] = {}  # by the number of the turn
-        self._homes: dict[int, int] = {}  # by row: the engine that has sampled its last turn
+        self._homes: dict[int, int] = {}  # by place: the engine that has sampled its last turn
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
@@ -144,8 +145,6 @@ class _Line:
                 match message := self._pipe.receive():
                     case Ask():
                         self._ask(message)
-                    case Begin():
-                        self._forget()
                     case Cancel():
                         self._cancel(message.number)
         except (EOFError, OSError, ValueError):  # the rank is gone: its sentinel says so
@@ -154,9 +153,9 @@ class _Line:
 
     def _ask(self, ask: Ask) -> None:
         request = Request(
-            token_ids=ask.token_ids, n=1, seed=ask.seed, overrides=ask.overrides, home=self._homes.get(ask.row)
+            token_ids=ask.token_ids, n=1, seed=ask.seed, overrides=ask.overrides, home=self._homes.get(ask.place)
         )
-        batch = self._pool.submit([request], name=ask.name, on_done=partial(self._answer, ask))
+        batch = self._pool.submit([request], name=ask.name, order=ask.order, on_done=partial(self._answer, ask))
         with self._lock:
             if not batch.is_finished:
                 self._open[ask.number] = batch
@@ -165,7 +164,9 @@ class _Line:
         """With the pool's lock held."""
         answer = _answer_of(ask, batch)
         if answer.engine != REFUSED:
-            self._homes[ask.row] = int(node_and_engine(np.asarray(answer.engine))[1])
+            self._homes[ask.place] = int(node_and_engine(np.asarray(answer.engine))[1])
+            if len(self._homes) > MAX_HOMES:
+                del self._homes[next(iter(self._homes))]  # of a batch that is over long since
         self._outbox.put(answer)
 
     def _cancel(self, number: int) -> None:
@@ -179,7 +180,6 @@ class _Line:
             left, self._open = self._open, {}
         for batch in left.values():
             self._pool.drop(batch)
-        self._homes.clear()
 
     def _write(self) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.rollout.turns.messages import Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, Pipe, Stalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,12 +52,13 @@ class TurnChannel:
         return cls(Pipe(connection))
 
     def ask(
-        self, token_ids: np.ndarray, *, row: int, seed: int, name: str, overrides: Mapping[str, Any]
+        self, token_ids: np.ndarray, *, place: int, order: int, seed: int, name: str, overrides: Mapping[str, Any]
     ) -> "Future[Answer]":
-        """Have a turn sampled.
+        """Have a turn sampled; who cancels the future wants it no more.
 
         Args:
             token_ids: [L] int32.
+            place, order: see `Ask`.
             name: for messages.
         """
         opened = _Open(future=Future(), name=name, since=time.monotonic())
@@ -65,7 +66,15 @@ class TurnChannel:
             number = next(self._numbers)
             self._open[number] = opened
             is_gone = self.is_gone
-        ask = Ask(number=number, row=row, name=name, token_ids=token_ids, seed=seed, overrides=overrides)
+        ask = Ask(
+            number=number,
+            place=place,
+            order=order,
+            name=name,
+            token_ids=token_ids,
+            seed=seed,
+            overrides=overrides,
+        )
         try:
             if is_gone:
                 raise ConnectionError("the node's local main is gone")
@@ -84,14 +93,6 @@ class TurnChannel:
         if is_open:
             self._say(Cancel(number))
 
-    def begin(self) -> None:
-        """Forget what was asked; its futures are cancelled."""
-        with self._lock:
-            left, self._open = self._open, {}
-        for each in left.values():
-            each.future.cancel()
-        self._say(Begin())
-
     def _say(self, message: Message) -> None:
         with contextlib.suppress(OSError), self._send_lock:  # the next turn says that the local main is gone
             self._pipe.send(message)
@@ -107,13 +108,17 @@ class TurnChannel:
             self._deliveries += 1
             self._asked_again_at = time.monotonic()
 
-    def slowest(self) -> tuple[float, str] | None:
-        """How long the turn that waits longest has waited for an engine, and its name."""
+    def slowest(self, since: float) -> tuple[float, str] | None:
+        """How long the turn that waits longest has waited for an engine, and its name.
+
+        Args:
+            since: time.monotonic(); no earlier wait counts.
+        """
         with self._lock:
             first = min(self._open.values(), key=lambda each: each.since, default=None)
             if first is None:
                 return None
-            return time.monotonic() - max(first.since, self._asked_again_at), first.name
+            return time.monotonic() - max(first.since, self._asked_again_at, since), first.name
 
     def close(self) -> None:
         self._pipe.close()

@@ -22,8 +22,10 @@ class Ask(Wire):
 
     number: int
     """Of the rank's turns; the answer bears it."""
-    row: int
-    """Of the rank's rows: turns of a row go to the same engine where they can."""
+    place: int
+    """Of the row among all that are under way: its turns go to the same engine where they can."""
+    order: int
+    """As `grpo.rollout.batch.Batch` has it."""
     name: str
     """For messages."""
     token_ids: TokenIds
@@ -54,11 +56,6 @@ class Answer(Wire):
 
 
 @dataclass(frozen=True, slots=True)
-class Begin(Wire):
-    """A new batch of conversations: whatever was asked before is forgotten."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cancel(Wire):
     """Nobody waits for this turn any more."""
 
@@ -76,7 +73,7 @@ class Stalled(Wire):
 
 
 # Told apart by their fields, of which none has a default; the long ones first.
-Message = Annotated[Ask | Answer | Begin | Cancel | Stalled, Field(union_mode="left_to_right")]
+Message = Annotated[Ask | Answer | Cancel | Stalled, Field(union_mode="left_to_right")]
 
 
 class Pipe:

@@ -1,8 +1,9 @@
 """A rank's rollouts: conversations of model and tools side by side, or a function of the user's own."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trl.trainer.utils import start_event_loop_in_daemon
@@ -22,6 +23,31 @@ class ClosableFunction(Protocol):
         """End what it has. Safe to call twice."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One of the rank's rows, before its conversation begins."""
+
+    prompt: Callable[[], Awaitable[list[int]]]
+    """Its token ids, once its environment is reset."""
+    toolbox: Toolbox | None
+    """What the conversation may call; None where there are no tools."""
+    schema: Any
+    """See `Template.parse`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The conversations of a rank in a generation batch, begun when training asks for them or before."""
+
+    num_rows: int
+    start: "Callable[[Sampler, ToolRunner], Future[Any]]"
+    """Begins; they end with the future."""
+    asked: Callable[[], Any]
+    """What training asks for when it takes them: prompts, known when they have ended at the latest."""
+    drop: Callable[[], None] = lambda: None
+    """Training will not take them."""
+
+
 class Rollouts:
     """Has a conversation for each of the rank's prompts, all at once.
 
@@ -30,7 +56,9 @@ class Rollouts:
         tools: runs what the model calls.
         is_function: whether the user's own function holds the conversations.
         prepare: called first in the thread of that function, and in the event loop's.
-        toolbox_of: what the conversation of a row may call; None where there are no tools.
+        rows_of: the rows whose prompts have these token ids, of the batch that is being made.
+        planned: conversations of the generation batch with a number, which begin before training asks for them; None,
+            on every rank, where training ends before it.
         on_end: hears of each conversation that has ended, by its row, from the event loop.
         func: that function, where it names what it waits for (`pending`) and has threads to end (`close`).
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
@@ -44,7 +72,8 @@ class Rollouts:
         is_function: bool,
         prepare: Callable[[], None],
         template: Template,
-        toolbox_of: Callable[[int], Toolbox | None],
+        rows_of: Callable[[Sequence[list[int]]], Sequence[EpisodeRow]],
+        planned: Callable[[int], Planned | None] = lambda number: None,
         on_end: Callable[[int, Talk], None] | None,
         loop: asyncio.AbstractEventLoop | None,
         func: ClosableFunction | None = None,
@@ -52,36 +81,38 @@ class Rollouts:
         self.tools = tools
         self.is_function, self.prepare = is_function, prepare
         self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._limits, self._template, self._toolbox_of = limits, template, toolbox_of
+        self.rows_of, self.planned = rows_of, planned
+        self._limits, self._template = limits, template
         self._on_end, self._loop, self._func = on_end, loop, func
 
-    def start(self, prompts: Sequence[list[int]], sampler: Sampler) -> "Future[list[Talk]]":
-        """Begin; the future ends with a conversation for each prompt, or with what one has raised.
+    def start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> "Future[list[Talk]]":
+        """Begin; the future ends with a conversation for each of the rank's rows, or with what one has raised.
 
         Args:
-            prompts: token ids, in the order of the rank's rows.
+            tools: of this batch alone.
         """
-        turnstile, limits = self.tools.begin(len(prompts)), self._limits.under(sampler.sampling)
+        limits = self._limits.under(sampler.sampling)
 
-        async def hold(row: int, prompt: list[int]) -> Talk:
+        async def hold(number: int, row: EpisodeRow) -> Talk:
             try:
                 talk = await hold_talk(
-                    row,
-                    prompt,
+                    number,
+                    await row.prompt(),
                     sampler,
                     limits=limits,
                     template=self._template,
-                    tools=self.tools,
-                    toolbox=self._toolbox_of(row),
+                    tools=tools,
+                    toolbox=row.toolbox,
+                    schema=row.schema,
                 )
             finally:
-                turnstile.leave(row)
+                tools.turnstile.leave(number)
             if self._on_end is not None:
-                self._on_end(row, talk)
+                self._on_end(number, talk)
             return talk
 
         async def hold_all() -> list[Talk]:
-            tasks = [asyncio.ensure_future(hold(row, prompt)) for row, prompt in enumerate(prompts)]
+            tasks = [asyncio.ensure_future(hold(number, row)) for number, row in enumerate(rows)]
             try:
                 return list(await asyncio.gather(*tasks))
             except (Exception, asyncio.CancelledError):
@@ -113,7 +144,7 @@ class Rollouts:
         return ", ".join(running[:3]) + more
 
 
-def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: dict[str, int]) -> tuple[Any, ...]:
+def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: Mapping[str, int]) -> tuple[Any, ...]:
     """What TRL's `_tool_call_loop` returns (1.16).
 
     Args:

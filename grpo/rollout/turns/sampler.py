@@ -51,6 +51,8 @@ class Sampler:
         base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
         num_rows: of the rank in this batch.
         max_model_len: tokens that an engine holds.
+        first_place: of its rows, see `Ask`.
+        order: see `Ask`.
         look: called every `POLL_S` where the main thread waits for answers.
     """
 
@@ -62,13 +64,16 @@ class Sampler:
         rank: int,
         num_rows: int,
         max_model_len: int,
+        first_place: int = 0,
+        order: int = 0,
         look: Callable[[], None] = lambda: None,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.sampling = {**(sampling or {})}
         """vLLM's arguments of all turns in place of the trainer's, but for those that a call names."""
-        self._channel, self._base_seed, self._rank, self._look = channel, base_seed, rank, look
-        self.max_model_len = max_model_len
+        self._channel, self.base_seed, self._rank, self._look = channel, base_seed, rank, look
+        self.max_model_len, self._first_place, self._order = max_model_len, first_place, order
+        self._asked: set[Future[Answer]] = set()
         self._taken: dict[tuple[int, int | str], object] = {}
         """Rows and turns that `sample` has brought tokens for, or is to bring."""
         self._num_rows, self.is_over = num_rows, False
@@ -167,8 +172,10 @@ class Sampler:
         return self._channel.is_stalled
 
     def close(self) -> None:
-        """The batch is over: whoever asks now is told so."""
+        """The batch is over: whoever asks now is told so, and what was asked and not waited for is cancelled."""
         self.is_over = True
+        for future in [*self._asked]:
+            future.cancel()
 
     async def _awaited(self, asked: "asyncio.Future[Answer]") -> Answer:
         try:
@@ -186,13 +193,17 @@ class Sampler:
             self.first_ask = time.monotonic()
         self.counts["turns"] += 1
         self.counts["prompt_tokens"] += len(token_ids)
-        return self._channel.ask(
+        asked = self._channel.ask(
             np.asarray(token_ids, np.int32),
-            row=row,
-            seed=turn_seed(self._base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
+            place=self._first_place + row,
+            order=self._order,
+            seed=turn_seed(self.base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
             name=f"{'a turn' if isinstance(turn, str) else f'turn {turn}'} of row {row} of rank {self._rank}",
             overrides={**self.sampling, **sampling},
         )
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        return asked
 
     def _attribute(self, row: int, turn: int | str, answer: Answer) -> None:
         """An answer to a conversation of this row."""

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from grpo.faults.users_code import NeedsMainThreadError, Worker, exits_as_errors
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import EVERY_RANK
-from grpo.rollout.ahead import GenerationBatch, GenerationBatches, PolicyLag
+from grpo.rollout.ahead import OTHER_PROMPTS, GenerationBatch, GenerationBatches, PolicyLag, Progress, order_of
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.report import Period
@@ -25,9 +26,10 @@ from grpo.rollout.turns.batch import Conversations, Limits
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
-from grpo.rollout.turns.rollouts import Rollouts
+from grpo.rollout.turns.rollouts import Planned, Rollouts
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk
+from grpo.rollout.turns.tools import ToolRunner
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -47,10 +49,31 @@ class Row:
     """Why its rollout function gives nothing that may be trained on."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A batch of conversations from its beginning until training takes it."""
+
+    planned: Planned
+    at: Progress
+    """When it began."""
+    number: int
+    """By which it has its seed."""
+    sampler: Sampler
+    tools: ToolRunner
+    future: "Future[Any] | None" = None
+    """Of its conversations, if they began before training asks for them."""
+    result: Any = None
+    """What the future brought, once all ranks have theirs."""
+    rows: Sequence[Row] = ()
+    reports: Sequence[ConversationReport] = ()
+    """Of all ranks, then."""
+
+
 class RankConversations:
     """Holds a rank's conversations, batch by batch.
 
     Args:
+        lookahead: batches that begin before training asks for them, where `Rollouts.planned` gives them.
         pool, broker: on the local main.
         address: of the node's broker, elsewhere.
         batches: gives each batch the seed that it would have had without turns.
@@ -66,6 +89,7 @@ class RankConversations:
         batches: GenerationBatches,
         limits: Limits,
         *,
+        lookahead: int = 0,
         pool: EnginePool | None,
         broker: TurnBroker | None,
         address: str | None,
@@ -73,7 +97,7 @@ class RankConversations:
         revive: Callable[[], None],
     ) -> None:
         self.sampler: Sampler | None = None
-        """Of the batch that is under way."""
+        """Of the batch that a rollout function makes now."""
         self._broker, self._pool, self._watch, self._batches = broker, pool, watch, batches
         if broker is not None:
             broker.accept()
@@ -92,6 +116,8 @@ class RankConversations:
             pending=rollouts.pending,
         )
         self._rollouts, self._max_model_len = rollouts, max_model_len
+        self._lookahead, self._num_places = lookahead, 0
+        self._ahead: deque[_Live] = deque()
         self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
         self._let_go.atexit = False
         self._worker: Worker | None = None
@@ -107,33 +133,41 @@ class RankConversations:
         """Whether the user's own function holds the conversations."""
         return self._rollouts.is_function
 
-    def talk(self, prompts: Sequence[list[int]]) -> tuple[list[Talk], dict[str, int], GenerationBatch]:
-        """A conversation for each of the rank's prompts, and the calls of tools. Collective over the job."""
-        talks, batch = self._hold(
-            partial(self._rollouts.start, prompts),
-            lambda talks, sampler: [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in talks],
-            len(prompts),
-        )
-        return talks, dict(self._rollouts.tools.counts), batch
+    def talk(self, prompts: Sequence[list[int]]) -> tuple[list[Talk], ToolRunner, GenerationBatch]:
+        """A conversation for each of the rank's prompts, and who ran their tools. Collective over the job.
 
-    def roll_out(self, func: Callable[[], dict[str, Any]], num_rows: int) -> tuple[dict[str, Any], GenerationBatch]:
+        Raises:
+            RuntimeError: those that began before training asked for them are of other prompts.
+        """
+        rows = self._rollouts.rows_of(prompts)
+        live = self._take(
+            Planned(num_rows=len(prompts), start=partial(self._rollouts.start, rows), asked=lambda: [*prompts]),
+        )
+        return live.result, live.tools, self._taken(live)
+
+    def roll_out(
+        self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]
+    ) -> tuple[dict[str, Any], GenerationBatch]:
         """What a function of the user's gives TRL: `prompt_ids`, `completion_ids`, `logprobs` and more. Collective.
 
         A row for which it gives a text in `failed` is left out, as one is that no engine took.
 
+        Args:
+            prompts: of the rank's rows, as TRL gives them to the function.
+
         Raises:
-            ValueError: it gives something else, or not `num_rows` of each.
+            RuntimeError: as for `talk`.
+            ValueError: it gives something else, or not one of each for each row.
         """
 
-        def start(sampler: Sampler) -> "Future[dict[str, Any]]":
+        def start(sampler: Sampler, tools: ToolRunner) -> "Future[dict[str, Any]]":
             if self._rolls_here:
                 return self._conversations.call_here(partial(_call, func, in_main_thread=True))
             self._worker = self._worker or Worker("grpo-rollout", self._rollouts.prepare)
             return self._worker.run(partial(_call, func, in_main_thread=False))
 
-        return self._hold(
-            start, lambda output, sampler: _rows_of(output, num_rows, sampler.refused), num_rows, self._roll_here
-        )
+        live = self._take(Planned(num_rows=len(prompts), start=start, asked=lambda: [*prompts]))
+        return live.result, self._taken(live)
 
     def _roll_here(self, error: NeedsMainThreadError) -> None:
         self._rolls_here = True
@@ -145,66 +179,112 @@ class RankConversations:
             extra=EVERY_RANK,
         )
 
-    def _hold(
-        self,
-        start: "Callable[[Sampler], Future[Result]]",
-        rows_of: Callable[[Result, Sampler], Sequence[Row]],
-        num_rows: int,
-        move: Callable[[NeedsMainThreadError], None] | None = None,
-    ) -> tuple[Result, GenerationBatch]:
-        """One batch. Collective over the job.
+    # -- a batch, before training asks for it and when it does ----------------------------------------------------
 
-        Args:
-            start, move: see `Conversations.run`.
-            rows_of: the rank's rows of what the future brings.
-        """
-        now, base_seed = self._batches.next_base_seed()
+    def sample_ahead(self) -> None:
+        """Behind a batch that was taken: begin as many of those that follow as the lookahead has it."""
+        now = self._batches.now()
+        while now.mode == "train" and len(self._ahead) < self._lookahead:
+            number = (self._ahead[-1].number if self._ahead else now.batch) + 1
+            if (planned := self._rollouts.planned(number)) is None:
+                return
+            live = self._open(planned, now, number)
+            self._ahead.append(live)
+            live.future = planned.start(live.sampler, live.tools)
+
+    def wait(self) -> None:
+        """Until all batches that were begun before training asks for them have ended. Collective over the job."""
+        for live in self._ahead:
+            self._collect(live)
+
+    def drop(self) -> None:
+        """Forget what was begun before training asks for it. Not collective."""
+        while self._ahead:
+            live = self._ahead.popleft()
+            if live.future is not None:
+                live.future.cancel()
+            live.sampler.close()
+            live.planned.drop()
+
+    def _open(self, planned: Planned, now: Progress, number: int) -> "_Live":
+        sampler = self._sampler(planned, now, order_of(now.mode, number), self._batches.base_seed(now.mode, number))
+        tools = self._rollouts.tools.begin(planned.num_rows)
+        return _Live(planned=planned, at=now, number=number, sampler=sampler, tools=tools)
+
+    def _sampler(self, planned: Planned, at: Progress, order: int, base_seed: int) -> Sampler:
+        first = self._num_places
+        self._num_places += planned.num_rows
+        return Sampler(
+            self._channel,
+            base_seed=base_seed,
+            rank=self._rank,
+            num_rows=planned.num_rows,
+            max_model_len=self._max_model_len,
+            first_place=first,
+            order=order,
+            look=self._conversations.look,
+            sampling=at.sampling,
+        )
+
+    def _take(self, planned: Planned) -> "_Live":
+        now = self._batches.now()
+        if now.mode == "train" and self._ahead:
+            live = self._ahead.popleft()
+            self._collect(live)
+            if live.planned.asked() != planned.asked():
+                raise RuntimeError(OTHER_PROMPTS)
+            return live
+        live = self._open(planned, now, now.number)
+        self._collect(live)
+        return live
+
+    def _collect(self, live: "_Live") -> None:
+        """Until it has ended on all ranks. Collective over the job."""
+        if live.reports:
+            return
         begun = time.monotonic()
-        rows: list[Row] = []
-        samplers: list[Sampler] = []
 
-        def begin() -> "Future[Result]":
-            for sampler in samplers:  # of a call that begins again
-                sampler.close()
-            self.sampler = Sampler(
-                self._channel,
-                base_seed=base_seed,
-                rank=self._rank,
-                num_rows=num_rows,
-                max_model_len=self._max_model_len,
-                look=self._conversations.look,
-                sampling=now.sampling,
-            )
-            samplers.append(self.sampler)
-            return start(self.sampler)
+        def start() -> "Future[Any]":
+            if live.future is None:
+                self.sampler = live.sampler
+                return live.planned.start(live.sampler, live.tools)
+            return live.future
 
-        def report(result: Result) -> ConversationReport:
-            rows.extend(rows_of(result, samplers[-1]))
-            return self._report(samplers[-1], rows, begun)
+        def begin_again(error: NeedsMainThreadError) -> None:
+            self._roll_here(error)
+            live.sampler.close()
+            order = order_of(live.at.mode, live.number)
+            live.sampler = self._sampler(live.planned, live.at, order, live.sampler.base_seed)
+
+        def report(result: Any) -> ConversationReport:
+            live.result, live.rows = result, _rows_of(result, live.planned.num_rows, live.sampler.refused)
+            return self._report(live, begun)
 
         try:
-            result, reports = self._conversations.run(begin, report, move)
+            _, live.reports = self._conversations.run(start, report, begin_again if self.is_function else None)
         finally:
             self.sampler = None
-            for each in samplers:
-                each.close()
-        sampler = samplers[-1]
-        self.metrics = conversation_metrics(reports)
-        if not self._has_advised and (advice := serial_tools(reports)) is not None:
+            live.sampler.close()
+
+    def _taken(self, live: "_Live") -> GenerationBatch:
+        """Training goes on with it."""
+        self.metrics = conversation_metrics(live.reports)
+        if not self._has_advised and (advice := serial_tools(live.reports)) is not None:
             self._has_advised = True
             _log.warning(advice)
-        versions = [sampler.policy_versions.get(row, now.step) for row in range(len(rows))]
+        now, rows, sampler, reports = self._batches.now(), live.rows, live.sampler, of_nodes(live.reports)
+        versions = [sampler.policy_versions.get(row, live.at.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
         for number, row in enumerate(rows):
             if row.refusal is not None or row.failure is not None:
                 versions[number] = engines[number] = REFUSED
-        return result, GenerationBatch(
+        return GenerationBatch(
             completions=pack_completions(
                 [row.token_ids for row in rows], [row.logprobs for row in rows], versions, engines
             ),
-            reports=of_nodes(reports),
-            policy_version=now.step,
-            lag=PolicyLag(versions=0.0, steps=0.0),
+            reports=reports,
+            policy_version=live.at.step,
+            lag=PolicyLag.of(reports, versions=now.versions - live.at.versions, steps=now.step - live.at.step),
         )
 
     def delivered(self) -> None:
@@ -215,13 +295,15 @@ class RankConversations:
 
     def close(self) -> None:
         """End threads and connections. Safe to call twice."""
+        self.drop()
         self._let_go()
         if self._broker is not None:
             self._broker.close()
 
-    def _report(self, sampler: Sampler, rows: Sequence[Row], begun: float) -> ConversationReport:
+    def _report(self, live: "_Live", begun: float) -> ConversationReport:
+        rows, sampler = live.rows, live.sampler
         refusals = [row.refusal for row in rows if row.refusal is not None]
-        tools = {f"tool_{name}": count for name, count in self._rollouts.tools.counts.items()}
+        tools = {f"tool_{name}": count for name, count in live.tools.counts.items()}
         report = ConversationReport(
             node=self._node,
             first_ask=sampler.first_ask,
@@ -264,7 +346,9 @@ def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
 
 
 def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
-    """The completions of a rollout function, which has to give what TRL trains on."""
+    """Of conversations, or the completions of a rollout function, which has to give what TRL trains on."""
+    if isinstance(output, list) and all(isinstance(each, Talk) for each in output):
+        return [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in output]
     if not isinstance(output, dict):
         raise ValueError(f"rollout_func returned {type(output).__name__}: it has to return a dict of lists")
     for name in ("prompt_ids", "completion_ids", "logprobs"):

@@ -11,8 +11,12 @@ from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
 class Template(Protocol):
     """How messages become tokens, and tokens messages."""
 
-    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
-        """The message that the model has said, with its tool calls."""
+    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
+        """The message that the model has said, with its tool calls.
+
+        Args:
+            schema: the tools that it knows of, as chat templates take them.
+        """
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
         """The tokens of tool messages behind an assistant's, up to where the model goes on."""
@@ -71,12 +75,14 @@ async def hold_talk(
     template: Template,
     tools: ToolRunner,
     toolbox: Toolbox | None,
+    schema: Any = None,
 ) -> Talk:
     """Sample, run the tools that were called, and go on, until no tool is called or a limit is reached.
 
     Args:
         prompt: [L].
         toolbox: None: there are no tools, and the first turn is the last.
+        schema: see `Template.parse`.
     """
     talk = Talk()
     # With tools as through an agent's door: the seed of a turn follows from its tokens.
@@ -86,7 +92,7 @@ async def hold_talk(
     talk.first_turn = len(turn.token_ids)
     if talk.refusal is not None:
         return talk
-    talk.messages.append(template.parse(turn.token_ids, prefix=prompt, row=row))
+    talk.messages.append(template.parse(turn.token_ids, prefix=prompt, schema=schema))
     for _ in range(limits.max_tool_turns):
         calls = talk.messages[-1].get("tool_calls")
         if toolbox is None or not calls:
@@ -109,6 +115,6 @@ async def hold_talk(
         talk.add(token_ids, logprobs)
         if not token_ids:
             break
-        if message := template.parse(token_ids, prefix=said, row=row):
+        if message := template.parse(token_ids, prefix=said, schema=schema):
             talk.messages.append(message)
     return talk

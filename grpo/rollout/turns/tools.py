@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,27 +59,27 @@ class ToolRunner:
     ) -> None:
         self.timeout_s, self.main = timeout_s, main
         self.counts: Counter[str] = Counter()
-        """Of the present batch: calls, those that failed, and of these those that took too long."""
+        """Of the batch: calls, those that failed, and of these those that took too long."""
         self.running: dict[int, str] = {}
         """What runs now, by a number of no meaning."""
         self._max_abandoned, self._say = max_abandoned, say
-        self._num_abandoned = self._number = 0
-        self._first_abandoned = ""
+        self._abandoned: list[str] = []
+        self._numbers = itertools.count()
         self._all_in_threads = max_threads is not None
         self._places = asyncio.Semaphore(max_threads or MAX_DECLARED)
-        self._turnstile = Turnstile(0)
+        self.turnstile = Turnstile(0)
         self._prepare = prepare
         self._idle: list[Worker] = []
         self._told: set[str] = set()
         self.hanging_rows: set[int] = set()
-        """Of the present batch, in which a call took too long."""
+        """Of the batch, in which a call took too long."""
 
-    def begin(self, num_rows: int) -> Turnstile:
-        """A new batch. Returns what each row has to leave when it has ended."""
-        self.hanging_rows.clear()
-        self.counts.clear()
-        self._turnstile = Turnstile(num_rows)
-        return self._turnstile
+    def begin(self, num_rows: int) -> "ToolRunner":
+        """For a new batch, beside others that are under way: with counts, hanging rows and an order of its own. Each
+        row leaves its `turnstile` when it has ended."""
+        batch = copy.copy(self)
+        batch.counts, batch.hanging_rows, batch.turnstile = Counter(), set(), Turnstile(num_rows)
+        return batch
 
     async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:
         """The tool messages that answer an assistant's calls, in TRL's order (1.16): asynchronous ones last.
@@ -90,7 +92,7 @@ class ToolRunner:
         in_main = [
             tool for name in map(_name, calls) if (tool := toolbox.sync.get(name)) and not self._in_threads(tool)
         ]
-        async with self._turnstile.turn(row, waits=bool(in_main)):
+        async with self.turnstile.turn(row, waits=bool(in_main)):
             for call in calls:
                 name = _name(call)
                 if row in self.hanging_rows:
@@ -174,8 +176,7 @@ class ToolRunner:
     @contextlib.contextmanager
     def _noted(self, name: str, row: int) -> Iterator[None]:
         """While a call runs it can be named."""
-        self._number += 1
-        number = self._number
+        number = next(self._numbers)
         self.running[number] = f"tool {name} of row {row}"
         try:
             yield
@@ -187,16 +188,15 @@ class ToolRunner:
         return {"error": why}
 
     def _too_slow(self, name: str, row: int, what_becomes_of_it: str) -> dict[str, str]:
-        self._num_abandoned += 1
         self.counts["abandoned"] += 1
         self.hanging_rows.add(row)
         hangs = f"has not returned within {self.timeout_s:g} s (tool_timeout)"
         told = f"tool {name}, called in row {row}, {hangs}"
-        self._first_abandoned = self._first_abandoned or told
-        if self._num_abandoned > self._max_abandoned:
+        self._abandoned.append(told)
+        if len(self._abandoned) > self._max_abandoned:
             raise TooManyAbandoned(
                 f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
-                f"first one: {self._first_abandoned}"
+                f"first one: {self._abandoned[0]}"
             )
         self._say(f"WARNING: {told}; the model is told so, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")

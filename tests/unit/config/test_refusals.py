@@ -34,14 +34,6 @@ def tool(a: int) -> int:
 
 
 REFUSED = {
-    "tools ahead": (
-        {"tools": [tool], "args": config(generation_lookahead=1)},
-        r"generation_lookahead is 1 with tools: .*set generation_lookahead to 0",
-    ),
-    "environments ahead": (
-        {"environment_factory": object, "args": config(generation_lookahead=3)},
-        r"generation_lookahead is 3 with environment_factory: .*not batches before",
-    ),
     "rollouts that move": (
         {"rollout_func": print, "args": config(vllm_balance_nodes=True)},
         r"with rollout_func a conversation stays with its rank.*set vllm_balance_nodes to False",

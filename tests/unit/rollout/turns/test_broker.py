@@ -266,14 +266,14 @@ def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_
     assert ranks.channels[0].trouble is None
 
 
-def test_what_a_rank_begins_anew_is_forgotten_and_one_that_goes_is_too(ranks_of: Any) -> None:
+def test_a_turn_that_is_cancelled_is_forgotten_and_a_rank_that_goes_is_too(ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
-    asked = [channel.ask(np.array([1], np.int32), row=0, seed=5, name="", overrides={}) for channel in ranks.channels]
+    turn = {"place": 0, "order": 0, "seed": 5, "name": "", "overrides": {}}
+    asked = [channel.ask(np.array([1], np.int32), **turn) for channel in ranks.channels]
     wait_until(lambda: len(engine.samples) == 2)
-    ranks.channels[0].begin()
-    assert asked[0].cancelled()
+    assert asked[0].cancel()
     wait_until(lambda: ("abort", (0,)) in engine.told or ("abort", (1,)) in engine.told)
     ranks.channels[1].close()
     wait_until(lambda: {word for word, _ in engine.told if word == "abort"} and len(engine.told) == 4)

@@ -12,13 +12,14 @@ import threading
 import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from trl.trainer import grpo_trainer
 
 from grpo.rollout.turns.main_calls import MainThread
-from grpo.rollout.turns.rollouts import Rollouts, as_trl_takes_them
+from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
@@ -105,7 +106,7 @@ class Batch:
         ids, logprobs = sampled(token_ids, min(max_tokens or self.most, self.model_len - len(token_ids)))
         return Turn(token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
-    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> Message:
+    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
         return parsed(token_ids)
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
@@ -151,15 +152,21 @@ def ours(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
         is_function=False,
         prepare=lambda: None,
         template=batch,
-        toolbox_of=lambda row: toolbox,
+        rows_of=lambda prompts: [],
         on_end=None,
         loop=loop,
     )
-    future = rollouts.start(batch.prompts, batch)  # type: ignore[arg-type]
+
+    async def prompt(ids: list[int]) -> list[int]:
+        return ids
+
+    rows = [EpisodeRow(prompt=partial(prompt, ids), toolbox=toolbox, schema=None) for ids in batch.prompts]
+    tools = rollouts.tools.begin(len(rows))
+    future = rollouts.start(rows, batch, tools)  # type: ignore[arg-type]
     future.add_done_callback(lambda _: main.wake())
     while not future.done():
         main.serve(60, left_s=60, check=lambda: None)
-    return as_trl_takes_them(future.result(), [None] * len(batch.prompts), dict(rollouts.tools.counts))
+    return as_trl_takes_them(future.result(), [None] * len(batch.prompts), tools.counts)
 
 
 @pytest.fixture

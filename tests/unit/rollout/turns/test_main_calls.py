@@ -29,14 +29,14 @@ def answers(
     """What the model is told by the tool of each row; all of them call at once, and this thread serves them."""
     main = MainThread()
     tools = ToolRunner(**{"timeout_s": DEADLINE_S, "main": main, "max_threads": None, "max_abandoned": 4, **runner})
-    turnstile = tools.begin(len(rows))
+    batch = tools.begin(len(rows))
 
     async def ask(row: int, tool: Callable[[], Any]) -> str:
         call = {"type": "function", "function": {"name": tool.__name__, "arguments": {}}}
         try:
-            (message,) = await tools.run([call], Toolbox(sync={tool.__name__: tool}), row)
+            (message,) = await batch.run([call], Toolbox(sync={tool.__name__: tool}), row)
         finally:
-            turnstile.leave(row)
+            batch.turnstile.leave(row)
         return message["content"]
 
     async def ask_all() -> list[str]:

@@ -7,11 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Begin, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Cancel, Message, Pipe, Stalled
 
 
 def test_messages_are_what_they_were() -> None:
-    ask = Ask(number=3, row=4, name="turn", token_ids=np.array([7, 8], np.int32), seed=2**62, overrides={"stop": ["é"]})
+    ask = Ask(
+        number=3,
+        place=4,
+        order=2,
+        name="turn",
+        token_ids=np.array([7, 8], np.int32),
+        seed=2**62,
+        overrides={"stop": ["é"]},
+    )
     answer = Answer(
         number=3,
         token_ids=np.array([1, 2, 3], np.int32),
@@ -34,10 +42,10 @@ def test_messages_are_what_they_were() -> None:
         again = arrived(message)
         for name in message.__slots__:
             assert np.array_equal(getattr(again, name), getattr(message, name)), name
-    for signal in (Begin(), Cancel(7), Stalled(3, None), Stalled(3, "why")):
+    for signal in (Cancel(7), Stalled(3, None), Stalled(3, "why")):
         assert arrived(signal) == signal
     text = ask.dumps().encode()
-    lacking, spoilt = text.replace(b'"row":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
+    lacking, spoilt = text.replace(b'"place":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
     for nonsense in (b"", b"\xff\xff\xff\xff", text[:9], lacking, spoilt, os.urandom(64)):
         ours.sendall(len(nonsense).to_bytes(4) + nonsense)
         with pytest.raises(ValueError, match="of this version"):

@@ -34,7 +34,7 @@ class Model:
 class Letters:
     """A message calls a tool if its tokens do; a tool's message is as many 7s as it is long."""
 
-    def parse(self, token_ids: list[int], *, prefix: list[int], row: int) -> dict[str, Any]:
+    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> dict[str, Any]:
         calls = [{"type": "function", "function": {"name": "tool", "arguments": {}}}] * token_ids.count(CALL)
         message: dict[str, Any] = {"role": "assistant", "content": str(token_ids)}
         return {**message, "tool_calls": calls} if calls else message

@@ -170,9 +170,8 @@ def test_a_limit_of_those_that_hang() -> None:
     release = threading.Event()
     tools = runner(timeout_s=0.05, max_abandoned=1)
     run(tools, call("stuck"), stuck=release.wait)
-    tools.begin(4)
     with pytest.raises(TooManyAbandoned, match=r"more than 1 .*GRPO-609.* tool stuck, called in row"):
-        run(tools, call("stuck"), stuck=release.wait)
+        run(tools.begin(4), call("stuck"), stuck=release.wait)
     release.set()
 
 
@@ -250,6 +249,5 @@ def test_a_conversation_whose_call_hangs_calls_nothing_more() -> None:
     assert [line for line in said if "ZeroDivisionError" in line] == [
         "WARNING: tool other raised ZeroDivisionError: division by zero; the model is told so"
     ]
-    tools.begin(4)
-    assert not tools.hanging_rows
+    assert not tools.begin(4).hanging_rows
     release.set()

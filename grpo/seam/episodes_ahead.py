@@ -1,0 +1,195 @@
+"""Conversations of generation batches that training has not asked for yet: rows, tools, environments lent to them.
+
+With `generation_lookahead` they go on while the main thread trains, so nothing of them runs there: tools are
+asynchronous or run in threads, environments live in threads of their own, and a rollout function is `grpo.agents`.
+"""
+
+import asyncio
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from trl.data_utils import prepare_multimodal_messages
+
+from grpo.faults.streams import own_streams
+from grpo.rollout.agents.rollout import AgentRollout
+from grpo.rollout.turns.declared import may_run_in_threads
+from grpo.rollout.turns.environments import Home, home_of
+from grpo.rollout.turns.rollouts import EpisodeRow, Planned
+from grpo.rollout.turns.sampler import Sampler
+from grpo.rollout.turns.talk import Talk
+from grpo.rollout.turns.tools import Toolbox, ToolRunner
+
+
+class EpisodesAhead:
+    """Plans conversations of batches that follow.
+
+    Args:
+        trainer: a `ConversingTrainer`.
+        agents: the rollout function, where there is one.
+    """
+
+    def __init__(self, trainer: Any, agents: AgentRollout | None) -> None:
+        self._trainer, self._agents = trainer, agents
+        self._lent: dict[int, list[tuple[Any, Any]]] = {}
+        """By the number of the batch: name and environment of each row."""
+
+    def planned(self, number: int) -> Planned | None:
+        """Those of the generation batch with this number; None when training ends before it."""
+        trainer = self._trainer
+        if (rows := trainer.rows_of_batch(number)) is None:
+            return None
+        if self._agents is not None:
+            return self._of_agents(self._agents, rows)
+        if trainer.environment_factories is not None:
+            return self._in_environments(number, rows)
+        prompts, toolbox = trainer.prompts_of_batch(number), _toolbox(trainer._standalone_tools)
+        return self._of_talks([_row(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
+
+    def _of_talks(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
+        def start(sampler: Sampler, tools: ToolRunner) -> "Future[list[Talk]]":
+            return self._trainer._rollouts.start(rows, sampler, tools)
+
+        return Planned(num_rows=len(rows), start=start, asked=asked, **more)
+
+    def _of_agents(self, agents: AgentRollout, rows: Sequence[Mapping[str, Any]]) -> Planned:
+        prompts = [row["prompt"] for row in rows]
+
+        def start(sampler: Sampler, tools: ToolRunner) -> "Future[dict[str, Any]]":
+            return agents.start(self._trainer.agent_batch(prompts, rows, sampler))
+
+        return Planned(num_rows=len(rows), start=start, asked=lambda: prompts)
+
+    # -- environments ---------------------------------------------------------------------------------------------
+
+    def _in_environments(self, number: int, rows: Sequence[Mapping[str, Any]]) -> Planned:
+        trainer = self._trainer
+        names = [row.get("environment") if trainer._multi_environment else None for row in rows]
+        lent = self._lent[number] = [(name, self._borrow(name)) for name in names]
+        prompts: dict[int, list[int]] = {}
+
+        def of_row(row: int) -> EpisodeRow:
+            name, environment = lent[row]
+
+            async def prompt() -> list[int]:
+                observation = await _reset(environment, rows[row], is_named=trainer._multi_environment)
+                messages = rows[row].get("prompt", [{"role": "user", "content": ""}])
+                prompts[row] = self._tokens(_with_observation(messages, observation), name)
+                return prompts[row]
+
+            toolbox = _toolbox([*trainer._standalone_tools, *_methods(environment)])
+            return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=trainer._env_tools[name])
+
+        return self._of_talks(
+            [of_row(row) for row in range(len(rows))],
+            lambda: [prompts[row] for row in range(len(rows))],
+            drop=lambda: self._lent.pop(number, None) and None,
+        )
+
+    def lend(self, number: int) -> None:
+        """Before TRL draws the environments of the batch with this number, which it does in the order of its pools."""
+        mine: dict[Any, list[Any]] = defaultdict(list)
+        for name, environment in self._lent.pop(number, ()):
+            mine[name].append(environment)
+        for name, environments in mine.items():
+            self._trainer._environment_pool[name][:0] = environments
+
+    def _borrow(self, name: Any) -> Any:
+        """One that no row has, or another one."""
+        pool = self._trainer._environment_pool[name]
+        taken = {id(each) for each in self._trainer.environments or ()}
+        free = next((place for place, each in enumerate(pool) if id(each) not in taken), None)
+        return self._trainer.environment_factories[name]() if free is None else pool.pop(free)
+
+    def _tokens(self, prompt: list[dict[str, Any]], name: Any) -> list[int]:
+        """As TRL's `_tokenize_prompts` has them (1.16), of one row and in another thread."""
+        trainer = self._trainer
+        tokenized = trainer.processing_class.apply_chat_template(
+            conversation=[prepare_multimodal_messages(prompt) if trainer._is_vlm else prompt],
+            tools=trainer._env_tools[name] or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )
+        return tokenized["input_ids"][0]
+
+
+def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
+    """Refuse tools, environments and rollout functions that run in the main thread, with `generation_lookahead`.
+
+    Args:
+        arguments: of the trainer.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    args = arguments["args"]
+    if not args.generation_lookahead:
+        return
+    factories = arguments["environment_factory"]
+    environments = factories.values() if isinstance(factories, Mapping) else [factories] if factories else []
+    tools = [tool for tool in arguments["tools"] or () if not inspect.iscoroutinefunction(tool)]
+    in_main = [each for each in [*tools, *environments] if not may_run_in_threads(each)]
+    what, fix = None, ""
+    if args.max_tool_threads is None and in_main:
+        what = f"{getattr(in_main[0], '__name__', in_main[0])!r}, which runs in the main thread"
+        fix = "write tools as async def, mark tools and environments with grpo.in_threads, set max_tool_threads"
+    elif (func := arguments["rollout_func"]) is not None and not isinstance(func, AgentRollout):
+        what = "a rollout_func that is called when training asks for its batch"
+        fix = "let it be grpo.agents(...)"
+    if what is not None:
+        raise ValueError(
+            f"generation_lookahead is {args.generation_lookahead} with {what} [GRPO-220]: the main thread trains while "
+            f"later batches are sampled; {fix}, or set generation_lookahead to 0"
+        )
+
+
+async def _reset(environment: Any, row: Mapping[str, Any], *, is_named: bool) -> Any:
+    """In the thread where it lives. TRL, which resets it when training asks for the batch, is given what it brings."""
+    home = home_of(environment.reset)
+    assert isinstance(home, Home), "others are refused with generation_lookahead"
+    columns = {name: value for name, value in row.items() if not (is_named and name == "environment")}
+
+    def reset() -> Any:
+        with own_streams("reset of an environment"):
+            return environment.reset(**columns)
+
+    home.observations.clear()
+    observation = await asyncio.wrap_future(home.run(reset))
+    home.observations.append(observation)
+    return observation
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """As TRL joins them (1.16)."""
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+def _methods(environment: Any) -> list[Callable[..., Any]]:
+    """Its tools, as TRL finds them (1.16)."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
+    return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
+
+
+def _toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox | None:
+    named = {tool.__name__: tool for tool in tools}
+    asynchronous = {name: tool for name, tool in named.items() if inspect.iscoroutinefunction(tool)}
+    return Toolbox(sync={name: named[name] for name in named.keys() - asynchronous}, asynchronous=asynchronous)
+
+
+def _row(token_ids: list[int], toolbox: Toolbox | None, schema: Any) -> EpisodeRow:
+    async def prompt() -> list[int]:
+        return token_ids
+
+    return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=schema)

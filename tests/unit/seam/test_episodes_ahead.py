@@ -1,0 +1,243 @@
+"""Conversations that go on while the real trainer trains, over an engine that says what is written down."""
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from openai import AsyncOpenAI
+from transformers import TrainerCallback
+from transformers.utils import get_json_schema
+
+import grpo
+from tests.support.engines import Script
+from tests.support.made_up_tools import Guessing, halves, plus, times
+from tests.support.speaking_engine import Make, calculates, steps_of
+
+DEADLINE_S = 60.0
+STEPS = 4
+STILL = {"learning_rate": 0.0, "max_steps": STEPS}
+COLUMNS = ("reward", "reward_std", "completions/mean_length", "tools/call_frequency", "tools/failure_frequency")
+GUESSES = Dataset.from_dict(
+    {"prompt": [[{"role": "user", "content": f"{n}"}] for n in range(8)], "number": [*range(8)]}
+)
+
+
+@grpo.in_threads
+def times_in_threads(a: int, b: int) -> int:
+    """The product.
+
+    Args:
+        a: the one number
+        b: the other
+    """
+    return a * b
+
+
+times_in_threads.__name__ = "times"
+
+
+def seen_of(trainer: Any) -> list[list[Any]]:
+    """Of each batch of training, filled while it trains: prompts and completions."""
+    seen: list[list[Any]] = []
+    make_batch = trainer._generate_and_score_completions
+
+    def noted(inputs: Any) -> Any:
+        made = make_batch(inputs)
+        if trainer.model.training:
+            seen.append([made["prompt_ids"].tolist(), made["completion_ids"].tolist(), made["tool_mask"].tolist()])
+        return made
+
+    trainer._generate_and_score_completions = noted
+    return seen
+
+
+def figures(steps: list[dict[str, float]]) -> list[list[float]]:
+    return [[step[name] for name in COLUMNS] for step in steps]
+
+
+@pytest.mark.parametrize(("ahead", "in_threads"), [(1, False), (3, True)], ids=["1, asynchronous", "3, declared"])
+def test_with_weights_that_stay_the_same_conversations_ahead_are_those_that_training_would_have(
+    ahead: int, in_threads: bool, make: Make, script: Script
+) -> None:
+    async def awaited(a: int, b: int) -> int:
+        """The product.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        return await plus(a * b, 0)
+
+    awaited.__name__ = "times"
+    found = []
+    for lookahead in (0, ahead):
+        script.samples.clear()
+        tool = times_in_threads if in_threads else awaited
+        trainer = make(calculates, tools=[tool], config={**STILL, "generation_lookahead": lookahead})
+        seen = seen_of(trainer)
+        steps = steps_of(trainer)
+        found.append((figures(steps), seen, Counter((each.seed, each.token_ids.tobytes()) for each in script.samples)))
+        assert max(step["rollout/policy_lag"] for step in steps) == lookahead
+    assert found[0] == found[1]
+    assert len(found[0][1]) == STEPS
+
+
+def test_tools_of_a_batch_run_while_the_one_before_it_is_trained_on(make: Make) -> None:
+    called = threading.Semaphore(0)
+
+    @grpo.in_threads
+    def noted(a: int, b: int) -> int:
+        """The product.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        called.release()
+        return a * b
+
+    noted.__name__ = "times"
+
+    def always(text: str, seed: int) -> str:
+        return calculates(text, 1)
+
+    class Waits(TrainerCallback):
+        """In the main thread, before the step's end: for all calls of the batch that follows."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step < state.max_steps:
+                assert all(called.acquire(timeout=DEADLINE_S) for _ in range(8))
+
+    trainer = make(always, tools=[noted], callbacks=[Waits()], config={**STILL, "generation_lookahead": 1})
+    first = trainer._generate_and_score_completions
+
+    def drained(inputs: Any) -> Any:
+        made = first(inputs)
+        if trainer.state.global_step == 0:  # those of the first batch, which nothing was sampled before
+            assert all(called.acquire(timeout=DEADLINE_S) for _ in range(8))
+        return made
+
+    trainer._generate_and_score_completions = drained  # type: ignore[method-assign]
+    assert [step["reward"] for step in steps_of(trainer)] == [1.0] * STEPS
+
+
+@grpo.in_threads
+class Counted(Guessing):
+    """Guess a number; notes who uses it."""
+
+    alive: "list[Counted]" = []  # noqa: RUF012  of one test
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+        self.alive.append(self)
+
+    def reset(self, number: int = 5, **columns: Any) -> str:
+        self.threads.add(threading.get_ident())
+        return super().reset(number, **columns)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_environments_are_lent_to_one_row_at_a_time_and_reset_once_for_each(ahead: int, make: Make) -> None:
+    found = []
+    for lookahead in (0, ahead):
+        Counted.alive = []
+        trainer = make(
+            halves,
+            None,
+            environment_factory=Counted,
+            train_dataset=GUESSES,
+            config={**STILL, "generation_lookahead": lookahead, "max_completion_length": 200}
+            | {"vllm_max_model_length": 300},
+        )
+        seen = seen_of(trainer)
+        found.append(([step["reward"] for step in steps_of(trainer)], seen))
+        assert sum(each.resets for each in Counted.alive) == STEPS * 8
+        assert all(len(each.threads) == 1 for each in Counted.alive if each.resets)
+        assert len(Counted.alive) <= 8 * (lookahead + 1) + 1  # one is TRL's, to read the tools
+    assert found[0] == found[1]
+    assert min(found[0][0]) > 0
+
+
+async def calculator(door: Any, row: Any) -> dict[str, Any]:
+    async with AsyncOpenAI(base_url=door.url, api_key=door.key) as client:
+        messages = [*row["prompt"]]
+        while True:
+            schema: Any = [get_json_schema(times)]
+            answer = await client.chat.completions.create(model=door.model, messages=messages, tools=schema)
+            said = answer.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            if not said.tool_calls:
+                return {"said": said.content}
+            for call in said.tool_calls:
+                result = times(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+def test_agents_ahead_are_those_that_training_would_have(make: Make) -> None:
+    found = []
+    for lookahead in (0, 2):
+        rollouts = grpo.agents(calculator)
+        trainer = make(calculates, rollout_func=rollouts, config={**STILL, "generation_lookahead": lookahead})
+        seen = seen_of(trainer)
+        steps = steps_of(trainer)
+        found.append(([step["reward"] for step in steps], [step["agents/requests"] for step in steps], seen))
+        assert rollouts.pending() == ""
+    assert found[0] == found[1]
+    assert [step["agents/failed"] for step in steps] == [0.0] * STEPS
+
+
+def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make: Make) -> None:
+    @grpo.in_threads
+    def wrong(a: int, b: int) -> int:
+        """The product.
+
+        Args:
+            a: the one number
+            b: the other
+        """
+        raise ArithmeticError("no")
+
+    wrong.__name__ = "times"
+    curves = [
+        figures(steps_of(make(calculates, tools=[wrong], config={**STILL, "generation_lookahead": ahead})))
+        for ahead in (0, 2)
+    ]
+    assert curves[0] == curves[1]
+    assert all(row[-1] == 1.0 for row in curves[0])
+
+
+def test_after_a_stop_conversations_begin_again(make: Make, tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 2:
+                (Path(args.output_dir) / "stop").touch()
+
+    settings = {**STILL, "generation_lookahead": 2, "save_strategy": "steps", "save_steps": 100}
+    whole = figures(steps_of(make(calculates, tools=[times_in_threads], config=settings)))
+    folder = str(tmp_path / "parts")
+    trainer = make(calculates, tools=[times_in_threads], callbacks=[Stops()], config={**settings, "output_dir": folder})
+    with pytest.raises(SystemExit):
+        trainer.train()
+    again = {**settings, "output_dir": folder, "resume_from_checkpoint": "auto"}
+    resumed = make(calculates, tools=[times_in_threads], config=again)
+    resumed.train(resume_from_checkpoint="auto")
+    assert figures([line for line in resumed.state.log_history if "reward" in line]) == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"tools": [times]}, "with 'times', which runs in the main thread .*mark tools and environments with grpo.in"),
+        ({"environment_factory": Guessing}, "with 'Guessing', which runs in the main thread"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "with a rollout_func that is called .*let it be grpo.agents"),
+    ],
+    ids=["a tool", "an environment", "a rollout function"],
+)
+def test_code_of_the_main_thread_ahead_is_refused(arguments: dict[str, Any], wanted: str, make: Make) -> None:
+    with pytest.raises(ValueError, match=rf"generation_lookahead is 1 {wanted}"):
+        make(calculates, config={"generation_lookahead": 1}, **arguments)
