@@ -94,7 +94,7 @@ faults: install
 	$(BIN)/python -m tests.faults.run $(CELLS)
 
 # One that fails does not keep the others from running; the last one reads what the others have written.
-BENCHMARKS := push padding overlap overlap_ragged dispatch balance generate conversations neighbours agents rewards lora startup save respawn timeline scale
+BENCHMARKS := push padding overlap overlap_ragged dispatch balance generate conversations conversations_ahead neighbours agents rewards lora startup save respawn timeline scale
 bench: install
 	@failed=; \
 	for name in $(BENCHMARKS); do \

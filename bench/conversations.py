@@ -7,6 +7,7 @@ a turn one after the other and then samples all rows that go on; its `generate` 
 default, but while other rows are sampled; with `max_tool_threads` calls run side by side.
 
     python -m bench.conversations [--rows 32]
+    python -m bench.conversations --lookahead 1     # while the ranks train: bench/conversations_ahead.py
 """
 
 import json
@@ -91,7 +92,14 @@ class Play:
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--rows", type=int, default=32, help="conversations of a batch")
+    parser.add_argument(
+        "--lookahead", type=int, default=0, help="batches of episodes ahead: bench/conversations_ahead.py"
+    )
     options = parser.parse_args()
+    if options.lookahead:
+        from bench import conversations_ahead
+
+        return conversations_ahead.compare(options)
     if options.short:
         options.rows, options.repetitions = 8, 1
     with tempfile.TemporaryDirectory(prefix="bench-conversations-") as folder:

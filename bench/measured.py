@@ -18,6 +18,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "balance": ("bench/balance.py", "bench/engines.py", "grpo/engine", "grpo/groups", "grpo/rollout"),
     "generate": ("bench/generate.py", "bench/bare_vllm.py", "bench/engines.py", *_SAMPLING),
     "conversations": ("bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
+    "conversations_ahead": ("bench/conversations*.py", *_STEP),
     "neighbours": ("bench/neighbours.py", "bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
     "agents": ("bench/agents.py", "bench/conversations.py", *_SAMPLING),
     "rewards": ("bench/rewards.py", *_SAMPLING, "grpo/rewards", "grpo/seam/scoring.py"),

@@ -301,8 +301,6 @@ class LocalVLLM:
         with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
-        assert self._conversations is not None
-        self._conversations.sample_ahead()
         self._refusals.look_at(self.last_batch.reports)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from grpo.faults.streams import own_streams
+from grpo.faults.users_code import own_streams
 from grpo.rollout.agents.rollout import AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of

@@ -45,6 +45,10 @@ SHORT_FORMS = {
         ("TRL's loop / in threads", "TRL's loop / in the main thread"),
         {"in threads": "s", "in the main thread": "s", "TRL's loop": "s"},
     ),
+    "conversations_ahead": (
+        ("training of 1 of the episodes: the larger of both / a step",),
+        {"episodes of a batch": "s", "training of 0.8 of the episodes: a step": "s"},
+    ),
     "neighbours": (
         ("first node: both alike / beside twice the turns", "second node's own time / the batch's"),
         {"first node, both alike": "s", "batch, one with twice the turns": "s"},
@@ -94,6 +98,7 @@ LONG = (
     "dispatch",
     "generate",
     "conversations",
+    "conversations_ahead",
     "neighbours",
     "agents",
     "rewards",

@@ -181,9 +181,8 @@ class RankConversations:
 
     # -- a batch, before training asks for it and when it does ----------------------------------------------------
 
-    def sample_ahead(self) -> None:
-        """Behind a batch that was taken: begin as many of those that follow as the lookahead has it."""
-        now = self._batches.now()
+    def _sample_ahead(self, now: Progress) -> None:
+        """Begin as many batches of those that follow as the lookahead has it."""
         while now.mode == "train" and len(self._ahead) < self._lookahead:
             number = (self._ahead[-1].number if self._ahead else now.batch) + 1
             if (planned := self._rollouts.planned(number)) is None:
@@ -257,7 +256,11 @@ class RankConversations:
             live.sampler = self._sampler(live.planned, live.at, order, live.sampler.base_seed)
 
         def report(result: Any) -> ConversationReport:
-            live.result, live.rows = result, _rows_of(result, live.planned.num_rows, live.sampler.refused)
+            live.result = result
+            if self.is_function:
+                live.rows = _rows_of(result, live.planned.num_rows, live.sampler.refused)
+            else:
+                live.rows = [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in result]
             return self._report(live, begun)
 
         try:
@@ -267,12 +270,13 @@ class RankConversations:
             live.sampler.close()
 
     def _taken(self, live: "_Live") -> GenerationBatch:
-        """Training goes on with it."""
+        """Training goes on with it, and engines with those that follow."""
         self.metrics = conversation_metrics(live.reports)
         if not self._has_advised and (advice := serial_tools(live.reports)) is not None:
             self._has_advised = True
             _log.warning(advice)
-        now, rows, sampler, reports = self._batches.now(), live.rows, live.sampler, of_nodes(live.reports)
+        self._sample_ahead(now := self._batches.now())
+        rows, sampler, reports = live.rows, live.sampler, of_nodes(live.reports)
         versions = [sampler.policy_versions.get(row, live.at.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
         for number, row in enumerate(rows):
@@ -346,9 +350,7 @@ def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
 
 
 def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
-    """Of conversations, or the completions of a rollout function, which has to give what TRL trains on."""
-    if isinstance(output, list) and all(isinstance(each, Talk) for each in output):
-        return [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in output]
+    """The completions of a rollout function, which has to give what TRL trains on."""
     if not isinstance(output, dict):
         raise ValueError(f"rollout_func returned {type(output).__name__}: it has to return a dict of lists")
     for name in ("prompt_ids", "completion_ids", "logprobs"):

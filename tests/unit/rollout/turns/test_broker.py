@@ -201,7 +201,7 @@ def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(n
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
-    future = ranks.channels[1].ask(np.array([1, 2], np.int32), row=0, seed=5, name="a turn", overrides={})
+    future = ranks.channels[1].ask(np.array([1, 2], np.int32), place=0, order=0, seed=5, name="a turn", overrides={})
     wait_until(lambda: engine.samples)
     engine.die()
     wait_until(lambda: all(channel.is_stalled for channel in ranks.channels))
@@ -233,7 +233,9 @@ def test_engines_that_die_of_any_turn_end_the_job_with_the_name_of_the_first(nod
     ranks = ranks_of(*engines, ranks=1)
     for engine in engines:
         engine.works.clear()
-    ranks.channels[0].ask(np.array([1], np.int32), row=0, seed=5, name="turn 3 of row 0 of rank 7", overrides={})
+    ranks.channels[0].ask(
+        np.array([1], np.int32), place=0, order=0, seed=5, name="turn 3 of row 0 of rank 7", overrides={}
+    )
     for _ in range(3):
         wait_until(lambda: any(engine.samples for engine in engines))
         at_work = next(engine for engine in engines if engine.samples)
@@ -249,7 +251,7 @@ def test_a_turn_of_which_engines_die_is_refused(ranks_of: Any) -> None:
     for engine in engines:
         engine.dies_of = lambda owed: 666 in owed.token_ids
     ranks = ranks_of(*engines, ranks=1)
-    asked = ranks.channels[0].ask(np.array([666], np.int32), row=0, seed=5, name="turn 3", overrides={})
+    asked = ranks.channels[0].ask(np.array([666], np.int32), place=0, order=0, seed=5, name="turn 3", overrides={})
     answer = asked.result(DEADLINE_S)
     assert answer.engine == REFUSED
     assert "[GRPO-416]" in answer.refusal
@@ -298,7 +300,7 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
     broker.accept()
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(str(broker.address))
-    stranger.sendall((4).to_bytes(4, "little") + b"\xff\xff\xff\xff")
+    stranger.sendall((4).to_bytes(4) + b"\xff\xff\xff\xff")
     assert stranger.recv(1) == b""  # closed
     stranger.close()
     channel = TurnChannel.to(str(broker.address))
@@ -347,7 +349,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> Non
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
     wait_until(lambda: "abort" in {word for word, _ in engine.told})
-    assert ranks.channels[0].slowest() is None
+    assert ranks.channels[0].slowest(0.0) is None
 
 
 def test_what_a_turn_may_not_have_and_a_batch_that_is_over(ranks_of: Any) -> None:
@@ -358,7 +360,7 @@ def test_what_a_turn_may_not_have_and_a_batch_that_is_over(ranks_of: Any) -> Non
         asyncio.run(sampler.sample([1], row=0, turn=-1))
     with pytest.raises(Exception, match=r"serializ|JSON|json"):
         asyncio.run(sampler.sample([1], row=0, turn=0, stop=object()))
-    assert sampler._channel.slowest() is None
+    assert sampler._channel.slowest(0.0) is None
     sampler.close()
     with pytest.raises(RuntimeError, match="is over"):
         sampler.sample_all([[1]])
