@@ -19,7 +19,7 @@ from bench.report import Figure, Ratio, Report, argument_parser, finish
 from grpo.config.options import RecordingConfig
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import FORWARD, GENERATE, SCORE, Attempt, timeline_path
+from grpo.record.timeline.records import FORWARD, GENERATE, SCORE, AttemptLine, timeline_path
 from grpo.record.timeline.usage import UsageSampler
 
 STEP_S, GOAL_OF_A_STEP = 1.0, 0.002
@@ -31,7 +31,7 @@ SAMPLES = {"full": 200, "short": 5}
 
 def cpu_of_a_step_s(device: str, steps: int, folder: Path) -> float:
     """Processor time of this process for a step's spans, writing them included."""
-    attempt = Attempt(attempt=0, node=0, host="here", time=time.time(), ranks=[0])
+    attempt = AttemptLine(attempt=0, node=0, host="here", time=time.time(), ranks=[0])
     timeline = Recorder(timeline_path(folder, 0), attempt)
     phases = Phases(timeline, on_gpu=device == "cuda")
     begun = time.process_time()

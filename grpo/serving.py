@@ -29,7 +29,7 @@ from grpo.rollout.ahead import GenerationBatches, Progress
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts
-from grpo.rollout.turns.batch import Limits
+from grpo.rollout.turns.batch import BatchLimits
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.rollouts import Rollouts
 from grpo.rollout.turns.serving import RankConversations
@@ -207,7 +207,7 @@ class ServingStart:
             self.groups,
             self.watch,
             batches,
-            Limits(batch_s=self.args.rollout_timeout, turn_s=self.args.vllm_generate_timeout),
+            BatchLimits(batch_s=self.args.rollout_timeout, turn_s=self.args.vllm_generate_timeout),
             lookahead=self.args.generation_lookahead,
             pool=pool,
             broker=broker,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo.engine.compile_caches import end_late
 from grpo.engine.plugin import FIRST_OUTPUT, HOST_MARK
-from grpo.engine.progress import Progress
+from grpo.engine.progress import EngineProgress
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
@@ -38,7 +38,7 @@ class HostProcess:
         # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
         # there. Not under output_dir: the path of a socket has 107 bytes at most.
         self.private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
-        self.progress = Progress()
+        self.progress = EngineProgress()
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
         numbers = (theirs.fileno(), os.getpid(), self.progress.fd)

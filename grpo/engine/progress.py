@@ -25,7 +25,7 @@ _QUIET_S = 0.1  # without another line of them
 _COUNT = struct.Struct("Qd")  # steps that have ended, and the seconds of the slowest
 
 
-class Progress:
+class EngineProgress:
     """The client's side of the memory."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 
 MAX_LINE_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
@@ -135,12 +135,12 @@ def is_proof(given: Any, expected: str) -> bool:
 class Introduction:
     """A handshake over `connection`: each side shows the other that it knows the secret."""
 
-    def __init__(self, connection: socket.socket, secret: str, place: Place) -> None:
+    def __init__(self, connection: socket.socket, secret: str, place: NodePlace) -> None:
         self.channel = Channel(connection)
         self._secret, self._place = secret, place
         self._ours, self._theirs = new_challenge(), ""
 
-    def hear(self) -> Place | None:
+    def hear(self) -> NodePlace | None:
         """Read what has arrived. Returns the other side's place, once it has shown that it knows the secret: the place
         comes with the proof, so that a peer that is stopped right after it can still be named.
 
@@ -156,7 +156,7 @@ class Introduction:
                 case {"kind": "welcome", "proof": shown, "place": dict() as place} if self._is_the_hubs(shown):
                     self.channel.max_line_bytes = MAX_LINE_BYTES
                     self.channel.send("here")
-                    return Place(**place)
+                    return NodePlace(**place)
                 case _:
                     raise ConnectionError("somebody else is there")
         if not self.channel.is_open:
@@ -167,7 +167,7 @@ class Introduction:
         return is_proof(shown, proof(self._secret, "hub", self._ours, self._theirs, self._place.node))
 
 
-def join(addresses: list[str], port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
+def join(addresses: list[str], port: int, secret: str, place: NodePlace, timeout_s: float) -> tuple[Channel, NodePlace]:
     """Connect to the first address whose other side knows the secret; returns the channel and its place. Tries each
     address for `CONNECT_S`, and all again until `JOIN_S` have passed or all ports are closed.
 
@@ -195,7 +195,7 @@ def join(addresses: list[str], port: int, secret: str, place: Place, timeout_s: 
     )
 
 
-def _join_at(address: str, port: int, secret: str, place: Place, timeout_s: float) -> tuple[Channel, Place]:
+def _join_at(address: str, port: int, secret: str, place: NodePlace, timeout_s: float) -> tuple[Channel, NodePlace]:
     deadline = time.monotonic() + CONNECT_S
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:

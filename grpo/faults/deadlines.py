@@ -139,7 +139,7 @@ _AT_ONCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Call:
+class _LimitedCall:
     phase: str
     cause: str
     deadline_s: float
@@ -163,16 +163,16 @@ class CallLimits:
     def __init__(self, link: SentinelLink | None, fail: Callable[[str, str], None]) -> None:
         self._link, self._fail = link, fail
         self._stacks = Stacks() if link is None else link.stacks
-        self._calls: set[_Call] = set()
+        self._calls: set[_LimitedCall] = set()
         self._lock = threading.Lock()
-        self._first: _Call | None = None
+        self._first: _LimitedCall | None = None
         self._armed = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def around(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
         """Around a call that ends within `timeout_s`, or `cause` is why the job fails in `phase`."""
         deadline_s = time.monotonic() + timeout_s
-        call = _Call(phase=phase, cause=cause, deadline_s=deadline_s, thread=threading.get_ident())
+        call = _LimitedCall(phase=phase, cause=cause, deadline_s=deadline_s, thread=threading.get_ident())
         with self._lock:
             self._calls.add(call)
             self._arm()
@@ -181,7 +181,7 @@ class CallLimits:
         finally:
             self._end(call)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _LimitedCall) -> None:
         with self._lock:
             self._calls.discard(call)
             self._arm()
@@ -205,7 +205,7 @@ class CallLimits:
             self._armed.enter_context(ending_process(left_s + ALONE_GRACE_S))
             self._armed.enter_context(on_expiry(left_s, lambda: self._expire(first)))
 
-    def _expire(self, call: _Call) -> None:
+    def _expire(self, call: _LimitedCall) -> None:
         self._end(call)  # Python code runs: nothing has to end this process
         self._fail(f"{call.cause}; it was here, the innermost call first:\n{self._stacks.now(call.thread)}", call.phase)
 

@@ -110,7 +110,7 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or found.__context__
 
 
-class Answer(StrEnum):
+class Decision(StrEnum):
     """What is done about a failure."""
 
     END = "end"
@@ -123,9 +123,9 @@ class Answer(StrEnum):
     """As `START_AGAIN`; where the job has spare nodes, lost ones are looked for and replaced."""
 
 
-_END, _START, _REQUEUE, _REPLACE = Answer.END, Answer.START_AGAIN, Answer.REQUEUE, Answer.REPLACE_NODE
+_END, _START, _REQUEUE, _REPLACE = Decision.END, Decision.START_AGAIN, Decision.REQUEUE, Decision.REPLACE_NODE
 
-ANSWERS: dict[str, tuple[Answer, Answer, Answer]] = {
+ANSWERS: dict[str, tuple[Decision, Decision, Decision]] = {
     # Before the first optimizer step of the job; behind it; behind it, after a crash without a newer checkpoint.
     FailureKind.USER: (_END, _START, _END),
     FailureKind.MEMORY: (_END, _START, _END),
@@ -136,7 +136,7 @@ ANSWERS: dict[str, tuple[Answer, Answer, Answer]] = {
 }
 
 
-def answer_to(kind: str | None, *, is_behind_first_step: bool, was_seen: bool = False) -> Answer:
+def answer_to(kind: str | None, *, is_behind_first_step: bool, was_seen: bool = False) -> Decision:
     """What is done about a failure.
 
     Args:
@@ -148,7 +148,7 @@ def answer_to(kind: str | None, *, is_behind_first_step: bool, was_seen: bool = 
     return answers[is_behind_first_step + (is_behind_first_step and was_seen)]
 
 
-def answer_to_end(state: Mapping[str, Any] | None, *, was_seen: bool = False) -> Answer:
+def answer_to_end(state: Mapping[str, Any] | None, *, was_seen: bool = False) -> Decision:
     """As `answer_to`, by what `run_state.json` says of an attempt that has not finished; None where it says nothing."""
     state = state or {}
     kind = FailureKind.STOP if state.get("state") == "stopped" else state.get("kind")

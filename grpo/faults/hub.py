@@ -12,7 +12,7 @@ from functools import partial
 
 from grpo.faults.channel import MAX_LINE_BYTES, Channel, Message, is_proof, new_challenge, proof, tune
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.peer import Answer, Between, Peer, await_goodbyes
 from grpo.faults.progress import Table
 
@@ -29,7 +29,7 @@ class _Newcomer:
 
     challenge: str
     since_s: float
-    place: Place | None = None
+    place: NodePlace | None = None
     """What it has shown to be."""
 
 
@@ -70,7 +70,7 @@ class Hub(Between):
                 self._turn_away(channel)
         for number, rank in self._expected.items():
             if number not in self._nodes and now > self.join_s:
-                self.report(Place(node=number, rank=rank, host="unknown", pid=0).did_not_come(self.join_s))
+                self.report(NodePlace(node=number, rank=rank, host="unknown", pid=0).did_not_come(self.join_s))
         lost = next((node for node in self._present() if node.is_lost()), None)
         if lost is not None:
             self.report(self._why(lost, [node.place.node for node in self._present() if node.is_missing()]))
@@ -149,14 +149,14 @@ class Hub(Between):
             return False
         return is_proof(hello.get("proof"), proof(self.secret, "node", challenge, theirs, node))
 
-    def _welcome(self, channel: Channel, hello: Message, challenge: str) -> Place:
+    def _welcome(self, channel: Channel, hello: Message, challenge: str) -> NodePlace:
         channel.max_line_bytes = MAX_LINE_BYTES
         tune(channel.socket, self.loop.timeout_s)
         shown = proof(self.secret, "hub", hello["challenge"], challenge, hello["node"])
         channel.send("welcome", proof=shown, place=asdict(self.place))
-        return Place(**{name: hello[name] for name in asdict(self.place)})
+        return NodePlace(**{name: hello[name] for name in asdict(self.place)})
 
-    def _join(self, channel: Channel, place: Place, messages: list[Message]) -> None:
+    def _join(self, channel: Channel, place: NodePlace, messages: list[Message]) -> None:
         """It knows that it is welcome, and has not given up meanwhile: from now on its end counts."""
         for earlier, newcomer in [*self._newcomers.items()]:
             if earlier is channel:
@@ -176,7 +176,7 @@ class Hub(Between):
             node.send("bye")
         node.take(channel, messages)
 
-    def _peer(self, place: Place) -> Peer:
+    def _peer(self, place: NodePlace) -> Peer:
         number = place.node
 
         def end(silent_s: float) -> None:

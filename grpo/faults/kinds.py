@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from grpo.faults.device_memory import explain
-from grpo.faults.failure import Answer, FailureKind, FailureRecord, GrpoError, JobFailed, answer_to, with_causes
+from grpo.faults.failure import Decision, FailureKind, FailureRecord, GrpoError, JobFailed, answer_to, with_causes
 
 _past_first_step = threading.Event()
 
@@ -62,7 +62,7 @@ def _find_kind(error: BaseException) -> FailureKind:
 
 def ends_job(error: BaseException) -> bool:
     """Whether another start would meet `error` again, for what this process knows."""
-    return answer_to(kind_of(error), is_behind_first_step=is_past_first_step()) is Answer.END
+    return answer_to(kind_of(error), is_behind_first_step=is_past_first_step()) is Decision.END
 
 
 def is_users(error: BaseException) -> bool:

@@ -50,7 +50,7 @@ class Loop:
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class NodePlace:
     """A node, as its sentinel tells of it."""
 
     node: int
@@ -79,7 +79,7 @@ class Place:
             nodes=(self.node,),
         )
 
-    def has_no_link_to(self, hub: "Place", timeout_s: float) -> FailureRecord:
+    def has_no_link_to(self, hub: "NodePlace", timeout_s: float) -> FailureRecord:
         """The record of both nodes of a job of two, since neither can know which of them is to blame."""
         return self._record(
             f"node {hub.node} ({hub.host}) and node {self.node} ({self.host}) have not heard of each other for "

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.faults.channel import Channel, Message
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Loop, Place, beat_interval_s
+from grpo.faults.liveness import Loop, NodePlace, beat_interval_s
 from grpo.faults.progress import Table
 
 QUIET_S = 5.0  # until a new connection is tried; a quarter of the timeout where that is less
@@ -24,7 +24,7 @@ class Peer:
     ends all its connections at once; a network failure ends none.
     """
 
-    place: Place
+    place: NodePlace
     loop: Loop
     _: KW_ONLY
     on_message: Callable[[Message], None]
@@ -124,7 +124,7 @@ Answer = Callable[[Table], object]
 class Between:
     """What a sentinel needs of the others. This one has none: a job on one node."""
 
-    place: Place
+    place: NodePlace
     loop: Loop
     record: FailureRecord | None = field(default=None, init=False)
     """The job's."""

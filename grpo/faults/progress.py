@@ -19,10 +19,10 @@ as long as it takes."""
 GENERATION = "generate"
 """In which a local main looks around while it waits for completions, however long: who does not is stuck."""
 Table = dict[str, list[Any]]
-"""A `Row` of each rank, as JSON has it, by the rank's number."""
+"""A `RankRow` of each rank, as JSON has it, by the rank's number."""
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """One rank's, as all sentinels know it."""
 
     phase: str
@@ -39,11 +39,11 @@ class Row(NamedTuple):
         return self.entered, self.collectives
 
 
-def rows_of(table: Table) -> dict[int, Row]:
-    return {int(rank): Row(*row) for rank, row in table.items()}
+def rows_of(table: Table) -> dict[int, RankRow]:
+    return {int(rank): RankRow(*row) for rank, row in table.items()}
 
 
-class Progress:
+class RankProgress:
     """A rank's own side."""
 
     def __init__(self) -> None:

@@ -27,10 +27,10 @@ from grpo.faults.channel import peer_of
 from grpo.faults.failure import FailureRecord
 from grpo.faults.hub import Hub
 from grpo.faults.hub_link import HubLink
-from grpo.faults.liveness import AwakeClock, Loop, Place, beat_interval_s
+from grpo.faults.liveness import AwakeClock, Loop, NodePlace, beat_interval_s
 from grpo.faults.packets import PacketSocket
 from grpo.faults.peer import Between
-from grpo.faults.progress import Reached, Row, Table, behind, record_of_stall
+from grpo.faults.progress import RankRow, Reached, Table, behind, record_of_stall
 from grpo.faults.rank import Limit, Rank
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces
 from grpo.faults.stacks import where
@@ -59,7 +59,7 @@ class Sentinel:
         self._selector = selectors.DefaultSelector()
         self._ranks = {int(rank): Rank(int(rank), pid) for rank, pid in settings["pids"].items()}
         self._first = self._ranks[min(self._ranks)]
-        self.place = Place(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
+        self.place = NodePlace(node=settings["node"], rank=self._first.rank, host=settings["host"], pid=os.getpid())
         self._agent = None if settings["agent"] is None else WatchedProcess(settings["agent"])
         self._agent_folder: str | None = settings.get("agent_folder")
         self._failed_s: float | None = None
@@ -178,7 +178,7 @@ class Sentinel:
         table: Table = {}
         for number, rank in self._ranks.items():
             far, place = Reached.read(rank.progress), (self.place.node, self.place.host)
-            table[str(number)] = [*Row(rank.phase, rank.exchanges, far.entered, far.collectives, *place)]
+            table[str(number)] = [*RankRow(rank.phase, rank.exchanges, far.entered, far.collectives, *place)]
         return table
 
     def _report(self, rank: Rank, cause: str, phase: str | None = None) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import AwakeClock, Place, beat_interval_s
+from grpo.faults.liveness import AwakeClock, NodePlace, beat_interval_s
 from grpo.faults.packets import PacketSocket
-from grpo.faults.progress import Progress, Table, behind, record_of_stall, rows_of
+from grpo.faults.progress import RankProgress, Table, behind, record_of_stall, rows_of
 from grpo.faults.stacks import Stacks
 
 CONNECT_S = 60.0
@@ -26,13 +26,13 @@ class SentinelLink:
         timeout_s: without a word of the sentinel until it is taken for lost.
     """
 
-    def __init__(self, name: str, rank: int, place: Place, *, timeout_s: float) -> None:
+    def __init__(self, name: str, rank: int, place: NodePlace, *, timeout_s: float) -> None:
         self.interval_s = beat_interval_s(timeout_s)
         self.is_gone = False
         self.stacks = Stacks()
         """Which the sentinel reads."""
         self.stacks.on_signal()
-        self.progress = Progress()
+        self.progress = RankProgress()
         """Which it reads, too."""
         self._place, self._timeout_s = place, timeout_s
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
@@ -110,7 +110,7 @@ class SentinelLink:
     def _take(self, message: dict[str, Any]) -> FailureRecord | None:
         match message:
             case {"kind": "place", **place}:
-                self._place = Place(**place)
+                self._place = NodePlace(**place)
             case {"kind": "beat", "phase": phase}:
                 self._place.phase = phase
             case {"kind": "record", "record": record}:

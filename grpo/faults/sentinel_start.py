@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from grpo.faults.deadlines import on_expiry
 from grpo.faults.failure import GrpoError
-from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S, RANK_STALL_TIMEOUT_S, START_TIMEOUT_S, Place
+from grpo.faults.liveness import HEARTBEAT_TIMEOUT_S, RANK_STALL_TIMEOUT_S, START_TIMEOUT_S, NodePlace
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.watch import FailureWatch
 from grpo.place.launch import Launch, agent_folder, agent_pid, head_address
@@ -61,7 +61,7 @@ def link_to_sentinel(
         sys.stderr.write(f"[grpo] rank {launch.rank} ends: the job's store does not answer\n")
         os._exit(1)
 
-    place = Place(node=launch.node, rank=launch.rank, host=host, pid=0)
+    place = NodePlace(node=launch.node, rank=launch.rank, host=host, pid=0)
     patience_s = 2 * join_s  # who comes last has as long for its start as the others
     with on_expiry(join_s + patience_s, give_up):
         settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}

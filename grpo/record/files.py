@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.failure import Answer, FailureKind, answer_to_end
+from grpo.faults.failure import Decision, FailureKind, answer_to_end
 from grpo.place.launch import read_launch
 from grpo.record.durable import write_atomically
 
@@ -101,7 +101,7 @@ def note_failure(env: Mapping[str, str], why: str, kind: FailureKind, **state: A
     if not (note := env.get(NOTE_VARIABLE)):
         return
     failed = {"state": "failed", "why": why, "kind": kind, "rank": int(env.get("RANK") or 0), **state}
-    if read_failure_note(Path(note)) is None or answer_to_end(failed) is Answer.END:
+    if read_failure_note(Path(note)) is None or answer_to_end(failed) is Decision.END:
         with contextlib.suppress(OSError):  # it must not hide the failure
             write_atomically(_failure_note(Path(note)), json.dumps(failed))
 

@@ -28,7 +28,7 @@ _NEEDS = "cannot run beside the main thread: "
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Call:
+class _RewardCall:
     rows: list[int]
     notes: Notes = field(default_factory=Notes)
     limit: ExitStack = field(default_factory=ExitStack)
@@ -77,8 +77,8 @@ class Scoring:
         self._kept: list[int] = []
         self._groups: Sequence[Sequence[int]] = []
         self._arrived: set[int] = set()
-        self._calls: defaultdict[RewardFunction, list[_Call]] = defaultdict(list)
-        self._queued: dict[RewardFunction, _Call] = {}
+        self._calls: defaultdict[RewardFunction, list[_RewardCall]] = defaultdict(list)
+        self._queued: dict[RewardFunction, _RewardCall] = {}
         """Calls that have not begun; more rows may join them."""
         may_move = [number for number, function in enumerate(self._functions) if _may_move(function)]
         self.move([number for number in may_move if self.in_main_thread(self.funcs[number])], None)
@@ -211,7 +211,7 @@ class Scoring:
 
     def _answers_otherwise(self, function: RewardFunction, rows: Sequence[int]) -> bool:
         assert self._worker is not None, "it was called there before"
-        call, begun, here = _Call(rows=[*rows]), time.monotonic(), list[torch.Tensor]()
+        call, begun, here = _RewardCall(rows=[*rows]), time.monotonic(), list[torch.Tensor]()
         try:
             call.future = self._worker.run(partial(function.call_in_thread, self._arguments(call), call.limit))
             beside = _numbers(self._await(call))
@@ -219,7 +219,7 @@ class Scoring:
                 if time.monotonic() - begun > COMPARE_S:
                     self.say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
                     return False
-                here.append(_numbers(function.call_here(self._arguments(_Call(rows=[*rows])))))
+                here.append(_numbers(function.call_here(self._arguments(_RewardCall(rows=[*rows])))))
             return _same(*here) and not _same(beside, here[0])
         except NeedsMainThreadError:  # of these rows; others it has scored there
             return True
@@ -266,7 +266,7 @@ class Scoring:
     def _submit(self, function: RewardFunction, rows: Sequence[int]) -> None:
         """With the lock held."""
         if function.is_async:
-            call = _Call(rows=[*rows])
+            call = _RewardCall(rows=[*rows])
             arguments = self._arguments(call)
             loop = self.loop()
             loop.call_soon_threadsafe(self.prepare)
@@ -275,12 +275,12 @@ class Scoring:
         elif (queued := self._queued.get(function)) is not None:
             queued.rows += rows
         else:
-            call = self._queued[function] = _Call(rows=[*rows])
+            call = self._queued[function] = _RewardCall(rows=[*rows])
             self._worker = self._worker or Worker("grpo-rewards", self.prepare)
             call.future = self._worker.run(partial(self._run, function, call))
             self._calls[function].append(call)
 
-    def _run(self, function: RewardFunction, call: _Call) -> list[Any]:
+    def _run(self, function: RewardFunction, call: _RewardCall) -> list[Any]:
         with self._lock:
             if call not in self._calls[function]:
                 raise CancelledError  # another batch has begun
@@ -290,14 +290,14 @@ class Scoring:
             arguments = self._arguments(call)
         return function.call_in_thread(arguments, call.limit)
 
-    def _arguments(self, call: _Call) -> dict[str, Any]:
+    def _arguments(self, call: _RewardCall) -> dict[str, Any]:
         assert self._rows is not None, "a batch has begun"
         return self._rows.of(call.rows, call.notes)
 
     # -- what TRL gets --------------------------------------------------------------------------------------------
 
     def _collect(self, function: RewardFunction, *, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
-        calls: list[tuple[_Call, list[Any]]] = []
+        calls: list[tuple[_RewardCall, list[Any]]] = []
         if function.runs_beside:
             with self.timeline.span(SCORE, name=function.name), self.watch.during(PHASE):
                 try:
@@ -305,26 +305,26 @@ class Scoring:
                 except NeedsMainThreadError as error:
                     self._move_to_main_thread(function, _NEEDS + str(error))
         if not function.runs_beside and self._kept:
-            call = _Call(rows=[*self._kept])
+            call = _RewardCall(rows=[*self._kept])
             calls = [(call, function.call_here(self._arguments(call)))]
         return self._rewards(function, calls, log_extra, log_metric)
 
     def _awaiting(self, function: RewardFunction) -> Callable[..., Any]:
         async def awaiting(*, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
-            calls: list[tuple[_Call, list[Any]]] = []
+            calls: list[tuple[_RewardCall, list[Any]]] = []
             if self._kept:
-                call = _Call(rows=[*self._kept])
+                call = _RewardCall(rows=[*self._kept])
                 calls = [(call, await function.call_async(self._arguments(call), call.limit))]
             return self._rewards(function, calls, log_extra, log_metric)
 
         return awaiting
 
-    def _await(self, call: _Call) -> list[Any]:
+    def _await(self, call: _RewardCall) -> list[Any]:
         """What it returns, which the main thread waits for."""
         self._wait(call)
         return call.future.result()
 
-    def _wait(self, call: _Call) -> None:
+    def _wait(self, call: _RewardCall) -> None:
         while not wait([call.future], POLL_S).done:
             self.watch.check()
 
@@ -346,7 +346,7 @@ class Scoring:
             )
 
     def _rewards(
-        self, function: RewardFunction, calls: Sequence[tuple[_Call, list[Any]]], log_extra: Log, log_metric: Log
+        self, function: RewardFunction, calls: Sequence[tuple[_RewardCall, list[Any]]], log_extra: Log, log_metric: Log
     ) -> list[Any]:
         """In the order of rows; None, which TRL takes for "no reward", for each that no call was for."""
         assert self._rows is not None, "a batch has begun"

@@ -12,7 +12,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
-from grpo.weights.limits import Verdict
+from grpo.weights.limits import GapVerdict
 from grpo.weights.names import some
 from grpo.weights.proof import Prover, is_due
 from grpo.weights.push import Pusher
@@ -175,16 +175,16 @@ class WeightDelivery:
             return None
         gap, doubt = max(found, key=lambda each: each[0].judged)
         verdict = self.prover.judge(gap, was_sent_again=sent_again is not None)
-        if verdict is Verdict.SEND_AGAIN:
+        if verdict is GapVerdict.SEND_AGAIN:
             _log.info("%s: everything is sent once more", doubt, extra=FILE_ONLY)
             return gap
-        if verdict is Verdict.END:
+        if verdict is GapVerdict.END:
             assert doubt is not None
             raise StepFailed(doubt)
-        if verdict is Verdict.WARN and gap.judged > WARNED_AGAIN_FACTOR * self._warned_of:
+        if verdict is GapVerdict.WARN and gap.judged > WARNED_AGAIN_FACTOR * self._warned_of:
             self._warned_of = gap.judged
             _log.warning("WARNING: %s", doubt)
-        if verdict is Verdict.PASS and sent_again is not None:
+        if verdict is GapVerdict.PASS and sent_again is not None:
             _log.warning(
                 "WARNING: log-probabilities of engine and trainer differed by %s, and by %s after the whole model was "
                 "sent once more: something had not reached the engines",
@@ -234,11 +234,11 @@ class WeightDelivery:
         gap, client = found
         report = replace(report, gap=gap)
         verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
-        if verdict is Verdict.PASS:
+        if verdict is GapVerdict.PASS:
             _log.debug("weight sync %d is verified: a gap of %s", self._num_pushes, gap)
             return None, report, None
         what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
-        if verdict is Verdict.REFUSE:
+        if verdict is GapVerdict.REFUSE:
             return client.error(what, FailureKind.USER), report, None
         return None, report, self.watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
 

@@ -33,7 +33,7 @@ FIRST_GAP_FACTOR = 5.0
 LEAST_SHARE = 0.1  # of the limit
 
 
-class Verdict(StrEnum):
+class GapVerdict(StrEnum):
     """What follows from a gap."""
 
     PASS = "pass"
@@ -47,7 +47,7 @@ class Verdict(StrEnum):
     """The last finished step is saved, and the job ends."""
 
 
-def judge(gap: float, *, hard: float, tight: float | None, was_sent_again: bool) -> Verdict:
+def judge(gap: float, *, hard: float, tight: float | None, was_sent_again: bool) -> GapVerdict:
     """What follows from the worst gap of the job; see `hard_limit` and `tight_limit`.
 
     Args:
@@ -55,12 +55,12 @@ def judge(gap: float, *, hard: float, tight: float | None, was_sent_again: bool)
         was_sent_again: whether the whole model was sent because a gap in this weight sync was beyond the limit.
     """
     if gap <= (hard if tight is None else tight):
-        return Verdict.PASS
+        return GapVerdict.PASS
     if tight is None:
-        return Verdict.REFUSE
+        return GapVerdict.REFUSE
     if not was_sent_again:
-        return Verdict.SEND_AGAIN
-    return Verdict.WARN if gap <= hard else Verdict.END
+        return GapVerdict.SEND_AGAIN
+    return GapVerdict.WARN if gap <= hard else GapVerdict.END
 
 
 def rounding_limit(dtype: torch.dtype, *, on_gpus: bool) -> float:

@@ -13,7 +13,7 @@ from grpo.engine.answers import other_expansion
 from grpo.engine.like import EngineLike
 from grpo.faults.failure import FailureKind
 from grpo.model.picture_probe import PictureProbe
-from grpo.weights.limits import Verdict, gap_between, judge, rounding_limit, tight_limit
+from grpo.weights.limits import GapVerdict, gap_between, judge, rounding_limit, tight_limit
 from grpo.weights.positions import NUM_PADS, make_padding_harmless
 from grpo.weights.probe import trainer_logprobs
 from grpo.weights.report import LogprobGap
@@ -21,12 +21,12 @@ from grpo.weights.report import LogprobGap
 _log = logging.getLogger(__name__)
 
 _STATEMENTS = {
-    Verdict.REFUSE: "does not compute what the trainer does after weight sync {number} [GRPO-504]",
-    Verdict.SEND_AGAIN: "is further from the trainer after weight sync {number} than rounding explains",
-    Verdict.WARN: "is further from the trainer than at first, and still is after weight sync {number}, which sent the "
-    "whole model once more [GRPO-509]",
-    Verdict.END: "does not compute what the trainer does, nor after weight sync {number}, which sent the whole model "
-    "once more [GRPO-508]",
+    GapVerdict.REFUSE: "does not compute what the trainer does after weight sync {number} [GRPO-504]",
+    GapVerdict.SEND_AGAIN: "is further from the trainer after weight sync {number} than rounding explains",
+    GapVerdict.WARN: "is further from the trainer than at first, and still is after weight sync {number}, which sent "
+    "the whole model once more [GRPO-509]",
+    GapVerdict.END: "does not compute what the trainer does, nor after weight sync {number}, which sent the whole "
+    "model once more [GRPO-508]",
 }
 
 
@@ -113,7 +113,7 @@ class Prover:
                 found.append((self._picture_gap(client, of_pictures), client))
         return max(found, key=lambda each: each[0].judged)
 
-    def judge(self, gap: LogprobGap, *, limit: float | None = None, was_sent_again: bool) -> Verdict:
+    def judge(self, gap: LogprobGap, *, limit: float | None = None, was_sent_again: bool) -> GapVerdict:
         """See the function.
 
         Args:
@@ -123,7 +123,7 @@ class Prover:
             return judge(gap.judged, hard=limit, tight=None, was_sent_again=was_sent_again)
         return judge(gap.judged, hard=self.hard_limit, tight=self.tight_limit, was_sent_again=was_sent_again)
 
-    def statement(self, verdict: Verdict, gap: LogprobGap, push_number: int, *, limit: float | None = None) -> str:
+    def statement(self, verdict: GapVerdict, gap: LogprobGap, push_number: int, *, limit: float | None = None) -> str:
         """What there is to say of an engine; its name goes before it."""
         of = f"the limit is {self.limit if limit is None else limit:.3g} for {self.dtype}"
         if limit is None and self.first_gap is not None:

@@ -20,7 +20,7 @@ from grpo.model.text_part import placeholder_ids
 from grpo.rollout.packing import REFUSED
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Pictured, Prompts, collapse
-from grpo.weights.limits import Verdict
+from grpo.weights.limits import GapVerdict
 from grpo.weights.probe import probe_prompts
 from grpo.weights.proof import Prover
 from tests.support.bare_engine import START_S, engine_spec
@@ -92,13 +92,13 @@ def test_a_verification_fails_where_the_engine_sees_another_picture(there: Simpl
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
     verified = prover(there, probe)
     gap, _ = verified.prove(1, engines_work=True) or pytest.fail("no engine was asked")
-    assert verified.judge(gap, was_sent_again=False) is Verdict.PASS
+    assert verified.judge(gap, was_sent_again=False) is GapVerdict.PASS
 
     blank = encoded(Image.new("RGB", (64, 64)))
     blind = prover(there, replace(probe, pictures=(blank, blank)))
     gap, _ = blind.prove(1, engines_work=True) or pytest.fail("no engine was asked")
     verdict = blind.judge(gap, was_sent_again=False)
-    assert verdict is Verdict.REFUSE
+    assert verdict is GapVerdict.REFUSE
     assert "log-probabilities of the same tokens behind an image differ by" in blind.statement(verdict, gap, 1)
 
 
@@ -115,7 +115,7 @@ def test_a_tower_with_other_weights_fails_the_verification(there: SimpleNamespac
     finally:
         weight.data.copy_(before)
     assert gap.behind_image
-    assert changed.judge(gap, was_sent_again=False) is Verdict.REFUSE
+    assert changed.judge(gap, was_sent_again=False) is GapVerdict.REFUSE
 
 
 def test_a_prompt_that_the_engine_expands_otherwise_is_refused_with_both_lengths(there: SimpleNamespace) -> None:

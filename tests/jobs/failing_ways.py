@@ -22,7 +22,7 @@ from grpo.engine.client import EngineClient
 from grpo.engine.messages import EngineSpec
 from grpo.faults.failure import GenerationDropped, JobFailed
 from grpo.faults.kinds import record_of
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_start import start_sentinel
 from grpo.ops.launch import lost_nodes, next_attempt
 from grpo.ops.report.symptoms import matching
@@ -77,8 +77,8 @@ def raises(error: BaseException) -> Callable[[Path], None]:
     return act
 
 
-PLACE = Place(node=1, rank=8, host="b", pid=7)
-HUB = Place(node=0, rank=0, host="a", pid=7)
+PLACE = NodePlace(node=1, rank=8, host="b", pid=7)
+HUB = NodePlace(node=0, rank=0, host="a", pid=7)
 WAYS: dict[str, Callable[[Path], None]] = {
     "a placement": placement,
     "a setting that the engine refuses": lambda folder: engine(folder, vllm="raise ValueError('max_model_len is 9')"),

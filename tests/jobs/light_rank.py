@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from grpo.faults.deadlines import CallLimits
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_link import SentinelLink
 
 
@@ -23,7 +23,9 @@ def tell(what: str) -> None:
 
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
-link = SentinelLink(sys.stdin.readline().strip(), rank, Place(node=0, rank=rank, host="?", pid=0), timeout_s=timeout_s)
+link = SentinelLink(
+    sys.stdin.readline().strip(), rank, NodePlace(node=0, rank=rank, host="?", pid=0), timeout_s=timeout_s
+)
 limits, limit = CallLimits(link, lambda cause, phase: None), contextlib.ExitStack()
 os.set_blocking(sys.stdin.fileno(), False)
 selector = selectors.DefaultSelector()

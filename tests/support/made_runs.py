@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo.record.timeline import records
-from grpo.record.timeline.records import Attempt, Span, Usage
+from grpo.record.timeline.records import AttemptLine, Span, Usage
 
 RANKS_PER_NODE = 7
 BEGAN = 1_790_000_000.0
@@ -113,9 +113,9 @@ def _lane(node: int) -> str:
     return f"rank {node * RANKS_PER_NODE}"
 
 
-def _attempt(attempt: int, node: int, time: float) -> Attempt:
+def _attempt(attempt: int, node: int, time: float) -> AttemptLine:
     first = node * RANKS_PER_NODE
-    return Attempt(
+    return AttemptLine(
         attempt=attempt,
         node=node,
         host=f"gpu-{node:02}",

@@ -6,9 +6,9 @@ from typing import Any
 
 import psutil
 
-from grpo.ops.train.sandbox import Limits, Outcome, run_program
+from grpo.ops.train.sandbox import Outcome, ProgramLimits, run_program
 
-SMALL = Limits(wall_s=20, cpu_s=2, memory_bytes=2**28, processes=4, file_bytes=2**20, output_bytes=2**16)
+SMALL = ProgramLimits(wall_s=20, cpu_s=2, memory_bytes=2**28, processes=4, file_bytes=2**20, output_bytes=2**16)
 
 
 def outcome(source: str, isolated: bool, stdin: bytes = b"", **limits: Any) -> Outcome:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_start import _started, start_sentinel
 
 LIGHT_RANK = Path(__file__).resolve().parents[1] / "jobs" / "light_rank.py"
 PATIENCE_S = 60.0  # on a slow machine; nothing waits for it to pass
 SECRET = "ab" * 32
-SECOND = Place(node=1, rank=2, host="h1", pid=17)  # of a job of two
+SECOND = NodePlace(node=1, rank=2, host="h1", pid=17)  # of a job of two
 
 
 class LightRank:

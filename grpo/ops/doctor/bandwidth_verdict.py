@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grpo.ops.doctor.records import Finding, Verdict, merge
+from grpo.ops.doctor.records import DoctorVerdict, Finding, merge
 from grpo.ops.meeting.trouble import list_nodes
 from grpo.place.wire import Wire
 
@@ -79,7 +79,7 @@ def judge_bandwidth(
     model_bytes: int | None,
     device: str = "CPUs",
     job_dtypes: Sequence[str] | None = None,
-) -> Verdict:
+) -> DoctorVerdict:
     """The verdict over all ranks' results, in rank order.
 
     Args:
@@ -99,7 +99,7 @@ def judge_bandwidth(
         *_push(results, num_bytes, model_bytes),
         *_pairs(results, names, pair_bytes),
     ]
-    return Verdict(nodes=names, findings=merge(findings, names))
+    return DoctorVerdict(nodes=names, findings=merge(findings, names))
 
 
 def _formats(results: Sequence[RankResult], backend: str, job_dtypes: Sequence[str] | None) -> list[Finding]:
@@ -189,7 +189,7 @@ def _pairs(results: Sequence[RankResult], names: Sequence[str], pair_bytes: int)
 
 def explain_failure(
     stage: str, what: str, late: Sequence[str], backend: str, *, route_interface: str, is_one_node: bool
-) -> Verdict:
+) -> DoctorVerdict:
     """A stage that failed or did not end, and what to set.
 
     Args:
@@ -210,4 +210,4 @@ def explain_failure(
         fix += "vllm_sync_backend: shm, slowly"
     message = f"{backend}, {stage}: {what}"
     message += f"; not there: {', '.join(late)}" if late else ""
-    return Verdict(nodes=tuple(late), findings=(Finding.fail("bandwidth", message, fix),))
+    return DoctorVerdict(nodes=tuple(late), findings=(Finding.fail("bandwidth", message, fix),))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo.ops.doctor.network import select_interfaces
-from grpo.ops.doctor.records import Finding, NodeReport, Status, Verdict, merge
+from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding, Status, merge
 from grpo.ops.meeting.addresses import read_interfaces, route_to
 from grpo.ops.meeting.agreement import compare_software, differences
 from grpo.ops.meeting.expected import Place
@@ -15,13 +15,13 @@ SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge 
 _ROUTES_SHOWN = 8
 
 
-def judge_meeting(place: Place, own: NodeReport, attendance: Attendance) -> Verdict:
+def judge_meeting(place: Place, own: Examination, attendance: Attendance) -> DoctorVerdict:
     """The head's verdict over those that came, and those that did not."""
     joined = [Finding.of("join", trouble) for trouble in attendance.troubles]
     reports = []
     for arrival in attendance.arrivals:
         try:
-            report = NodeReport.loads(arrival.report)
+            report = Examination.loads(arrival.report)
         except ValueError as error:
             message = f"{arrival.node} runs another version of grpo: {error}"
             fix = "install the same grpo on all nodes"
@@ -38,7 +38,7 @@ def judge_meeting(place: Place, own: NodeReport, attendance: Attendance) -> Verd
     return judge(place.nodes, [own, *reports], joined)
 
 
-def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[Finding] = ()) -> Verdict:
+def judge(nodes: Sequence[str], reports: Sequence[Examination], others: Sequence[Finding] = ()) -> DoctorVerdict:
     """The verdict over all nodes.
 
     Args:
@@ -49,10 +49,10 @@ def judge(nodes: Sequence[str], reports: Sequence[NodeReport], others: Sequence[
     own = [replace(finding, nodes=(report.node,)) for report in reports for finding in report.findings]
     came = tuple(report.node for report in reports)
     between = merge(compare(reports) if len(reports) > 1 else [], came)
-    return Verdict(nodes=tuple(nodes), findings=merge([*others, *own, *between]), reports=tuple(reports))
+    return DoctorVerdict(nodes=tuple(nodes), findings=merge([*others, *own, *between]), reports=tuple(reports))
 
 
-def compare(reports: Sequence[NodeReport]) -> list[Finding]:
+def compare(reports: Sequence[Examination]) -> list[Finding]:
     """Findings between two or more nodes; the reference is what most of them have, the head's (the first) on a tie."""
     return [
         *_same(reports),
@@ -63,7 +63,7 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     ]
 
 
-def _same(reports: Sequence[NodeReport]) -> list[Finding]:
+def _same(reports: Sequence[Examination]) -> list[Finding]:
     first = reports[0]
     found = compare_software({report.node: report for report in reports})
     fix = "works as long as each driver is new enough for torch's CUDA; make them equal before you look for slowness"
@@ -86,7 +86,7 @@ def _same(reports: Sequence[NodeReport]) -> list[Finding]:
     return findings
 
 
-def _hardware(reports: Sequence[NodeReport]) -> list[Trouble]:
+def _hardware(reports: Sequence[Examination]) -> list[Trouble]:
     some_have_none = any(report.gpus == 0 for report in reports)
     fix = "all nodes train with the same number of ranks; only the reserved GPUs may differ"
     gpus = {report.node: {"visible GPUs": report.gpus} for report in reports}
@@ -96,7 +96,7 @@ def _hardware(reports: Sequence[NodeReport]) -> list[Trouble]:
     return [*(found | differences(fabric, fix, is_fatal=False)).values()]
 
 
-def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
+def _reachable_names(reports: Sequence[Examination]) -> list[Finding]:
     """gloo listens on the address that the own host name resolves to, and on loopback when it does not resolve."""
     networks = {report.network for report in reports}
     if networks == {""}:
@@ -119,7 +119,7 @@ def _reachable_names(reports: Sequence[NodeReport]) -> list[Finding]:
     return findings or [Finding.passed("own address", message)]
 
 
-def _routes(reports: Sequence[NodeReport]) -> list[Finding]:
+def _routes(reports: Sequence[Examination]) -> list[Finding]:
     """Which interface joins the nodes, and whether NCCL was told another one for its bootstrap."""
     findings = []
     for report in reports:
@@ -137,7 +137,7 @@ def _routes(reports: Sequence[NodeReport]) -> list[Finding]:
     return findings or [Finding.passed("route", shown)]
 
 
-def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
+def _clocks(reports: Sequence[Examination]) -> list[Finding]:
     head = reports[0].node
     findings, was_measured = [], False
     for report in reports:
@@ -153,7 +153,7 @@ def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
     return findings
 
 
-def _shared_output(reports: Sequence[NodeReport]) -> list[Finding]:
+def _shared_output(reports: Sequence[Examination]) -> list[Finding]:
     head = reports[0].node
     if blind := [report.node for report in reports if report.sees_shared_file is False]:
         message = f"{list_nodes(blind)} does not see the file that {head} wrote at the output path"

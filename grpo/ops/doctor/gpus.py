@@ -19,7 +19,7 @@ _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class NodeGpu:
     """One GPU as nvidia-smi tells it."""
 
     index: int
@@ -34,7 +34,7 @@ Processes = Mapping[str, Sequence[str]]
 """By the uuid of their GPU: pid, name and, where nvidia-smi reports it, memory."""
 
 
-def query_gpus() -> tuple[list[Gpu], Processes]:
+def query_gpus() -> tuple[list[NodeGpu], Processes]:
     """Both empty where there is no nvidia-smi. Raises subprocess.SubprocessError when it fails or hangs."""
     try:
         gpus, processes = _nvidia_smi("gpu", _GPU_FIELDS), _nvidia_smi("compute-apps", _PROCESS_FIELDS)
@@ -56,11 +56,11 @@ def _memory_bytes(cell: str) -> int:
     return int(cell) * MIB if cell.isdigit() else 0  # `[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[NodeGpu]:
     gpus = []
     for index, uuid, driver, used, total in _cells(text):
         gpus.append(
-            Gpu(
+            NodeGpu(
                 index=int(index),
                 uuid=uuid,
                 driver=driver,
@@ -80,7 +80,7 @@ def parse_processes(text: str) -> Processes:
     return processes
 
 
-def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
+def visible_gpus(gpus: Sequence[NodeGpu], visible_devices: str | None) -> list[NodeGpu]:
     """Those that CUDA_VISIBLE_DEVICES leaves; all of them where it is unset or names MIG slices, which are refused."""
     entries = [entry.strip() for entry in (visible_devices or "").split(",")]
     if visible_devices is None or any(entry.startswith("MIG-") for entry in entries):
@@ -90,7 +90,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible_devices: str | None) -> list[Gpu]:
 
 
 def check_gpu_count(
-    *, seen: int, asked: int | None, gpus: Sequence[Gpu], mistake: DeviceMistake | None = None
+    *, seen: int, asked: int | None, gpus: Sequence[NodeGpu], mistake: DeviceMistake | None = None
 ) -> Finding:
     """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`).
 
@@ -115,7 +115,7 @@ def check_gpu_count(
     return Finding.passed("gpus", f"{seen} visible" if seen else "none: this node runs on CPU")
 
 
-def check_gpu_memory(gpus: Sequence[Gpu], processes: Processes) -> list[Finding]:
+def check_gpu_memory(gpus: Sequence[NodeGpu], processes: Processes) -> list[Finding]:
     """Memory of the visible `gpus` that is taken already, and by whom."""
     findings = []
     for gpu in gpus:

@@ -49,7 +49,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport(Software, Wire):
+class Examination(Software, Wire):
     """What one node says about itself: its own findings, and what is compared with the other nodes."""
 
     node: str
@@ -81,13 +81,13 @@ class NodeReport(Software, Wire):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict(Wire):
+class DoctorVerdict(Wire):
     """What all nodes print and exit with."""
 
     nodes: tuple[str, ...]
     """The expected ones, the head first."""
     findings: tuple[Finding, ...]
-    reports: tuple[NodeReport, ...] = ()
+    reports: tuple[Examination, ...] = ()
     """Of the nodes that came, on the node that judged."""
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo.faults.deadlines import within
 from grpo.ops.doctor import gpus, installation, leftovers, network, storage
-from grpo.ops.doctor.records import Finding, NodeReport
+from grpo.ops.doctor.records import Examination, Finding
 from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
 from grpo.ops.meeting.agreement import read_software
 from grpo.place import devices
@@ -32,7 +32,7 @@ Found = Finding | list[Finding] | tuple[list[Finding], Fields]
 
 def examine(
     node: str, asked: argparse.Namespace, job: Wishes | None, env: Mapping[str, str], *, peers: Sequence[str]
-) -> NodeReport:
+) -> Examination:
     """This node's report, without what needs the store. Takes seconds, and never longer than its checks' deadlines.
 
     Args:
@@ -63,7 +63,7 @@ def examine(
             found, filled = found
             fields |= filled
         findings += found if isinstance(found, list) else [found]
-    return NodeReport(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
+    return Examination(node=node, host=socket.gethostname(), findings=tuple(findings), **fields)
 
 
 def _with_deadline(name: str, check: Callable[[], Found]) -> Found:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo.ops.doctor.between_nodes import judge, judge_meeting
-from grpo.ops.doctor.records import Finding, NodeReport, Verdict
+from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding
 from grpo.ops.doctor.shared_file import find_shared_file, shared_file
 from grpo.ops.doctor.table import one_line, print_failures, show
 from grpo.ops.meeting.expected import Place
@@ -18,7 +18,7 @@ from grpo.ops.meeting.meeting import MeetingFailed, attend, preside
 
 BANDWIDTH = "next, how fast the nodes exchange: accelerate launch --config_file CONFIG -m grpo.ops.doctor.bandwidth"
 
-Examine = Callable[[], NodeReport]
+Examine = Callable[[], Examination]
 
 
 def alone(place: Place, examine: Examine, args: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def alone(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
-def _conclude(verdict: Verdict, args: argparse.Namespace, **shown: str) -> None:
+def _conclude(verdict: DoctorVerdict, args: argparse.Namespace, **shown: str) -> None:
     show(verdict, as_json=args.json, **shown)
     if args.failed_nodes is not None:
         args.failed_nodes.write_text("\n".join(verdict.failed_nodes))
@@ -37,7 +37,7 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     """Prints the table, and who came after it."""
     codes = []
 
-    def tell(verdict: Verdict) -> str:
+    def tell(verdict: DoctorVerdict) -> str:
         _conclude(verdict, args, next_step=BANDWIDTH)
         codes.append(verdict.exit_code)
         return replace(verdict, reports=()).dumps()
@@ -67,7 +67,7 @@ def as_another(place: Place, examine: Examine, args: argparse.Namespace) -> int:
         return replace(report, sees_shared_file=sees).dumps()
 
     try:
-        verdict = Verdict.loads(attend(place, bring))
+        verdict = DoctorVerdict.loads(attend(place, bring))
     except MeetingFailed as error:
         verdict = judge(place.nodes, [examine()], [Finding.of("join", error.trouble)])
         if args.json:

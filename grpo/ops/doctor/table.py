@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo.ops.doctor.records import Finding, Status, Verdict
+from grpo.ops.doctor.records import DoctorVerdict, Finding, Status
 from grpo.ops.meeting.trouble import list_nodes
 
 _COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
@@ -33,7 +33,7 @@ def rows(findings: Sequence[Finding]) -> list[Finding]:
     return shown
 
 
-def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
+def show(verdict: DoctorVerdict, *, as_json: bool, next_step: str = "") -> None:
     """The verdict to stdout, as one JSON document or as the table with a last line.
 
     Args:
@@ -66,7 +66,7 @@ def show(verdict: Verdict, *, as_json: bool, next_step: str = "") -> None:
     sys.stdout.flush()
 
 
-def print_failures(node: str, verdict: Verdict) -> None:
+def print_failures(node: str, verdict: DoctorVerdict) -> None:
     """What a node says that has no head to print the table: what is wrong, in lines that stand alone among others'."""
     for finding in verdict.findings:
         if finding.status is not Status.PASS:
@@ -74,7 +74,7 @@ def print_failures(node: str, verdict: Verdict) -> None:
     sys.stdout.flush()
 
 
-def one_line(node: str, head: str, verdict: Verdict) -> str:
+def one_line(node: str, head: str, verdict: DoctorVerdict) -> str:
     """What a node says whose head prints the table."""
     failed = dict.fromkeys(finding.check for finding in verdict.findings if finding.status is Status.FAIL)
     why = f" ({', '.join(failed)})" if failed else ""

@@ -65,7 +65,7 @@ class SetResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
+class _EvaluatedPart:
     """A batch of the run's evaluation."""
 
     rows: list[dict[str, Any]]
@@ -205,7 +205,7 @@ def _evaluate_set(
         prompt_ids = [prompt_tokens(row["prompt"], tokenizer, args) for row in rows]
         requests = collapse(Prompts.of(prompt_ids), base, 0, evaluation_sampling(args, name))
         batch = pool.submit(requests, name=f"batch {number} of the set", order=number)
-        submitted.append(_Part(rows=rows, prompt_ids=prompt_ids, batch=batch))
+        submitted.append(_EvaluatedPart(rows=rows, prompt_ids=prompt_ids, batch=batch))
     weights = args.reward_weights or [1.0] * len(job.reward_funcs)
     passes = Passes(
         names=[get_callable_name(each) for each in job.reward_funcs],
@@ -240,7 +240,7 @@ def _evaluate_set(
 
 
 def _scored(
-    job: EvaluationJob, part: _Part, token_ids: Sequence[list[int]], refused: Sequence[bool], tokenizer: Any
+    job: EvaluationJob, part: _EvaluatedPart, token_ids: Sequence[list[int]], refused: Sequence[bool], tokenizer: Any
 ) -> np.ndarray:
     """[rows, functions] float64, by calls with the rows of a rank each; NaN: no reward."""
     size = job.arguments.training.per_device_eval_batch_size

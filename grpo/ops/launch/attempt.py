@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.faults.failure import Answer, FailureKind, FailureRecord, answer_to_end
+from grpo.faults.failure import Decision, FailureKind, FailureRecord, answer_to_end
 from grpo.faults.kinds import is_for_user
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
@@ -93,7 +93,7 @@ class Attempt:
     @property
     def is_hopeless(self) -> bool:
         """Whether that ends the job."""
-        return (told := self.failed) is not None and answer_to_end(told) is Answer.END
+        return (told := self.failed) is not None and answer_to_end(told) is Decision.END
 
     def is_told(self) -> bool:
         """Whether that was told in a few lines."""
@@ -103,7 +103,7 @@ class Attempt:
         """Rank 0 has told its failure itself; of another rank's its own launcher tells, unless rank 0 has one, too."""
         told = self.failed or {}
         written = self._written(wait_s=0.0 if self.is_head else TOLD_S)
-        if not told.get("rank") or (written is not None and answer_to_end(written) is Answer.END):
+        if not told.get("rank") or (written is not None and answer_to_end(written) is Decision.END):
             return "not started again: this would fail again"
         return f"rank {told['rank']}: {told['why']}"
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo.faults.failure import Answer, FailureKind, FailureRecord, answer_to
+from grpo.faults.failure import Decision, FailureKind, FailureRecord, answer_to
 from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.faulty_host import DOCTOR_PHASE
@@ -385,7 +385,7 @@ def _not_started(
         failed: nodes on which the doctor did; a single one is put on record.
     """
     if not place.is_head or args.output_dir is None:
-        is_over = answer_to(kind, is_behind_first_step=False) is Answer.END
+        is_over = answer_to(kind, is_behind_first_step=False) is Decision.END
         return next_attempt.FAILED if is_over else next_attempt.START_AGAIN
     from grpo.ops.launch.attempt import record_no_start
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.faults.failure import Answer, answer_to_end
+from grpo.faults.failure import Decision, answer_to_end
 from grpo.record.files import DAMAGED, Entry, read_attempts
 
 DOCTOR_PHASE = "doctor"
@@ -40,5 +40,5 @@ def read_faulty_host(output_dir: Path, ended: Entry | None) -> str:
 
 def _blamed(attempt: Entry) -> str:
     """The host that its record names; '' where another node would mend nothing."""
-    is_of_a_node = attempt["state"] == "failed" and answer_to_end(attempt) is Answer.REPLACE_NODE
+    is_of_a_node = attempt["state"] == "failed" and answer_to_end(attempt) is Decision.REPLACE_NODE
     return str(attempt["failure"]["host"]) if is_of_a_node and attempt["failure"] else ""

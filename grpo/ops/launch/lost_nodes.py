@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from grpo.faults.failure import Answer, FailureKind, answer_to_end
+from grpo.faults.failure import Decision, FailureKind, answer_to_end
 from grpo.ops.launch.faulty_host import read_faulty_host
 from grpo.ops.launch.next_attempt import parser_for, read_end
 from grpo.record.files import Entry
@@ -104,7 +104,7 @@ def watch(srun: int, state: Callable[[], Entry | None], find: Callable[[Entry | 
 
 def _may_be_a_nodes_fault(ended: Entry | None) -> bool:
     is_over = ended is not None and ended["state"] in ("finished", "stopped")
-    return not is_over and answer_to_end(ended) is Answer.REPLACE_NODE
+    return not is_over and answer_to_end(ended) is Decision.REPLACE_NODE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

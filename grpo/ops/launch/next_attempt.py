@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo.checkpoints.checkpoints import COMPLETE_FILE, checkpoints, step_of
-from grpo.faults.failure import Answer, answer_to_end
+from grpo.faults.failure import Decision, answer_to_end
 from grpo.ops.launch.faulty_host import read_faulty_host
 from grpo.record import files
 from grpo.record.files import ENDED, Entry
@@ -121,7 +121,7 @@ def conclude(
     """
     record = output_dir / f"crashes.{job}.json"
     crashes, newest = 0, newest_checkpoint(output_dir)
-    is_crash = state is None or (state["state"] == "failed" and answer_to_end(state) is not Answer.REQUEUE)
+    is_crash = state is None or (state["state"] == "failed" and answer_to_end(state) is not Decision.REQUEUE)
     if not follow and is_crash:
         crashes = count_crash(record, newest, attempt, limit=max_crashes)
     elif not follow:
@@ -136,7 +136,7 @@ def conclude(
 
 def decide(
     state: Entry | None,
-    answer: Answer,
+    answer: Decision,
     crashes: int,
     max_crashes: int,
     *,
@@ -159,7 +159,7 @@ def decide(
                 return START_AGAIN, f"stopped after step {step} to go on later: {why}"
             case {"state": "stopped"}:
                 return DONE, f"stopped after step {step}: {why}"
-        if answer is Answer.END:
+        if answer is Decision.END:
             return FAILED, f"failed ({state.get('kind')}), and starting again would not help: {why}"
         how = f"failed: {why}"
     counted = f"crash {crashes} of {max_crashes} in a row without a newer complete checkpoint [GRPO-710]"

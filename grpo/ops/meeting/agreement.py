@@ -1,9 +1,7 @@
 """What must be the same on all nodes before they start one job: versions, code, the variables of NCCL and gloo."""
 
 import hashlib
-import os
 import platform
-import subprocess
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from grpo.ops.meeting.trouble import Trouble, list_nodes
 from grpo.place.same_everywhere import COMPARED_PACKAGES, OF_THE_NODE, differing, read_variables, read_versions
+from grpo.record.provenance import commit_of
 
 _GIT_TIMEOUT_S = 10.0
 
@@ -36,21 +35,10 @@ def read_software(env: Mapping[str, str]) -> Software:
     folder = Path(__file__).parents[2]
     return Software(
         versions={"python": platform.python_version(), **read_versions((*COMPARED_PACKAGES, *nccl))},
-        commit=commit_of(folder),
+        commit=(commit_of(__file__, timeout_s=_GIT_TIMEOUT_S)[0] or "")[:12],
         code_digest=code_digest(folder),
         variables=read_variables(env),
     )
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of the checkout that holds `folder`; empty where there is none, or git does not say."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # of another repository
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, env=env)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def code_digest(folder: Path) -> str:

@@ -43,7 +43,7 @@ class MeetingFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class NodeArrival:
     """One node that came and reported."""
 
     node: str
@@ -59,7 +59,7 @@ class Arrival:
 class Attendance:
     """What the head decides on."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[NodeArrival, ...]
     """In the order of the expected nodes, without the head."""
     troubles: tuple[Trouble, ...]
     """Who did not come, did not report, or came more than once; empty when all is well."""
@@ -133,7 +133,7 @@ def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, 
     return attendance, counts
 
 
-def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[str, float], float]:
+def _listen(store: dist.Store, place: Place) -> tuple[dict[str, NodeArrival], dict[str, float], float]:
     """Wait until all have reported or the time is up; answer requests for the head's clock.
 
     Returns:
@@ -141,7 +141,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
     """
     others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
-    answers: dict[str, Arrival] = {}
+    answers: dict[str, NodeArrival] = {}
     reminded = opened
     while True:
         for node in others:
@@ -154,7 +154,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
             if node in came and node not in answers and store.check([f"report/{node}"]):
                 offset_s, error_s = json.loads(store.get(f"clock/{node}"))
                 report = store.get(f"report/{node}")
-                answers[node] = Arrival(node=node, report=report, clock_offset_s=offset_s, clock_error_s=error_s)
+                answers[node] = NodeArrival(node=node, report=report, clock_offset_s=offset_s, clock_error_s=error_s)
         now = time.monotonic()
         may_join = len(came) < len(others) and now < max(first_up + place.join_timeout_s, opened + GRACE_S)
         may_report = any(node not in answers and now < at + place.report_timeout_s for node, at in came.items())
@@ -169,14 +169,14 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, Arrival], dict[s
         time.sleep(_POLL_S)
 
 
-def _awaited(place: Place, came: Mapping[str, float], answers: Mapping[str, Arrival]) -> str:
+def _awaited(place: Place, came: Mapping[str, float], answers: Mapping[str, NodeArrival]) -> str:
     """Who has not come, and who has and makes its report still."""
     parts = [f"{node} to come" for node in place.nodes[1:] if node not in came]
     return ", ".join([*parts, *(f"the report of {node}" for node in came if node not in answers)])
 
 
 def _troubles(
-    place: Place, counts: Mapping[str, int], came: Mapping[str, float], answers: Mapping[str, Arrival]
+    place: Place, counts: Mapping[str, int], came: Mapping[str, float], answers: Mapping[str, NodeArrival]
 ) -> list[Trouble]:
     troubles, patience = [], f"{place.join_timeout_s:.0f} s"
     if missing := tuple(node for node in place.nodes[1:] if node not in came):

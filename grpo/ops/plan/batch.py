@@ -9,7 +9,7 @@ ASSUMED_PROMPT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class PlannedBatch:
     """What one generation and one optimizer step consist of."""
 
     num_generations: int
@@ -61,7 +61,7 @@ def prompt_tokens_of(args: GRPOConfig, asked: int | None) -> tuple[int, str | No
 
 def plan_batch(
     args: GRPOConfig, *, ranks_per_node: int, engines: Sequence[int], prompt_tokens: int, engine_limit: int | None
-) -> Batch:
+) -> PlannedBatch:
     """The batch of a job whose divisibility TRL has checked (`GRPOConfig.__post_init__`).
 
     Args:
@@ -76,7 +76,7 @@ def plan_batch(
     if engine_limit is not None:
         sequence_tokens = min(sequence_tokens, engine_limit)
     completions_per_step = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
-    return Batch(
+    return PlannedBatch(
         num_generations=args.num_generations,
         micro_batch_completions=args.per_device_train_batch_size,
         accumulated_micro_batches=args.gradient_accumulation_steps,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from grpo.model.text_part import tower_paths
-from grpo.ops.plan.memory_budget import Line, readable, short_count
+from grpo.ops.plan.memory_budget import BudgetLine, readable, short_count
 
 ASSUMED_SIDE = 1024
 """Pixels along an edge, of a tower that takes images of any size."""
@@ -80,7 +80,7 @@ def images_of(
     )
 
 
-def image_lines(images: Images, *, rows: int, micro_batch: int, element: int, checkpointing: bool) -> list[Line]:
+def image_lines(images: Images, *, rows: int, micro_batch: int, element: int, checkpointing: bool) -> list[BudgetLine]:
     """What a rank holds of images.
 
     Args:
@@ -90,14 +90,16 @@ def image_lines(images: Images, *, rows: int, micro_batch: int, element: int, ch
     """
     count = rows * images.per_prompt
     how = f"{short_count(count)} images of a generation x {readable(images.bytes_each)}, in float32"
-    lines = [Line("pixels", "pixels", "always", count * images.bytes_each, how)]
+    lines = [BudgetLine("pixels", "pixels", "always", count * images.bytes_each, how)]
     if images.is_trained:
         patches = micro_batch * images.per_prompt * images.patches
         whole = images.layers * images.saved_bytes_per_patch(element)
         inputs = images.layers * images.hidden_size * element + images.saved_bytes_per_patch(element)
         each = inputs if checkpointing else whole
         how = f"{short_count(patches)} patches x {readable(each)} of {images.layers} layers"
-        lines.append(Line("tower_activations", "activations of the tower", "forward and backward", patches * each, how))
+        lines.append(
+            BudgetLine("tower_activations", "activations of the tower", "forward and backward", patches * each, how)
+        )
     return lines
 
 

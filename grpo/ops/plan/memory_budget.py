@@ -12,7 +12,7 @@ Holder = Literal["every rank", "local main", "other ranks"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BudgetLine:
     """One item of a budget."""
 
     key: str
@@ -42,7 +42,7 @@ class Held:
 class Budget:
     """The lines of one device, and what they come to: phase by phase, and at worst."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[BudgetLine, ...]
     capacity_bytes: int | None
     """Of the device; None where it is not known."""
     held: tuple[Held, ...]
@@ -60,7 +60,7 @@ class Budget:
         return sum(line.num_bytes for line in self.lines if line.key in keys)
 
 
-def make_budget(lines: Sequence[Line], capacity_bytes: int | None) -> Budget:
+def make_budget(lines: Sequence[BudgetLine], capacity_bytes: int | None) -> Budget:
     """Adds the lines up: what is always held, and each phase beside it."""
     held = tuple(
         Held(
@@ -80,7 +80,7 @@ def make_budget(lines: Sequence[Line], capacity_bytes: int | None) -> Budget:
     )
 
 
-def _held_bytes(lines: Sequence[Line], phase: Phase, *, without: Holder) -> int:
+def _held_bytes(lines: Sequence[BudgetLine], phase: Phase, *, without: Holder) -> int:
     phases = ("always", phase)
     return sum(line.num_bytes for line in lines if line.counted and line.phase in phases and line.holder != without)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config.models import choose_backend
-from grpo.ops.plan.batch import Batch
+from grpo.ops.plan.batch import PlannedBatch
 from grpo.ops.plan.images import Images
 from grpo.ops.plan.job import Launcher, PlannedConfig, zero_of
 from grpo.ops.plan.model_shape import ModelShape
@@ -37,7 +37,7 @@ class PlacedJob:
     args: PlannedConfig
     launcher: Launcher
     nodes: Sequence[NodeTopology]
-    batch: Batch
+    batch: PlannedBatch
     hardware: Hardware
     shape: ModelShape
     push: PushShape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from grpo.ops.plan.memory_budget import GIB
 
 if TYPE_CHECKING:
-    from grpo.ops.plan.batch import Batch
+    from grpo.ops.plan.batch import PlannedBatch
     from grpo.ops.plan.estimates import Estimates
     from grpo.ops.plan.job import Launcher
     from grpo.ops.plan.model_shape import ModelShape
@@ -37,7 +37,7 @@ class Plan:
     gpus_per_node: tuple[int, ...] | None = None
     nodes: "tuple[NodeTopology, ...] | None" = None
     """The placement as the local main of each node will see it."""
-    batch: "Batch | None" = None
+    batch: "PlannedBatch | None" = None
     lora: "LoraChoice | None" = None
     """How adapters reach the engines; None without any."""
     model: "ModelShape | None" = None

@@ -13,7 +13,7 @@ from trl import get_peft_config
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.config.refusals import check_class, check_init_kwargs
 from grpo.model.text_part import is_multimodal, what_is_trained
-from grpo.ops.plan.batch import Batch, plan_batch, prompt_tokens_of
+from grpo.ops.plan.batch import PlannedBatch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import estimate
 from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
 from grpo.ops.plan.hub import within_reach
@@ -203,7 +203,7 @@ class _Planner:
         if self.args.images is not None and self.config is not None and not is_multimodal(self.config):
             raise ValueError(f"--images {self.args.images}, but a {self.config.model_type} takes text alone")
 
-    def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> Batch:
+    def _count_batch(self, nodes: tuple[NodeTopology, ...]) -> PlannedBatch:
         training = self.training
         prompt_tokens, assumed = prompt_tokens_of(training, self.args.prompt_tokens)
         self.plan.assume(assumed)
@@ -216,7 +216,7 @@ class _Planner:
             engine_limit=training.vllm_max_model_length or getattr(text, "max_position_embeddings", None),
         )
 
-    def _estimate(self, nodes: tuple[NodeTopology, ...], batch: Batch) -> None:
+    def _estimate(self, nodes: tuple[NodeTopology, ...], batch: PlannedBatch) -> None:
         """Memory and push, from the shape of the model."""
         plan, config, optim = self.plan, self.config, self.training.optim
         try:
@@ -253,7 +253,7 @@ class _Planner:
         if not optim.startswith("adamw_torch"):
             plan.assume(f"the states of Adam with float32 moments; optim is {optim.value}")
 
-    def _placed_job(self, nodes: tuple[NodeTopology, ...], batch: Batch) -> PlacedJob:
+    def _placed_job(self, nodes: tuple[NodeTopology, ...], batch: PlannedBatch) -> PlacedJob:
         training, config, lora = self.training, self.config, self.lora
         remote_code, reward_name = training.trust_remote_code, self.script.reward_model_name_or_path
         reward = self._read_config("reward_model_name_or_path", reward_name) if reward_name else None

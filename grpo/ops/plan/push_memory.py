@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo.ops.plan.lora import PlannedLora
-from grpo.ops.plan.memory_budget import Line, readable
+from grpo.ops.plan.memory_budget import BudgetLine, readable
 from grpo.ops.plan.model_shape import meta_model
 from grpo.ops.plan.zero_memory import Sharding
 from grpo.weights.buckets import NUM_BUFFERS
@@ -93,7 +93,7 @@ def experts_at_once(source: GatheredSource) -> WireFormat:
 
 def push_lines(
     push: PushShape, sharding: Sharding, *, backend: str, has_gpus: bool, gathers_on_device: bool
-) -> list[Line]:
+) -> list[BudgetLine]:
     """What a rank's device holds during a push; without GPUs, what a rank holds, less the shared buffers.
 
     All of it is dropped at the push's end. CUDA's allocator keeps the memory for the training that follows.
@@ -103,28 +103,28 @@ def push_lines(
         gathers_on_device: whether shards travel on the device, by NCCL; by gloo they go through the host's memory, and
             only to the local mains.
     """
-    lines: list[Line] = []
+    lines: list[BudgetLine] = []
     ranks = sharding.world_size
     shard = push.shard_bytes(ranks) if sharding.gathers else 0
     if shard and gathers_on_device:
         how = f"every rank receives every bucket: the largest is {readable(ranks * shard)}, and its own shards, cast, "
         how += readable(shard)
-        lines.append(Line("push_gathered", "a bucket, gathered", "push", ranks * shard + shard, how))
+        lines.append(BudgetLine("push_gathered", "a bucket, gathered", "push", ranks * shard + shard, how))
     elif shard and not has_gpus:
         arrived, how = (ranks - 1) * shard, f"of the largest bucket, from {ranks - 1} ranks"
-        lines.append(Line("push_gathered", "shards that arrive", "push", arrived, how, holder="local main"))
+        lines.append(BudgetLine("push_gathered", "shards that arrive", "push", arrived, how, holder="local main"))
         how = "of the largest bucket, cast"
-        lines.append(Line("push_sent", "shards that are sent", "push", shard, how, holder="other ranks"))
+        lines.append(BudgetLine("push_sent", "shards that are sent", "push", shard, how, holder="other ranks"))
     if backend == "nccl":
         packed = min(NUM_BUFFERS, len(push.buckets))
         how = f"{packed} x {readable(push.buffer_bytes)}, the limit of a bucket or the largest tensor"
         num_bytes = packed * push.buffer_bytes
-        lines.append(Line("push_packed", "packed buffers", "push", num_bytes, how, holder="local main"))
+        lines.append(BudgetLine("push_packed", "packed buffers", "push", num_bytes, how, holder="local main"))
     if push.converted_bytes:
         what = "experts taken apart, or adapters merged" if push.merge_bytes else "experts that are taken apart"
         how = "of one bucket: as they are in memory, and what becomes of them"
-        lines.append(Line("push_converted", what, "push", push.converted_bytes, how, holder="local main"))
+        lines.append(BudgetLine("push_converted", what, "push", push.converted_bytes, how, holder="local main"))
     if push.merge_bytes:
         what, how = "one adapter, being merged", "the largest weight, four times in float32"
-        lines.append(Line("push_merge", what, "push", push.merge_bytes, how, holder="local main"))
+        lines.append(BudgetLine("push_merge", what, "push", push.merge_bytes, how, holder="local main"))
     return lines

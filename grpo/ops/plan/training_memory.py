@@ -8,7 +8,7 @@ them with autograd.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo.ops.plan.memory_budget import GIB, Budget, Line, Phase, make_budget, readable, short_count
+from grpo.ops.plan.memory_budget import GIB, Budget, BudgetLine, Phase, make_budget, readable, short_count
 from grpo.ops.plan.model_shape import LayerShape, ModelShape
 from grpo.ops.plan.zero_memory import MASTER_BYTES, Sharding, base_of, buffer_lines, gather_lines, states_of, step_lines
 
@@ -63,7 +63,7 @@ def saved_bytes_per_token(shape: ModelShape, layer: LayerShape, batch: MicroBatc
     return norms + attention + batch.dtype_bytes * (layer.mlp_elements + (layer.adapter_ranks or 0))
 
 
-def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
     """Activations of one micro-batch with and without gradient checkpointing; the one that is not used is not counted.
 
     With checkpointing each layer keeps its input, and one layer at a time is computed again (section 5 of the paper).
@@ -82,7 +82,7 @@ def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
     ]
     not_held = ("activations",) if batch.checkpointing else ("activations_checkpointed", "recomputed_layer")
     return [
-        Line(
+        BudgetLine(
             key,
             what,
             PASS,
@@ -94,7 +94,7 @@ def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
     ]
 
 
-def head_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+def head_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
     """TRL's fused language head: it never holds all logits, but gradients of the head in float32, and a copy of them.
 
     While it works: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's.
@@ -111,14 +111,14 @@ def head_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
     how = f"a tile {readable(tile)}, {short_count(tokens)} scored tokens {readable(hidden)}"
     how += f", the gradient {readable(in_float32)}" if in_float32 else ""
     if not elements:
-        return [Line("logits", "logits", PASS, tile + hidden, how)]
+        return [BudgetLine("logits", "logits", PASS, tile + hidden, how)]
     return [
-        Line("head_gradient", "the language head's gradient", PASS, elements * element, weight),
-        Line("logits", "logits, and that gradient in float32", PASS, tile + hidden + in_float32, how),
+        BudgetLine("head_gradient", "the language head's gradient", PASS, elements * element, weight),
+        BudgetLine("logits", "logits, and that gradient in float32", PASS, tile + hidden + in_float32, how),
     ]
 
 
-def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
+def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
     """A layer of four bits makes the matrix that it multiplies with each time anew, as does a push."""
     if shape.four_bits is None:
         return []
@@ -128,12 +128,12 @@ def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[Line]:
         f"{short_count(shape.four_bits.largest)} x {batch.dtype_bytes} B, the largest",
     )
     return [
-        Line("dequantised", what, PASS, num_bytes, how),
-        Line("push_dequantised", what, "push", num_bytes, how, holder="local main"),
+        BudgetLine("dequantised", what, PASS, num_bytes, how),
+        BudgetLine("push_dequantised", what, "push", num_bytes, how, holder="local main"),
     ]
 
 
-def at_the_worst_moment(lines: Sequence[Line]) -> list[Line]:
+def at_the_worst_moment(lines: Sequence[BudgetLine]) -> list[BudgetLine]:
     """The lines of two moments of one phase, of which only those of the worse one are counted."""
 
     def together(keys: tuple[str, ...]) -> int:
@@ -148,9 +148,9 @@ def training_budget(
     sharding: Sharding,
     batch: MicroBatch,
     *,
-    frozen: Sequence[Line] = (),
-    images: Sequence[Line] = (),
-    push: Sequence[Line] = (),
+    frozen: Sequence[BudgetLine] = (),
+    images: Sequence[BudgetLine] = (),
+    push: Sequence[BudgetLine] = (),
     gpu_bytes: int | None,
 ) -> Budget:
     """All of one rank.
@@ -164,18 +164,18 @@ def training_budget(
     states, base = states_of(shape, sharding), base_of(shape, sharding)
     name = f"ZeRO-{sharding.stage} states" if sharding.stage else "states"
     lines = [
-        Line("states", name, "always", states.device_bytes, states.how),
-        *([Line("base", "the frozen base", "always", base.device_bytes, base.how)] if base is not None else []),
+        BudgetLine("states", name, "always", states.device_bytes, states.how),
+        *([BudgetLine("base", "the frozen base", "always", base.device_bytes, base.how)] if base is not None else []),
         *buffer_lines(shape, sharding),
         *frozen,
         *images,
     ]
     if offloaded := states.host_bytes + (0 if base is None else base.host_bytes):
         how = "of the host's memory, for each rank of the node"
-        lines.append(Line("offload", "ZeRO offload", "always", offloaded, how, counted=False))
+        lines.append(BudgetLine("offload", "ZeRO offload", "always", offloaded, how, counted=False))
     if gpu_bytes is not None:
         how = "an allowance: context, NCCL, fragmentation"
-        lines.append(Line("context", "CUDA context", "always", CUDA_CONTEXT_BYTES, how))
+        lines.append(BudgetLine("context", "CUDA context", "always", CUDA_CONTEXT_BYTES, how))
     lines += [
         *gather_lines(shape, sharding),
         *activation_lines(shape, batch),

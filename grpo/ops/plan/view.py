@@ -14,7 +14,7 @@ from grpo.ops.plan.memory_budget import Budget, Held, readable
 from grpo.ops.plan.plan import Plan
 
 if TYPE_CHECKING:  # a plan that ended early has none of them, and they load TRL
-    from grpo.ops.plan.batch import Batch
+    from grpo.ops.plan.batch import PlannedBatch
     from grpo.ops.plan.engine_memory import EngineMemory
     from grpo.ops.plan.estimates import Estimates, PushBytes
     from grpo.place.topology import NodeTopology
@@ -109,7 +109,7 @@ def _device_roles(node: "NodeTopology") -> list[tuple[str, str]]:
     return [(f"GPU {index}", role) for index, role in enumerate(roles)]
 
 
-def _print_batch(console: Console, batch: "Batch", nodes: "tuple[NodeTopology, ...]") -> None:
+def _print_batch(console: Console, batch: "PlannedBatch", nodes: "tuple[NodeTopology, ...]") -> None:
     steps = batch.optimizer_steps_per_generation
     console.print(
         f"batch: {nodes[0].world_size} ranks x {batch.micro_batch_completions} completions x "
@@ -128,7 +128,7 @@ def _print_batch(console: Console, batch: "Batch", nodes: "tuple[NodeTopology, .
     )
 
 
-def _print_estimates(console: Console, estimates: "Estimates", batch: "Batch") -> None:
+def _print_estimates(console: Console, estimates: "Estimates", batch: "PlannedBatch") -> None:
     has_gpus = estimates.engine.capacity_bytes is not None
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
@@ -160,7 +160,7 @@ def _together(held: Held) -> tuple[str, str, str]:
     return what, local_main, "" if local_main == others else f"on a node's local main; {others} on its other ranks"
 
 
-def _print_engine(console: Console, engine: "EngineMemory", batch: "Batch") -> None:
+def _print_engine(console: Console, engine: "EngineMemory", batch: "PlannedBatch") -> None:
     on_gpu = engine.capacity_bytes is not None
     table = _table("one GPU of an engine" if on_gpu else "one worker of an engine (host memory)", "", "estimate", "how")
     table.add_row("weights", readable(engine.weights_bytes), "the engine's share of all parameters")

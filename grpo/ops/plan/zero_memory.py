@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo.config.refusals import ddp_bytes
-from grpo.ops.plan.memory_budget import Line, Phase, short_count
+from grpo.ops.plan.memory_budget import BudgetLine, Phase, short_count
 from grpo.ops.plan.model_shape import ModelShape
 
 MASTER_BYTES = 4  # of a parameter: the float32 copy that the optimizer updates
@@ -151,7 +151,7 @@ def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
     return States(device_bytes=0, host_bytes=host, how=f"{how}, on {sharding.offload_param}")
 
 
-def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
+def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
     """What DeepSpeed keeps between steps beside the states: it dominates small models.
 
     The bucket has its size however little is trained (`ipg_buckets`).
@@ -160,17 +160,17 @@ def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
         return []
     bucket, element = sharding.reduce_bucket_size, sharding.dtype_bytes
     how = f"reduce_bucket_size {short_count(bucket)} x {element} B"
-    lines = [Line("reduce_bucket", "gradient bucket", "always", bucket * element, how)]
+    lines = [BudgetLine("reduce_bucket", "gradient bucket", "always", bucket * element, how)]
     if sharding.gathers:  # one rank's shard is the whole
         threshold = sharding.param_persistence_threshold
         whole = shape.trained.up_to(threshold) + shape.frozen.up_to(threshold)
         how = f"{short_count(whole)} in tensors up to stage3_param_persistence_threshold {short_count(threshold)} x "
         how += f"{element} B"
-        lines.append(Line("persistent", "small parameters, kept whole", "always", whole * element, how))
+        lines.append(BudgetLine("persistent", "small parameters, kept whole", "always", whole * element, how))
     return lines
 
 
-def gather_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
+def gather_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
     """What is gathered, or about to be reduced, while a micro-batch runs."""
     if sharding.stage == 0:
         return []
@@ -178,18 +178,18 @@ def gather_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
     element, layer = sharding.dtype_bytes, shape.largest_layer
     reduced = min(max(sharding.reduce_bucket_size, shape.trained.largest), shape.trained.elements)
     how = "a flat copy of the bucket, or of one gradient larger than it"
-    lines = [Line("reduce_copy", "gradients being reduced", phase, reduced * element, how)]
+    lines = [BudgetLine("reduce_copy", "gradients being reduced", phase, reduced * element, how)]
     if sharding.gathers:
         how = f"{short_count(layer)} x {element} B, whatever the number of ranks"
-        lines.append(Line("largest_layer", "largest gathered layer", phase, layer * element, how))
+        lines.append(BudgetLine("largest_layer", "largest gathered layer", phase, layer * element, how))
         others = max(0, min(shape.elements, sharding.max_live_parameters) - layer)
         live = short_count(sharding.max_live_parameters)
         how = f"prefetched or kept for reuse, up to stage3_max_live_parameters {live} in all"
-        lines.append(Line("gather_buffers", "other gathered layers", phase, others * element, how))
+        lines.append(BudgetLine("gather_buffers", "other gathered layers", phase, others * element, how))
     return lines
 
 
-def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
+def step_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
     """The gradients of one sub-group, flattened and in float32, while the optimizer works on it; below ZeRO-3 all of a
     rank's, while it still holds what they come from (`ZeroOptimizer.step` in runtime/zero/stage_1_and_2.py)."""
     if not sharding.stage or sharding.offload_optimizer != "none":
@@ -200,15 +200,17 @@ def step_lines(shape: ModelShape, sharding: Sharding) -> list[Line]:
         copied = element + (MASTER_BYTES if element != MASTER_BYTES else 0)
         how = f"{short_count(shard)} of this rank, flattened" + (" and in float32" if copied > element else "")
         how += "; the other ranks' are freed before" if others else ""
-        return [Line("step_gradients", "gradients", "optimizer step", max(0, copied * shard - element * others), how)]
+        return [
+            BudgetLine("step_gradients", "gradients", "optimizer step", max(0, copied * shard - element * others), how)
+        ]
     elements = min(sharding.sub_group_size, shape.trained.sharded(sharding.world_size))
     copy = sharding.dtype_bytes if sharding.dtype_bytes != MASTER_BYTES else 0
     how = f"of a sub-group of at most {short_count(sharding.sub_group_size)}, and the copy that they come from"
     num_bytes = elements * (MASTER_BYTES + copy)
-    return [Line("step_gradients", "gradients in float32", "optimizer step", num_bytes, how)]
+    return [BudgetLine("step_gradients", "gradients in float32", "optimizer step", num_bytes, how)]
 
 
-def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> Line:
+def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> BudgetLine:
     """A model that only runs forward: a reference or a reward model. Sharded under ZeRO-3, else whole on every rank.
 
     DeepSpeed casts it to the dtype of training; without, it stays as it is loaded.
@@ -216,4 +218,4 @@ def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> Lin
     element = sharding.dtype_bytes if sharding.stage else sharding.loaded_bytes
     ranks = sharding.world_size if sharding.stage == 3 else 1
     how = f"{element} B x {short_count(parameters)}" + (f" / {ranks}" if ranks > 1 else " on every rank")
-    return Line(key, what, "always", -(-parameters // ranks) * element, how)
+    return BudgetLine(key, what, "always", -(-parameters // ranks) * element, how)

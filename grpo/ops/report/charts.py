@@ -25,7 +25,7 @@ Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Mark:
     """One curve, or one layer of a stack."""
 
     label: str
@@ -50,7 +50,7 @@ class Chart:
     note: str
     """What a band or a colour means, in a few words."""
     table: str
-    lines: tuple[Line, ...]
+    lines: tuple[Mark, ...]
     spec: dict[str, Any]
     summary: str = ""
     """For those who do not see it."""
@@ -85,7 +85,7 @@ def line_chart(
     title: str,
     unit: str,
     table: str,
-    lines: Sequence[Line],
+    lines: Sequence[Mark],
     columns: Columns,
     *,
     note: str = "",
@@ -100,14 +100,14 @@ def line_chart(
 
 
 def stacked_chart(
-    id: str, title: str, unit: str, table: str, lines: Sequence[Line], columns: Columns, *, note: str = ""
+    id: str, title: str, unit: str, table: str, lines: Sequence[Mark], columns: Columns, *, note: str = ""
 ) -> Chart:
     """Layers on top of each other; each line's `low` and `high` are its layer's edges."""
     spec = _stacked_spec(tuple(line.colour for line in lines))
     return _chart(id, title, unit, table, lines, columns, note=note, spec=spec, width="wide")
 
 
-def _chart(id: str, title: str, unit: str, table: str, lines: Sequence[Line], columns: Columns, **shown: Any) -> Chart:
+def _chart(id: str, title: str, unit: str, table: str, lines: Sequence[Mark], columns: Columns, **shown: Any) -> Chart:
     fields = {"x0": "step"}
     for number, line in enumerate(lines):
         fields[f"y{number}"] = line.column

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo.ops.report import shares
-from grpo.ops.report.charts import COLOURS, Line, numbers
+from grpo.ops.report.charts import COLOURS, Mark, numbers
 from grpo.ops.report.curves import Multiples
 from grpo.ops.report.reading import Run
 from grpo.ops.report.thinning import bins_of
@@ -127,7 +127,7 @@ def curves_of(compared: Sequence[Compared]) -> Multiples:
             values[np.searchsorted(steps, of_runs[number])] = bins[number].means(each.run.metrics.columns[name])
             column = f"{number}:{name}"
             columns[column] = numbers(values)
-            lines.append(Line(label=each.run.name, colour=each.colour, column=column))
+            lines.append(Mark(label=each.run.name, colour=each.colour, column=column))
         if lines:
             found.add(title, unit, "runs", lines)
     return found

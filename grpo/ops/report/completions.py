@@ -18,7 +18,7 @@ DETAILS = ("advantage", "node", "engine", "policy_version", "completion_tokens",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PageLimits:
     """How much is shown."""
 
     prompts: int
@@ -31,12 +31,12 @@ class Limits:
 
 # The first that fits `MAX_BYTES`.
 LIMITS = (
-    Limits(prompts=96, steps=48, samples=16, characters=6000),
-    Limits(prompts=24, steps=24, samples=16, characters=6000),
-    Limits(prompts=16, steps=16, samples=12, characters=4000),
-    Limits(prompts=12, steps=12, samples=8, characters=3000),
-    Limits(prompts=8, steps=8, samples=6, characters=2000),
-    Limits(prompts=8, steps=6, samples=4, characters=1000),
+    PageLimits(prompts=96, steps=48, samples=16, characters=6000),
+    PageLimits(prompts=24, steps=24, samples=16, characters=6000),
+    PageLimits(prompts=16, steps=16, samples=12, characters=4000),
+    PageLimits(prompts=12, steps=12, samples=8, characters=3000),
+    PageLimits(prompts=8, steps=8, samples=6, characters=2000),
+    PageLimits(prompts=8, steps=6, samples=4, characters=1000),
 )
 
 
@@ -107,7 +107,7 @@ def spread_over(each: Sequence[Any], most: int) -> list[Any]:
     return [each[round(index * last / gaps)] for index in range(most)]
 
 
-def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: Limits) -> list[dict[str, Any]]:
+def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: PageLimits) -> list[dict[str, Any]]:
     """Those prompts first that come at most steps; of those that come once, as many from early as from late steps."""
     groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     for step in spread_over(sorted(rows), limits.steps):
@@ -131,7 +131,7 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
     ]
 
 
-def samples_of(rows: list[dict[str, Any]], functions: list[str], limits: Limits) -> list[list[Any]]:
+def samples_of(rows: list[dict[str, Any]], functions: list[str], limits: PageLimits) -> list[list[Any]]:
     """By reward; of many the best and the worst. Each: text, reward, rewards, and `DETAILS`."""
     ordered = sorted(rows, key=lambda row: -number(row["reward"]))
     if len(ordered) > limits.samples:
@@ -163,7 +163,7 @@ def cut(text: str, characters: int) -> str:
 
 
 def note_of(
-    prompts: list[dict[str, Any]], rows: dict[int, list[dict[str, Any]]], num_steps: int, limits: Limits
+    prompts: list[dict[str, Any]], rows: dict[int, list[dict[str, Any]]], num_steps: int, limits: PageLimits
 ) -> str:
     """In a sentence."""
     shown = {group["step"] for each in prompts for group in each["groups"]}

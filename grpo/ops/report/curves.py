@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo.ops.report.charts import COLOURS, LIMIT_COLOUR, LOGARITHMIC, Chart, Columns, Line, line_chart, numbers
+from grpo.ops.report.charts import COLOURS, LIMIT_COLOUR, LOGARITHMIC, Chart, Columns, Mark, line_chart, numbers
 from grpo.ops.report.reading import Metrics, Run
 from grpo.ops.report.thinning import Bins, bins_of
 
@@ -23,7 +23,7 @@ class Multiples:
     absent: list[str] = field(default_factory=list)
     """Metrics that the run has not logged."""
 
-    def add(self, title: str, unit: str, table: str, lines: Sequence[Line], *, note: str = "") -> None:
+    def add(self, title: str, unit: str, table: str, lines: Sequence[Mark], *, note: str = "") -> None:
         """A figure of curves whose columns are in that table already."""
         id = f"{self.name}-{len(self.charts)}-{title.lower().replace(' ', '-')}"
         self.charts.append(line_chart(id, title, unit, table, lines, self.tables[table], note=note))
@@ -165,13 +165,13 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
                 means = np.where(means > 0, means, np.nan)
             low, high = _band(values, bins, columns, name) if has_band else ("", "")
             columns.setdefault(name, numbers(means))
-            lines.append(Line(label=label, colour=COLOURS[number], column=name, low=low, high=high))
+            lines.append(Mark(label=label, colour=COLOURS[number], column=name, low=low, high=high))
             if curve.is_smoothed and len(means) > SMOOTHED:
                 columns[f"{name}:smooth"] = numbers(smoothed(means))
-                lines.append(Line(label="smoothed", colour=ORANGE, column=f"{name}:smooth"))
+                lines.append(Mark(label="smoothed", colour=ORANGE, column=f"{name}:smooth"))
         if curve.limit and metrics.get(curve.limit) is not None and lines:
             columns[curve.limit] = numbers(bins.means(metrics.columns[curve.limit]))
-            lines.append(Line(label="limit", colour=LIMIT_COLOUR, column=curve.limit, is_dashed=True))
+            lines.append(Mark(label="limit", colour=LIMIT_COLOUR, column=curve.limit, is_dashed=True))
         if lines:
             found.add(curve.title, curve.unit, table, lines, note="band: least to most" if has_band else "")
 
@@ -219,10 +219,10 @@ def add_usages(found: Multiples, run: Run) -> None:
             column = f"{role}:{unit}"
             for suffix, figures in _by_bin(row[seen], values[seen], len(edges) - 1).items():
                 columns[column + suffix] = numbers(figures)
-            lines.append(Line(label=role, colour=colour, column=column, low=f"{column}:low", high=f"{column}:high"))
+            lines.append(Mark(label=role, colour=colour, column=column, low=f"{column}:low", high=f"{column}:high"))
         if lines and values is memory and np.isfinite(total).any():
             columns["total"] = [round(float(np.nanmax(total)), 2)] * (len(edges) - 1)
-            lines.append(Line(label="there is", colour=LIMIT_COLOUR, column="total", is_dashed=True))
+            lines.append(Mark(label="there is", colour=LIMIT_COLOUR, column="total", is_dashed=True))
         if lines:
             found.add(title, unit, "usage", lines, note=note)
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.faults.failure import Answer, answer_to
+from grpo.faults.failure import Decision, answer_to
 from grpo.ops.report.reading import AttemptRecord, Run, attempt_of_log
 from grpo.ops.report.symptoms import Symptom, matching
 from grpo.place.log import LOGS_FOLDER
@@ -38,7 +38,7 @@ class Failure:
         """Whether another start would meet it again."""
         failed, attempt = self.attempt.failure, self.attempt
         kind = None if failed is None else failed.kind
-        return answer_to(kind, is_behind_first_step=attempt.step > 0) is Answer.END
+        return answer_to(kind, is_behind_first_step=attempt.step > 0) is Decision.END
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

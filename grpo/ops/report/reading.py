@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo.faults.failure import FailureKind, FailureRecord
-from grpo.ops.report.timelines import Timeline, read_timelines
+from grpo.ops.report.timelines import TimelineArrays, read_timelines
 from grpo.record import files
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Run:
     """Whether the job asks to be started again."""
     attempts: tuple[AttemptRecord, ...]
     metrics: Metrics
-    timeline: Timeline
+    timeline: TimelineArrays
     missing: tuple[str, ...]
     """One line for each file, or part of one, that is not there or cannot be read."""
 

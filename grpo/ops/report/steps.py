@@ -3,7 +3,7 @@
 import numpy as np
 
 from grpo.ops.report.advice import Figures, percent
-from grpo.ops.report.charts import COLOURS, Line, line_chart, numbers, stacked_chart
+from grpo.ops.report.charts import COLOURS, Mark, line_chart, numbers, stacked_chart
 from grpo.ops.report.curves import WAITS, Multiples, add_curves, steps_of
 from grpo.ops.report.lanes import colour_of
 from grpo.ops.report.reading import Run
@@ -40,7 +40,7 @@ def add_parts(found: Multiples, figures: Figures) -> None:
         share = parts.shares.get(name, 0.0)
         label = f"{name} {percent(share) if share >= 0.005 else '<1 %'}"
         colour = colour_of(name, parts.names)
-        lines.append(Line(label=label, colour=colour, column=name, low=f"{name}:low", high=f"{name}:high"))
+        lines.append(Mark(label=label, colour=colour, column=name, low=f"{name}:low", high=f"{name}:high"))
     note = "mean over the nodes' first ranks; with each part its share of all steps"
     found.charts.append(stacked_chart("parts", "Step time by its parts", "s", "parts", lines, columns, note=note))
 
@@ -58,7 +58,7 @@ def add_tokens(found: Multiples, run: Run) -> None:
         lines = []
         for node in range(table.shape[1]):
             columns[f"node {node}"] = numbers(means[:, node])
-            lines.append(Line(label=f"node {node}", colour=COLOURS[node], column=f"node {node}"))
+            lines.append(Mark(label=f"node {node}", colour=COLOURS[node], column=f"node {node}"))
         note = ""
     else:
         known = np.isfinite(table).any(1)
@@ -66,7 +66,7 @@ def add_tokens(found: Multiples, run: Run) -> None:
             figures = np.full(len(table), np.nan)
             figures[known] = of_nodes(table[known], axis=1)
             columns[name] = numbers(bins.means(figures))
-        lines = [Line(label="mean over nodes", colour=COLOURS[0], column="mean", low="least", high="most")]
+        lines = [Mark(label="mean over nodes", colour=COLOURS[0], column="mean", low="least", high="most")]
         note = "band: slowest to fastest node"
     chart = line_chart("tokens", "Tokens sampled, by node", "tokens/s", "tokens", lines, columns, note=note, height=150)
     found.charts.append(chart)

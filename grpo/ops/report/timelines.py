@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from grpo.record.timeline.records import Attempt, Span, Usage, from_line, timeline_files, to_line
+from grpo.record.timeline.records import AttemptLine, Span, Usage, from_line, timeline_files, to_line
 
 BLOCK_BYTES = 2**23
 SCHEMA = pa.schema(
@@ -78,20 +78,20 @@ class Usages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class TimelineArrays:
     """What happened when, on all nodes."""
 
     spans: Spans
     usages: Usages
 
-    def numbered_by(self, begins: list[float]) -> "Timeline":
+    def numbered_by(self, begins: list[float]) -> "TimelineArrays":
         """With the attempts of spans counted by when they began, in Unix seconds: a second job in a folder begins at 0
         again."""
         numbers = np.searchsorted(begins, self.spans.end, side="right") - 1
         return replace(self, spans=replace(self.spans, attempt=numbers))
 
 
-def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_running: bool = False) -> Timeline:
+def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_running: bool = False) -> TimelineArrays:
     """All of `timeline/`; what is not there or damaged gets a line in `missing`."""
     files = timeline_files(folder)
     absent = [f"node{node}.jsonl" for node in range(num_nodes) if node not in files]
@@ -106,11 +106,11 @@ def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_runni
     whole = pa.concat_tables(tables) if tables else SCHEMA.append(pa.field("node", pa.int64())).empty_table()
     engines = {
         (row["node"], name)
-        for row in _of_kind(whole, Attempt).to_pylist()
+        for row in _of_kind(whole, AttemptLine).to_pylist()
         for devices in row["engine_devices"] or []
         for name in devices
     }
-    return Timeline(spans=_spans(_of_kind(whole, Span)), usages=_usages(_of_kind(whole, Usage), engines))
+    return TimelineArrays(spans=_spans(_of_kind(whole, Span)), usages=_usages(_of_kind(whole, Usage), engines))
 
 
 def _of_kind(whole: pa.Table, kind: type[Any]) -> pa.Table:

@@ -22,7 +22,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Headline:
     """What a reader should know first."""
 
     sentence: str
@@ -31,14 +31,14 @@ class Verdict:
     tiles: tuple[Tile, ...]
 
 
-def verdict_of(figures: Figures) -> Verdict:
+def verdict_of(figures: Figures) -> Headline:
     advice = advice_for(figures)
     trouble = trouble_of(figures.run)
     said = [*([trouble] if trouble else []), *(f"{each.finding}: {each.do}" for each in advice[:2])]
     more = len(advice) - 2
     if more > 0:
         said.append(f"{more} more below")
-    return Verdict(
+    return Headline(
         sentence=_sentence("; ".join(said) if said else _all_well(figures)),
         is_good=not said,
         advice=tuple(advice),

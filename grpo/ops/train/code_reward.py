@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo.ops.train.completion import text_of
-from grpo.ops.train.sandbox import Limits, must_isolate, run_program
+from grpo.ops.train.sandbox import ProgramLimits, must_isolate, run_program
 from grpo.place.launch import read_launch
 
 PROGRAM_S = 60.0  # all test cases of a completion; a rank's completions have `reward_timeout` together
@@ -52,10 +52,10 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
         return 0.0
     until = time.monotonic() + PROGRAM_S
     for case in cases:
-        wall_s = min(Limits().wall_s, until - time.monotonic())
+        wall_s = min(ProgramLimits().wall_s, until - time.monotonic())
         if wall_s <= 0:
             return 0.0
-        ended = run_program(blocks[-1], case["input"].encode(), Limits(wall_s=wall_s), isolated=isolated)
+        ended = run_program(blocks[-1], case["input"].encode(), ProgramLimits(wall_s=wall_s), isolated=isolated)
         if ended.why not in ("", "late", "output", "memory"):
             return None
         if ended.code != 0 or lines_of(ended.output.decode(errors="replace")) != lines_of(case["output"]):

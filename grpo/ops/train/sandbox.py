@@ -27,7 +27,7 @@ _READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """Of one program."""
 
     wall_s: float = 10.0
@@ -56,14 +56,16 @@ class Outcome:
     """Whether that was to get what a sandbox is made of from this machine."""
 
 
-def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *, isolated: bool = True) -> Outcome:
+def run_program(
+    source: str, stdin: bytes = b"", limits: ProgramLimits | None = None, *, isolated: bool = True
+) -> Outcome:
     """Run a Python program with the standard library alone, no variables and a folder of its own; all of it ends here.
 
     Args:
         isolated: in namespaces: without network, other processes and files; and without the system calls of
             `system_calls`. Where that cannot be had `why` says so. Otherwise with limits, and what can be had.
     """
-    limits = Limits() if limits is None else limits
+    limits = ProgramLimits() if limits is None else limits
     with contextlib.ExitStack() as stack:
         try:
             place = own_place()
@@ -74,7 +76,7 @@ def run_program(source: str, stdin: bytes = b"", limits: Limits | None = None, *
         return replace(ended, code=None, why="memory") if is_full(group) else ended
 
 
-def _run(source: str, stdin: bytes, limits: Limits, group: Path | None, *, isolated: bool) -> Outcome:
+def _run(source: str, stdin: bytes, limits: ProgramLimits, group: Path | None, *, isolated: bool) -> Outcome:
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
     status, said = socket.socketpair(type=socket.SOCK_SEQPACKET)
     try:
@@ -121,7 +123,7 @@ def _answer(status: socket.socket) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _read(child: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
+def _read(child: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[bytes, bool]:
     """Standard output, and whether it is whole; `child` and all below it have ended then."""
     assert child.stdout is not None
     output, until = bytearray(), time.monotonic() + limits.wall_s + _GRACE_S
@@ -156,7 +158,7 @@ def must_isolate() -> bool:
     said = os.environ.get(UNISOLATED, "0")
     if said not in ("0", "1"):
         raise ValueError(f"{UNISOLATED} is {said!r}: write 1 to run programs without a sandbox, or unset it")
-    tried = run_program("print(6 * 7)", b"", Limits(wall_s=_TRIAL_S))
+    tried = run_program("print(6 * 7)", b"", ProgramLimits(wall_s=_TRIAL_S))
     if tried.output == b"42\n":
         return True
     why = tried.why or f"exit code {tried.code}"

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class GroupPlace:
     """Where groups are made."""
 
     folder: Path
@@ -44,7 +44,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def program_group(place: Place, memory_bytes: int) -> Iterator[Path]:
+def program_group(place: GroupPlace, memory_bytes: int) -> Iterator[Path]:
     """The folder of a group without processes, which is removed in the end.
 
     Raises:
@@ -88,7 +88,7 @@ def is_full(group: Path | None) -> bool:
 
 
 @functools.cache
-def own_place() -> Place | None:
+def own_place() -> GroupPlace | None:
     """Where this process makes groups, if it may; groups of ended processes are removed there. The log says which."""
     files = (Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     cgroups, mountinfo = (path.read_text() if path.exists() else "" for path in files)
@@ -103,7 +103,7 @@ def own_place() -> Place | None:
     return place
 
 
-def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[Place], bool]) -> Place | None:
+def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[GroupPlace], bool]) -> GroupPlace | None:
     """The first one that `can_limit` says yes to.
 
     Args:
@@ -123,13 +123,13 @@ def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[Place], boo
             continue
         folder = Path(mounted, own.relative_to(root))
         folders = [folder, folder.parent] if version == 2 and own != PurePosixPath(root) else [folder]
-        for place in (Place(folder=each, version=version) for each in folders):
+        for place in (GroupPlace(folder=each, version=version) for each in folders):
             if can_limit(place):
                 return place
     return None
 
 
-def _can_limit(place: Place) -> bool:
+def _can_limit(place: GroupPlace) -> bool:
     with contextlib.suppress(OSError, subprocess.SubprocessError), program_group(place, _TRIAL_BYTES) as group:
         enter = ["/bin/sh", "-c", 'echo 0 > "$0"', str(entrance(group))]
         return subprocess.run(enter, stderr=subprocess.DEVNULL, timeout=_TRIAL_S).returncode == 0

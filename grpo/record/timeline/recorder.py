@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.place.log import EVERY_RANK
-from grpo.record.timeline.records import Attempt, Line, Span, Usage, to_line
+from grpo.record.timeline.records import AttemptLine, Line, Span, Usage, to_line
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Recorder:
         attempt: the first line of this attempt; its clock offset is taken out of every time.
     """
 
-    def __init__(self, path: Path | None = None, attempt: Attempt | None = None) -> None:
+    def __init__(self, path: Path | None = None, attempt: AttemptLine | None = None) -> None:
         self.step = 0
         """Optimizer steps that are done; whoever trains keeps it true."""
         self._attempt = attempt
@@ -148,7 +148,7 @@ def _append(path: Path, text: str) -> None:
 
 def thin_out(path: Path) -> None:
     """Drop of the older half all spans of every second step, all devices of every second sample of usage, and no
-    `Attempt`; a second time it has fewer to drop."""
+    `AttemptLine`; a second time it has fewer to drop."""
     lines = path.read_bytes().splitlines(keepends=True)
     half = len(lines) // 2
     numbers: dict[str, dict[Any, int]] = {Span.kind: {}, Usage.kind: {}}

@@ -1,7 +1,7 @@
 """The lines of a timeline, and how they are read: `timeline/node<k>.jsonl`, one JSON object a line.
 
 Times are Unix seconds on node 0's clock. A file belongs to one node over all attempts; when it has grown too large, its
-older half is thinned out, and an `Attempt` line is never lost.
+older half is thinned out, and an `AttemptLine` line is never lost.
 """
 
 import json
@@ -56,7 +56,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt(_Record):
+class AttemptLine(_Record):
     """A node begins an attempt."""
 
     kind: ClassVar[str] = "attempt"
@@ -118,7 +118,7 @@ class Usage(_Record):
     power_w: float | None = None
 
 
-Line = Attempt | Span | Usage
+Line = AttemptLine | Span | Usage
 
 
 def to_line(record: Line) -> str:
@@ -132,7 +132,7 @@ def from_line(line: str) -> Line:
     """Raises ValueError, RecursionError: not a line of a timeline. Fields of later versions are left out."""
     content = json.loads(line)
     named = content.get("kind") if isinstance(content, dict) else None
-    for kind in (Attempt, Span, Usage):
+    for kind in (AttemptLine, Span, Usage):
         if kind.kind == named:
             return from_json(line, kind)
     raise ValueError(f"no line of a timeline: its kind is {named}")
@@ -152,7 +152,7 @@ class Timeline:
     """A node's, as far as it can be read."""
 
     node: int
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptLine] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     usages: list[Usage] = field(default_factory=list)
     unreadable: int = 0
@@ -166,7 +166,7 @@ def read_timelines(output_dir: Path) -> list[Timeline]:
 
 def _read(node: int, path: Path) -> Timeline:
     found = Timeline(node)
-    records: dict[type, list] = {Attempt: found.attempts, Span: found.spans, Usage: found.usages}
+    records: dict[type, list] = {AttemptLine: found.attempts, Span: found.spans, Usage: found.usages}
     try:
         text = path.read_text(errors="replace")
     except OSError:

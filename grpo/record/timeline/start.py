@@ -8,7 +8,7 @@ from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import NodeTopology
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import Attempt, timeline_path
+from grpo.record.timeline.records import AttemptLine, timeline_path
 
 _READINGS = 5
 
@@ -20,7 +20,7 @@ def open_timeline(
     offset_s = clock_offset_s(groups, watch)
     if not topology.is_local_main:
         return Recorder()
-    begins = Attempt(
+    begins = AttemptLine(
         attempt=attempt,
         node=topology.node,
         host=topology.host,

@@ -24,9 +24,9 @@ from grpo.place.log import FILE_ONLY
 from grpo.rollout.agents.episode import Episode
 from grpo.rollout.agents.protocol import (
     MODEL,
+    AgentReply,
     ChatRequest,
     GenerateRequest,
-    Reply,
     RequestError,
     chat_chunks,
     chat_completion,
@@ -190,7 +190,7 @@ class DoorServer:
         if asked.sampling_params.get("n") not in (None, 1):
             raise RequestError(400, "unsupported_value", "n: ask for one answer at a time")
         self._warn_of_ignored(asked.ignored())
-        reply: Reply = await episode.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stops)
+        reply: AgentReply = await episode.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stops)
         return web.json_response(generated(reply, asked.request_id))
 
     async def _models(self, request: web.Request, episode: Episode) -> web.StreamResponse:

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from grpo.model.messages import Message, MessageTemplate, Tools
-from grpo.rollout.agents.protocol import Reply, RequestError, canonical
+from grpo.rollout.agents.protocol import AgentReply, RequestError, canonical
 from grpo.rollout.packing import digest_of
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.talk import Talk, TalkLimits
@@ -67,7 +67,7 @@ class Episode:
 
     async def chat(
         self, messages: list[Message], tools: Tools, *, max_tokens: int | None, stop: Sequence[str]
-    ) -> Reply:
+    ) -> AgentReply:
         """The answer to a conversation.
 
         Raises:
@@ -100,7 +100,7 @@ class Episode:
 
         return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
 
-    async def generate(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Reply:
+    async def generate(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> AgentReply:
         """The answer to token ids; see `chat`."""
         order = len(self._chains)
         known = [chain for chain in self._chains if token_ids[: len(chain.token_ids)] == chain.token_ids]
@@ -150,13 +150,13 @@ class Episode:
         *,
         max_tokens: int | None,
         stop: Sequence[str],
-    ) -> Reply:
+    ) -> AgentReply:
         """As `hold_talk` goes on, within its limits."""
         self.num_requests += 1
         said = prompt + talk.token_ids
 
-        def reply(message: Message, token_ids: list[int], logprobs: list[float], reason: str) -> Reply:
-            return Reply(
+        def reply(message: Message, token_ids: list[int], logprobs: list[float], reason: str) -> AgentReply:
+            return AgentReply(
                 message=message,
                 token_ids=token_ids,
                 logprobs=logprobs,

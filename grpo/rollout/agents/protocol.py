@@ -36,7 +36,7 @@ class RequestError(Exception):
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-class _Part(BaseModel):
+class _ContentPart(BaseModel):
     type: str
     text: str = ""
 
@@ -46,15 +46,15 @@ class _Function(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
-class _Call(BaseModel):
+class _AskedCall(BaseModel):
     id: str | None = None
     function: _Function
 
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | list[_ContentPart] | None = None
+    tool_calls: list[_AskedCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -156,7 +156,7 @@ def messages_of(request: ChatRequest) -> list[Message]:
     return messages
 
 
-def _call(call: _Call) -> dict[str, Any]:
+def _call(call: _AskedCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": _arguments(call)}
     return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
 
@@ -175,7 +175,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _arguments(call: _Call) -> Any:
+def _arguments(call: _AskedCall) -> Any:
     if not isinstance(call.function.arguments, str):
         return call.function.arguments
     try:
@@ -200,7 +200,7 @@ def canonical(message: Message) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reply:
+class AgentReply:
     """One turn, as the agent sees it."""
 
     message: Message
@@ -215,7 +215,7 @@ class Reply:
     """Of all token ids up to here: where ids have to come from somewhere."""
 
 
-def chat_completion(reply: Reply) -> dict[str, Any]:
+def chat_completion(reply: AgentReply) -> dict[str, Any]:
     """The body of an answer that comes at once."""
     choice = {
         "index": 0,
@@ -226,7 +226,7 @@ def chat_completion(reply: Reply) -> dict[str, Any]:
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def chat_chunks(reply: Reply, *, usage: bool) -> Iterator[str]:
+def chat_chunks(reply: AgentReply, *, usage: bool) -> Iterator[str]:
     """The lines of an answer that is streamed: all of it is in the first chunk."""
     message = _openai_message(reply)
     calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", []))]
@@ -242,7 +242,7 @@ def chat_chunks(reply: Reply, *, usage: bool) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def generated(reply: Reply, request_id: str | None) -> dict[str, Any]:
+def generated(reply: AgentReply, request_id: str | None) -> dict[str, Any]:
     """The body of an answer in token ids, with the log-probability of each."""
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -267,7 +267,7 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo"}]}
 
 
-def _openai_message(reply: Reply) -> dict[str, Any]:
+def _openai_message(reply: AgentReply) -> dict[str, Any]:
     said = reply.message
     calls = [
         {
@@ -293,14 +293,14 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _finish_reason(reply: Reply) -> str:
+def _finish_reason(reply: AgentReply) -> str:
     return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: AgentReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.digest}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: AgentReply) -> dict[str, int]:
     prompt, said = reply.num_prompt_tokens, len(reply.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

@@ -62,7 +62,7 @@ class AgentBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Outcome:
+class _AgentOutcome:
     """What came of an agent."""
 
     episode: Episode
@@ -185,7 +185,7 @@ class AgentRollout:
         self._count(outcomes, batch)
         return _as_trl_takes_them(outcomes, batch)
 
-    async def _run(self, row: int, batch: AgentBatch, places: asyncio.Semaphore) -> _Outcome:
+    async def _run(self, row: int, batch: AgentBatch, places: asyncio.Semaphore) -> _AgentOutcome:
         assert self._server is not None
         assert self._renderer is not None
         renderer = self._renderer
@@ -210,7 +210,7 @@ class AgentRollout:
             finally:
                 self._running.discard((id(batch), row))
                 self._server.dismiss(ticket)
-            return _Outcome(episode=episode, columns=columns, failure=failure, chain=episode.chosen())
+            return _AgentOutcome(episode=episode, columns=columns, failure=failure, chain=episode.chosen())
 
     async def _started(self, door: Door, row: Row, batch: AgentBatch) -> Mapping[str, Any]:
         if self._argv is None:
@@ -251,7 +251,7 @@ class AgentRollout:
                 task.cancel()
                 await asyncio.wait([task], timeout=GRACE_S)  # one that does not heed it is left alone
 
-    def _count(self, outcomes: Sequence[_Outcome], batch: AgentBatch) -> None:
+    def _count(self, outcomes: Sequence[_AgentOutcome], batch: AgentBatch) -> None:
         """Fill in what the batch's metrics are made of, and see to rows that are left out."""
         counts = batch.sampler.counts
         counts["agent_episodes"] += len(outcomes)
@@ -289,7 +289,7 @@ def _is_async(agent: Any) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
 
 
-def _as_trl_takes_them(outcomes: Sequence[_Outcome], batch: AgentBatch) -> dict[str, Any]:
+def _as_trl_takes_them(outcomes: Sequence[_AgentOutcome], batch: AgentBatch) -> dict[str, Any]:
     """See `AgentRollout.__call__`."""
     nothing = [batch.end_token]  # for rows without a prompt
     chains = [outcome.chain if outcome.failure is None else None for outcome in outcomes]

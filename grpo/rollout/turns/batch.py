@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BatchLimits:
     batch_s: float
     """Of a batch, from when training asks for it to the end of its last conversation, without what engines took to
     return."""
@@ -57,7 +57,7 @@ class Conversations:
         channel: TurnChannel,
         groups: NodeGroups,
         watch: FailureWatch,
-        limits: Limits,
+        limits: BatchLimits,
         *,
         revive: Callable[[], None],
         main: MainThread,

@@ -21,7 +21,7 @@ from grpo.rollout.batch import Batch
 from grpo.rollout.packing import REFUSED, Request, node_and_engine
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.search import DeadlyRequests
-from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, OutOfEngines, Pipe
 
 MEET_S = 60.0  # until all ranks of the node have connected
 MAX_HOMES = 1 << 16
@@ -113,7 +113,7 @@ class TurnBroker:
         """With the pool's lock held: nothing here may wait."""
         if error is None or isinstance(error, DeadlyRequests):
             for line in self._lines:
-                line.say(Stalled(self.deliveries, None if error is None else f"{type(error).__name__}: {error}"))
+                line.say(OutOfEngines(self.deliveries, None if error is None else f"{type(error).__name__}: {error}"))
         else:
             threading.Thread(target=self._watch.fail, args=[error], name="grpo-turns-failure", daemon=True).start()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, OutOfEngines, Pipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +132,7 @@ class TurnChannel:
                             opened = self._open.pop(message.number, None)
                         if opened is not None and opened.future.set_running_or_notify_cancel():
                             opened.future.set_result(message)
-                    case Stalled():
+                    case OutOfEngines():
                         with self._lock:
                             self._stalled_after = message.deliveries
                             self.trouble = self.trouble or message.trouble

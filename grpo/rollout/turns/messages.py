@@ -63,7 +63,7 @@ class Cancel(Wire):
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled(Wire):
+class OutOfEngines(Wire):
     """The node has no engine now; what was asked waits until it has one."""
 
     deliveries: int
@@ -73,7 +73,7 @@ class Stalled(Wire):
 
 
 # Told apart by their fields, of which none has a default; the long ones first.
-Message = Annotated[Ask | Answer | Cancel | Stalled, Field(union_mode="left_to_right")]
+Message = Annotated[Ask | Answer | Cancel | OutOfEngines, Field(union_mode="left_to_right")]
 
 
 class Pipe:

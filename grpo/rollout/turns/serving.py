@@ -22,7 +22,7 @@ from grpo.rollout.ahead import OTHER_PROMPTS, GenerationBatch, GenerationBatches
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.report import Period
-from grpo.rollout.turns.batch import Conversations, Limits
+from grpo.rollout.turns.batch import BatchLimits, Conversations
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
@@ -87,7 +87,7 @@ class RankConversations:
         groups: NodeGroups,
         watch: FailureWatch,
         batches: GenerationBatches,
-        limits: Limits,
+        limits: BatchLimits,
         *,
         lookahead: int = 0,
         pool: EnginePool | None,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from grpo.engine import progress
-from grpo.engine.progress import Progress, StallWatch, count_steps
+from grpo.engine.progress import EngineProgress, StallWatch, count_steps
 from grpo.faults.stacks import STACKS_SIGNAL
 from tests.support.launching import ROOT
 
@@ -75,7 +75,7 @@ def test_an_engine_that_does_not_count_is_not_judged() -> None:
 def test_steps_of_a_forked_process_are_read_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     count: list[Callable[[float], None]] = []
     monkeypatch.setattr(progress, "report_steps", count.append)
-    memory = Progress()
+    memory = EngineProgress()
     assert memory.read() == (0, 0.0)
     count_steps(memory.fd)
     faulthandler.unregister(STACKS_SIGNAL)
@@ -107,7 +107,7 @@ never_ends()
 
 
 def test_the_stacks_of_a_process_that_holds_the_interpreters_lock() -> None:
-    memory = Progress()
+    memory = EngineProgress()
     with subprocess.Popen(
         [sys.executable, "-c", STUCK, str(memory.fd)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

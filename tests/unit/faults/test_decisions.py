@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults.failure import ANSWERS, Answer, FailureKind, answer_to, answer_to_end
+from grpo.faults.failure import ANSWERS, Decision, FailureKind, answer_to, answer_to_end
 from tests.support.launching import ROOT
 
 
@@ -22,17 +22,17 @@ def test_before_the_first_step_it_does_not_matter_whether_it_was_seen(kind: Fail
 @pytest.mark.parametrize(
     ("state", "was_seen", "answer"),
     [
-        (None, True, Answer.REPLACE_NODE),
-        ({"state": "running"}, False, Answer.REPLACE_NODE),
-        ({"state": "failed", "kind": "a later version's"}, False, Answer.REPLACE_NODE),
-        ({"state": "stopped", "step": 3, "kind": None}, False, Answer.REQUEUE),
-        ({"state": "failed", "kind": "user", "step": 0}, False, Answer.END),
-        ({"state": "failed", "kind": "user", "step": 3}, False, Answer.START_AGAIN),
-        ({"state": "failed", "kind": "memory", "step": 3}, True, Answer.END),
-        ({"state": "failed", "kind": "engine", "step": 3}, True, Answer.REPLACE_NODE),
+        (None, True, Decision.REPLACE_NODE),
+        ({"state": "running"}, False, Decision.REPLACE_NODE),
+        ({"state": "failed", "kind": "a later version's"}, False, Decision.REPLACE_NODE),
+        ({"state": "stopped", "step": 3, "kind": None}, False, Decision.REQUEUE),
+        ({"state": "failed", "kind": "user", "step": 0}, False, Decision.END),
+        ({"state": "failed", "kind": "user", "step": 3}, False, Decision.START_AGAIN),
+        ({"state": "failed", "kind": "memory", "step": 3}, True, Decision.END),
+        ({"state": "failed", "kind": "engine", "step": 3}, True, Decision.REPLACE_NODE),
     ],
 )
-def test_the_answer_to_an_attempts_end(state: dict[str, object] | None, was_seen: bool, answer: Answer) -> None:
+def test_the_answer_to_an_attempts_end(state: dict[str, object] | None, was_seen: bool, answer: Decision) -> None:
     assert answer_to_end(state, was_seen=was_seen) is answer
 
 

@@ -23,7 +23,7 @@ from grpo.faults import device_memory
 from grpo.faults.device_memory import DeviceMemory
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed
 from grpo.faults.kinds import FOREIGN, ends_job, is_users, kind_of, may_be_an_echo, note_first_step
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_start import SentinelError
 from grpo.faults.watch import FailureWatch
 
@@ -240,7 +240,7 @@ ALL = {
     FailureKind.USER: USER,
     FailureKind.MEMORY: MEMORY,
     FailureKind.MACHINE: MACHINE,
-    FailureKind.NODE_LOST: {"a silent node": JobFailed(Place(node=1, rank=8, host="b", pid=7).is_silent(20))},
+    FailureKind.NODE_LOST: {"a silent node": JobFailed(NodePlace(node=1, rank=8, host="b", pid=7).is_silent(20))},
     FailureKind.ENGINE: ENGINE,
     FailureKind.STOP: STOP,
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from grpo.faults import sentinel_start
 from grpo.faults.failure import FailureRecord
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.packets import MAX_PACKET_BYTES
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, link_to_sentinel, start_sentinel
@@ -33,7 +33,7 @@ def record_of(cause: str) -> FailureRecord:
 def link() -> Iterator[SentinelLink]:
     """Of rank 0, whose node has one."""
     name, _ = start_sentinel({**ALONE, "pids": {0: os.getpid()}})
-    link = SentinelLink(name, 0, Place(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
+    link = SentinelLink(name, 0, NodePlace(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
     yield link
     link.say("stop")
     assert _started[-1].wait(PATIENCE_S) == 0
@@ -123,7 +123,7 @@ def test_it_starts_from_a_process_with_many_open_files() -> None:
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
         name, _ = start_sentinel({**ALONE, "pids": {0: os.getpid()}})
-        link = SentinelLink(name, 0, Place(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
+        link = SentinelLink(name, 0, NodePlace(node=0, rank=0, host="a", pid=0), timeout_s=PATIENCE_S)
         link.say("stop")
         assert _started[-1].wait(PATIENCE_S) == 0
         link.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from grpo.faults import sentinel_start
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.kinds import may_be_an_echo
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.sentinel_start import _started, start_sentinel, watch_for
 from grpo.faults.signals import StopSignals
@@ -75,7 +75,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
     pids = {0: os.getpid(), 1: os.getpid()}
     settings = {"node": 0, "host": "a", "num_nodes": 1, "pids": pids, "agent": None, "timeout_s": TIMEOUT_S}
     name, _ = start_sentinel(settings)
-    place = Place(node=0, rank=0, host="a", pid=0)
+    place = NodePlace(node=0, rank=0, host="a", pid=0)
     links = [SentinelLink(name, rank, place, timeout_s=TIMEOUT_S) for rank in pids]
     watches = [FailureWatch(link, node=0, rank=rank, host="a") for rank, link in enumerate(links)]
     yield watches

@@ -1,5 +1,6 @@
 """`python -m tools.sizes` on trees that are made up."""
 
+import ast
 from pathlib import PurePosixPath
 
 import pytest
@@ -198,3 +199,12 @@ def test_it_exits_with_the_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(sizes, "ROOT_FILES", 0)
     assert sizes.main() == 1
     assert "grpo/ holds " in capsys.readouterr().out
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    where: dict[str, list[str]] = {}
+    for path in sorted((sizes.ROOT / sizes.PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{path.relative_to(sizes.ROOT)}:{node.lineno}")
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.weights.limits import Verdict, gap_between, judge, rounding_limit, tight_limit
+from grpo.weights.limits import GapVerdict, gap_between, judge, rounding_limit, tight_limit
 from grpo.weights.report import LogprobGap
 
 BF16 = 0.15
@@ -58,7 +58,7 @@ KNOWN = {  # bfloat16, by others, with the same weights on both sides
 def test_gaps_that_others_have_seen_pass(seen: str) -> None:
     differences, has_routers = KNOWN[seen]
     gap = gap_of(differences, has_routers=has_routers)
-    assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is Verdict.PASS, gap
+    assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is GapVerdict.PASS, gap
 
 
 WRONG = {
@@ -74,17 +74,25 @@ WRONG = {
 def test_what_rounding_does_not_explain_is_refused(what: str) -> None:
     differences, has_routers = WRONG[what]
     gap = gap_of(differences, has_routers=has_routers)
-    assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is Verdict.REFUSE, gap
+    assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is GapVerdict.REFUSE, gap
 
 
 def test_what_follows_from_a_gap() -> None:
-    def follows(gap: float, *, tight: float | None = 0.05, again: bool = False) -> Verdict:
+    def follows(gap: float, *, tight: float | None = 0.05, again: bool = False) -> GapVerdict:
         return judge(gap, hard=0.15, tight=tight, was_sent_again=again)
 
-    assert [follows(gap, tight=None) for gap in (0.149, 0.151)] == [Verdict.PASS, Verdict.REFUSE]
-    assert [follows(gap) for gap in (0.05, 0.051, 0.5)] == [Verdict.PASS, Verdict.SEND_AGAIN, Verdict.SEND_AGAIN]
-    assert [follows(gap, again=True) for gap in (0.05, 0.051, 0.15)] == [Verdict.PASS, Verdict.WARN, Verdict.WARN]
-    assert [follows(gap, again=True) for gap in (0.151, float("inf"))] == [Verdict.END, Verdict.END]
+    assert [follows(gap, tight=None) for gap in (0.149, 0.151)] == [GapVerdict.PASS, GapVerdict.REFUSE]
+    assert [follows(gap) for gap in (0.05, 0.051, 0.5)] == [
+        GapVerdict.PASS,
+        GapVerdict.SEND_AGAIN,
+        GapVerdict.SEND_AGAIN,
+    ]
+    assert [follows(gap, again=True) for gap in (0.05, 0.051, 0.15)] == [
+        GapVerdict.PASS,
+        GapVerdict.WARN,
+        GapVerdict.WARN,
+    ]
+    assert [follows(gap, again=True) for gap in (0.151, float("inf"))] == [GapVerdict.END, GapVerdict.END]
 
 
 def test_the_first_gap_tightens_the_limit_and_never_loosens_it() -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from grpo.ops.doctor.between_nodes import compare, judge, judge_meeting
-from grpo.ops.doctor.records import Finding, NodeReport, Status, Verdict
+from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding, Status
 from grpo.ops.meeting.expected import Place
-from grpo.ops.meeting.meeting import Arrival, Attendance
+from grpo.ops.meeting.meeting import Attendance, NodeArrival
 from grpo.ops.meeting.trouble import Trouble
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
 
-def report(node: str, **changes) -> NodeReport:
-    good = NodeReport(
+def report(node: str, **changes) -> Examination:
+    good = Examination(
         node=node,
         host=node,
         versions={"torch": "2.13.0", "vllm": "0.31.0"},
@@ -33,7 +33,7 @@ def report(node: str, **changes) -> NodeReport:
     return replace(good, **changes)
 
 
-def wrong(*reports: NodeReport) -> list[tuple[str, Status, tuple[str, ...], str]]:
+def wrong(*reports: Examination) -> list[tuple[str, Status, tuple[str, ...], str]]:
     return [(f.check, f.status, f.nodes, f.message) for f in compare(reports) if f.status is not PASS]
 
 
@@ -85,15 +85,15 @@ def test_the_verdict_merges_what_nodes_share_and_survives_the_wire() -> None:
     verdict = judge(["a", "b", "c"], reports, [missing])
     assert (verdict.status, verdict.exit_code) == (FAIL, 1)
     assert [f.nodes for f in verdict.findings if f.check in ("join", "open files")] == [("c",), ("a", "b")]
-    assert Verdict.loads(verdict.dumps()) == verdict
-    assert NodeReport.loads(reports[0].dumps()) == reports[0]
+    assert DoctorVerdict.loads(verdict.dumps()) == verdict
+    assert Examination.loads(reports[0].dumps()) == reports[0]
 
 
 def test_the_head_judges_who_came_and_what_they_brought() -> None:
     here = Place(nodes=("a", "b", "c", "d"), node="a", head_address="10.0.0.1", port=1, command="grpo doctor")
 
-    def arrival(node: str, text: str) -> Arrival:
-        return Arrival(node=node, report=text.encode(), clock_offset_s=-5.0, clock_error_s=0.1)
+    def arrival(node: str, text: str) -> NodeArrival:
+        return NodeArrival(node=node, report=text.encode(), clock_offset_s=-5.0, clock_error_s=0.1)
 
     missing = Trouble(message="d did not come", fix="start it", nodes=("d",))
     another = json.dumps({"node": "c", "host": "c", "news": 1})

@@ -9,7 +9,7 @@ import pytest
 
 from grpo.cli import main
 from grpo.ops.doctor import report, shared_file, table
-from grpo.ops.doctor.records import Finding, Status, Verdict
+from grpo.ops.doctor.records import DoctorVerdict, Finding, Status
 from grpo.ops.doctor.report import examine
 from grpo.place.files import read_wishes
 from tests.support.launching import ROOT
@@ -77,7 +77,7 @@ def test_the_table_has_one_row_for_all_that_pass() -> None:
 def test_the_next_step_is_told_below_a_verdict_that_is_no_fail(
     status: Status, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict = Verdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
+    verdict = DoctorVerdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
     table.show(verdict, as_json=False, next_step="then start the second stage")
     assert ("then start the second stage" in capsys.readouterr().out) is is_told
 

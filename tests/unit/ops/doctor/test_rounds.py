@@ -9,7 +9,7 @@ import pytest
 
 from grpo.cli import main
 from grpo.ops.doctor import report, rounds
-from grpo.ops.doctor.records import NodeReport, Verdict
+from grpo.ops.doctor.records import DoctorVerdict, Examination
 from grpo.ops.meeting import meeting
 from tests.support.launching import free_port
 
@@ -20,8 +20,8 @@ Doctor = Callable[..., int]
 def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     """Runs one node's doctor, which finds nothing wrong by itself; returns the exit code."""
 
-    def examine(node: str, *_: object, peers: object) -> NodeReport:
-        return NodeReport(node=node, host=node)
+    def examine(node: str, *_: object, peers: object) -> Examination:
+        return Examination(node=node, host=node)
 
     monkeypatch.setattr(report, "examine", examine)
     monkeypatch.setattr(meeting, "GRACE_S", 0.0)
@@ -39,7 +39,7 @@ def test_a_process_that_comes_after_the_table_fails_as_the_head_does(
     port, second = free_port(), []
     real_show = rounds.show
 
-    def show(verdict: Verdict, **options: bool) -> None:
+    def show(verdict: DoctorVerdict, **options: bool) -> None:
         real_show(verdict, **options)  # type: ignore[arg-type]
         if not second:
             second.append(None)  # the late one shows its own findings, and starts nobody

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo.faults.failure import FailureKind
-from grpo.faults.liveness import Place
+from grpo.faults.liveness import NodePlace
 from grpo.ops.launch import lost_nodes
 from grpo.ops.launch.lost_nodes import probe, silent_nodes, watch
 from grpo.ops.launch.next_attempt import read_state
@@ -65,7 +65,7 @@ def test_which_nodes_are_lost(
 
 def test_silent_nodes_are_those_of_the_record_that_misses_them(tmp_path: Path) -> None:
     """As a sentinel makes it, and as rank 0 writes it."""
-    place = Place(node=12, rank=96, host="b.x", pid=7)
+    place = NodePlace(node=12, rank=96, host="b.x", pid=7)
     for missed, nodes in ((place.is_silent(20), [12]), (place.is_gone(0, 20), [])):
         run = RunFolder(tmp_path / str(len(nodes)), {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0"})
         run.update(state="failed", why=str(missed), kind=missed.kind, nodes=missed.nodes)

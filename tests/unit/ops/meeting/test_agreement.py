@@ -1,39 +1,12 @@
 """Do nodes run the same software: what differs is named, with the nodes."""
 
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from grpo.ops.meeting import agreement
 from grpo.ops.meeting.agreement import Software, compare_software, read_software
 from grpo.ops.meeting.trouble import list_nodes
 from grpo.place.same_everywhere import read_variables
-
-
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError("git"), PermissionError("git"), subprocess.TimeoutExpired("git", 1)]
-)
-def test_no_git_is_no_commit(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(*args, **kwargs) -> None:
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert agreement.commit_of(tmp_path) == ""
-
-
-def test_a_commit_is_of_the_folders_own_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Not of that which a hook of git, from which a job is started, names in the environment."""
-    for name in ("own", "other"):
-        git = ["git", "-C", str(tmp_path / name), "-c", "user.name=n", "-c", "user.email=e"]
-        (tmp_path / name).mkdir()
-        subprocess.run([*git, "init", "--quiet"], check=True)
-        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", name], check=True)
-    commit = agreement.commit_of(tmp_path / "own")
-    assert len(commit) == 12
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    assert agreement.commit_of(tmp_path / "own") == commit
 
 
 def test_many_nodes_are_not_all_listed() -> None:

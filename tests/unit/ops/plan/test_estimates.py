@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.ops.plan.batch import plan_batch
 from grpo.ops.plan.engine_memory import default_max_num_seqs, engine_memory
-from grpo.ops.plan.memory_budget import GIB, Holder, Line, Phase, make_budget, readable
+from grpo.ops.plan.memory_budget import GIB, BudgetLine, Holder, Phase, make_budget, readable
 from grpo.ops.plan.model_shape import ModelShape, shape_of
 from grpo.ops.plan.training_memory import (
     activation_lines,
@@ -95,8 +95,8 @@ def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
 
 
 def test_head_and_layers_are_not_held_together() -> None:
-    def line(key: str, num_bytes: int) -> Line:
-        return Line(key, "", "forward and backward", num_bytes, "")
+    def line(key: str, num_bytes: int) -> BudgetLine:
+        return BudgetLine(key, "", "forward and backward", num_bytes, "")
 
     layers = [line("recomputed_layer", 5), line("layer_gradients", 2), line("reduce_copy", 1)]
     for logits, counted in ((9, {"logits", "activations"}), (7, {"activations", *(each.key for each in layers)})):
@@ -105,8 +105,8 @@ def test_head_and_layers_are_not_held_together() -> None:
 
 
 def test_local_main_and_other_ranks_are_told_apart() -> None:
-    def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> Line:
-        return Line("", "", phase, num_bytes, "", holder=holder)
+    def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> BudgetLine:
+        return BudgetLine("", "", phase, num_bytes, "", holder=holder)
 
     lines = [line(100, "always"), line(30, "optimizer step"), line(5, "push"), line(40, "push", "local main")]
     budget = make_budget([*lines, line(7, "push", "other ranks")], None)

@@ -15,7 +15,7 @@ from grpo.ops.report.reading import read_metrics, read_run
 from grpo.ops.report.shares import parts_of
 from grpo.ops.report.thinning import bins_of
 from grpo.ops.report.timelines import read_timelines
-from grpo.record.timeline.records import Attempt, Span, Usage, timeline_path, to_line
+from grpo.record.timeline.records import AttemptLine, Span, Usage, timeline_path, to_line
 from tests.support.made_runs import MadeRun, make_run
 
 
@@ -110,7 +110,7 @@ def test_a_figure_says_what_its_band_is(points: int, note: str, tmp_path: Path) 
 
 def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) -> None:
     good = [
-        to_line(Attempt(attempt=0, node=0, host="a", time=1.0, rank_devices=["0"], engine_devices=[["1"]])),
+        to_line(AttemptLine(attempt=0, node=0, host="a", time=1.0, rank_devices=["0"], engine_devices=[["1"]])),
         span("forward", 1.0, 2.0),
         to_line(Usage(attempt=0, time=2.0, device="1", busy=0.5)),
     ]

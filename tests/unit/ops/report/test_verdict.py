@@ -13,7 +13,7 @@ from grpo.ops import MOST_AHEAD
 from grpo.ops.report.advice import ADVICE, Advice, advice_for, figures_of
 from grpo.ops.report.reading import read_run
 from grpo.ops.report.shares import RECENT_LOGS, left_s, parts_of, tokens_per_gpu
-from grpo.ops.report.verdict import Verdict, duration, verdict_of
+from grpo.ops.report.verdict import Headline, duration, verdict_of
 from grpo.ops.train.arguments import GRPOScriptArguments
 from tests.support.made_runs import FAULTS, MadeRun, make_run
 
@@ -46,7 +46,7 @@ IN_SENTENCE = {
 }
 
 
-def verdict(folder: Path) -> Verdict:
+def verdict(folder: Path) -> Headline:
     run = read_run(folder)
     return verdict_of(figures_of(run, parts_of(run.timeline.spans)))
 

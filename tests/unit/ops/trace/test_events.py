@@ -7,7 +7,7 @@ import pytest
 
 from grpo.ops.trace.events import Event, trace_of
 from grpo.record.timeline import records
-from grpo.record.timeline.records import Attempt, Span, Timeline, Usage, read_timelines
+from grpo.record.timeline.records import AttemptLine, Span, Timeline, Usage, read_timelines
 from tests.support.made_runs import FAULTS, RANKS_PER_NODE, MadeRun, make_run
 
 ARGUMENTS_OF = {
@@ -178,7 +178,9 @@ def test_usage_is_drawn_over_the_time_that_it_was_measured_in() -> None:
     def usage(time: float, device: str, attempt: int = 0, **seen) -> Usage:
         return Usage(attempt=attempt, time=time, device=device, **seen)
 
-    attempt = Attempt(attempt=0, node=0, host="a", time=0, ranks=[0], rank_devices=["0"], engine_devices=[["GPU-b"]])
+    attempt = AttemptLine(
+        attempt=0, node=0, host="a", time=0, ranks=[0], rank_devices=["0"], engine_devices=[["GPU-b"]]
+    )
     usages = [
         usage(10, "0", busy=0.5, memory_bytes=2**31, allocated_bytes=2**30, reserved_bytes=3 * 2**29, power_w=310.5),
         usage(20, "0", busy=0.75),

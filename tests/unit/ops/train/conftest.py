@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from grpo.ops.train.sandbox import must_isolate
-from grpo.ops.train.sandbox_group import PREFIX, Place, own_place
+from grpo.ops.train.sandbox_group import PREFIX, GroupPlace, own_place
 from tests.support.sandboxed import living_since
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -44,7 +44,7 @@ def isolated(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def place() -> Place:
+def place() -> GroupPlace:
     """Where this machine lets this process make control groups."""
     found = own_place()
     if found is None:

@@ -12,7 +12,7 @@ import pytest
 
 from grpo.ops.train import sandbox
 from grpo.ops.train.sandbox import Outcome
-from grpo.ops.train.sandbox_group import Place
+from grpo.ops.train.sandbox_group import GroupPlace
 from grpo.ops.train.system_calls import seccomp_filter
 from tests.support.sandboxed import living_since, outcome
 
@@ -159,7 +159,7 @@ print(held)
 
 @pytest.mark.parametrize("source", [MANY_PROCESSES, FILES_IN_MEMORY], ids=["processes", "files"])
 def test_what_no_process_holds_alone_is_limited_by_a_control_group(
-    source: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    source: str, place: GroupPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """600 MiB at a limit of 128, which each process keeps to."""
     limits = {"memory_bytes": 2**27, "file_bytes": 2**30, "processes": 16}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo.ops.train import sandbox, sandbox_group
-from grpo.ops.train.sandbox_group import PREFIX, Place, entrance, find_place, own_place, program_group, set_limits
+from grpo.ops.train.sandbox_group import PREFIX, GroupPlace, entrance, find_place, own_place, program_group, set_limits
 from tests.support.sandboxed import outcome
 
 V1 = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n32 31 0:29 / /cg/cpu rw - cgroup cgroup rw,cpu\n"
@@ -37,7 +37,7 @@ def test_what_is_asked_for_a_group(cgroups: str, mountinfo: str, asked: list[str
     """In this order, and the first that can limit is taken."""
     seen: list[str] = []
 
-    def refuse(place: Place) -> bool:
+    def refuse(place: GroupPlace) -> bool:
         seen.append(f"{place.version} {place.folder}")
         return False
 
@@ -76,7 +76,7 @@ def test_limits_of_both_versions(version: int, names: list[str], expected: dict[
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_folder_without_the_controller_is_no_place(version: int, tmp_path: Path) -> None:
     """As where `memory` is not in `cgroup.subtree_control`: a group is made there, and takes no limit."""
-    there = Place(folder=tmp_path, version=version)
+    there = GroupPlace(folder=tmp_path, version=version)
     with pytest.raises(FileNotFoundError, match="memory"), program_group(there, 5000):
         pass
     assert not sandbox_group._can_limit(there)
@@ -86,14 +86,14 @@ def test_a_folder_without_the_controller_is_no_place(version: int, tmp_path: Pat
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_group_that_cannot_be_made_is_not_the_programs_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is in force is not given up for one program."""
-    monkeypatch.setattr(sandbox, "own_place", lambda: Place(folder=tmp_path / "gone", version=1))
+    monkeypatch.setattr(sandbox, "own_place", lambda: GroupPlace(folder=tmp_path / "gone", version=1))
     ended = outcome("print(42)", True)
     assert (ended.code, ended.output) == (None, b"")
     assert ended.why.startswith("control group: [Errno 2] No such file")
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_a_program_is_where_its_memory_is_counted(place: Place) -> None:
+def test_a_program_is_where_its_memory_is_counted(place: GroupPlace) -> None:
     with program_group(place, 2**27) as group:
         assert (group / sandbox_group._LIMIT[place.version]).read_text() == f"{2**27}\n"
         read = ["/bin/sh", "-c", 'echo 0 > "$0" && cat /proc/self/cgroup', entrance(group)]
@@ -102,7 +102,7 @@ def test_a_program_is_where_its_memory_is_counted(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_groups_of_the_dead_are_removed_and_no_others(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_of_the_dead_are_removed_and_no_others(place: GroupPlace, caplog: pytest.LogCaptureFixture) -> None:
     stale = Path(tempfile.mkdtemp(prefix=f"{PREFIX}1-", dir=place.folder))
     with program_group(place, 2**27) as group, caplog.at_level(logging.INFO):
         own_place.cache_clear()
@@ -112,7 +112,7 @@ def test_groups_of_the_dead_are_removed_and_no_others(place: Place, caplog: pyte
 
 
 def test_a_group_that_does_not_empty_is_named(
-    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    place: GroupPlace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox_group, "_REMOVAL_S", 0.1)
     with program_group(place, 2**27) as group:

@@ -9,7 +9,7 @@ import torch
 
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import BACKWARD, FORWARD, Attempt, Span, read_timelines, timeline_path
+from grpo.record.timeline.records import BACKWARD, FORWARD, AttemptLine, Span, read_timelines, timeline_path
 
 PATIENCE_S = 60.0
 
@@ -50,7 +50,7 @@ def spans(folder: Path) -> list[Span]:
 
 
 def recorder(folder: Path) -> Recorder:
-    return Recorder(timeline_path(folder, 0), Attempt(attempt=0, node=0, host="h", time=0.0, ranks=[0]))
+    return Recorder(timeline_path(folder, 0), AttemptLine(attempt=0, node=0, host="h", time=0.0, ranks=[0]))
 
 
 def test_spans_stand_where_the_gpu_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

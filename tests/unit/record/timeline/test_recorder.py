@@ -17,7 +17,7 @@ from grpo.record.timeline.records import (
     GENERATE,
     PUSH,
     SCORE,
-    Attempt,
+    AttemptLine,
     Line,
     Span,
     Usage,
@@ -31,9 +31,9 @@ from grpo.record.timeline.records import (
 PATIENCE_S = 60.0
 
 
-def attempt(number: int = 0, **more: object) -> Attempt:
+def attempt(number: int = 0, **more: object) -> AttemptLine:
     fields = {"attempt": number, "node": 1, "host": "h1", "time": 5.0, "ranks": [4, 5]} | more
-    return Attempt(**fields)  # type: ignore[arg-type]
+    return AttemptLine(**fields)  # type: ignore[arg-type]
 
 
 def test_lines_come_back_as_they_were() -> None:
@@ -235,7 +235,7 @@ def test_thinning_takes_whole_steps_and_whole_samples(tmp_path: Path) -> None:
         (time, device) for time in (1, 3) for device in "01"
     ]
     assert len([each for each in spans if each.step >= 4]) == 8
-    assert isinstance(records[0], Attempt)
+    assert isinstance(records[0], AttemptLine)
 
 
 def test_thinning_keeps_every_attempt(tmp_path: Path) -> None:

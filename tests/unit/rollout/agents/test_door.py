@@ -15,7 +15,7 @@ import pytest
 
 from grpo.rollout.agents import door as door_module
 from grpo.rollout.agents.door import Door, DoorServer
-from grpo.rollout.agents.protocol import Reply, RequestError
+from grpo.rollout.agents.protocol import AgentReply, RequestError
 from grpo.rollout.turns.sampler import BatchOver
 
 CALLS = [{"type": "function", "function": {"name": "times", "arguments": {"a": 2, "b": 3}}}]
@@ -31,7 +31,7 @@ class Episode:
         self.asked: list[tuple[list[dict[str, Any]], Any]] = []
         self.cancelled = threading.Event()
 
-    async def chat(self, messages: list[dict[str, Any]], tools: Any, **more: Any) -> Reply:
+    async def chat(self, messages: list[dict[str, Any]], tools: Any, **more: Any) -> AgentReply:
         self.asked.append((messages, {"tools": tools, **more}))
         try:
             if self.does is not None and (found := self.does(messages)) is not None:
@@ -41,13 +41,13 @@ class Episode:
             raise
         return self._reply(self.message)
 
-    async def generate(self, token_ids: list[int], **more: Any) -> Reply:
+    async def generate(self, token_ids: list[int], **more: Any) -> AgentReply:
         self.asked.append(([{"ids": token_ids}], more))
         return self._reply({})
 
-    def _reply(self, message: dict[str, Any]) -> Reply:
+    def _reply(self, message: dict[str, Any]) -> AgentReply:
         ids = [5, 6]
-        return Reply(
+        return AgentReply(
             message=message,
             token_ids=ids,
             logprobs=[-1.0, -2.0],

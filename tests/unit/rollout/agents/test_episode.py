@@ -8,7 +8,7 @@ import pytest
 
 from grpo.model.messages import Message, Tools
 from grpo.rollout.agents.episode import Episode
-from grpo.rollout.agents.protocol import Reply, RequestError
+from grpo.rollout.agents.protocol import AgentReply, RequestError
 from grpo.rollout.turns.sampler import Turn
 from grpo.rollout.turns.talk import TalkLimits
 
@@ -71,10 +71,10 @@ class Agent:
             render=render,
         )
 
-    def chat(self, *messages: Message, **more: Any) -> Reply:
+    def chat(self, *messages: Message, **more: Any) -> AgentReply:
         return asyncio.run(self.asks(*messages, **more))
 
-    async def asks(self, *messages: Message, **more: Any) -> Reply:
+    async def asks(self, *messages: Message, **more: Any) -> AgentReply:
         asked: dict[str, Any] = {"tools": None, "max_tokens": None, "stop": (), **more}
         return await self.episode.chat([*messages], asked.pop("tools"), **asked)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Cancel, Message, Pipe, Stalled
+from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Cancel, Message, OutOfEngines, Pipe
 
 
 def test_messages_are_what_they_were() -> None:
@@ -42,7 +42,7 @@ def test_messages_are_what_they_were() -> None:
         again = arrived(message)
         for name in message.__slots__:
             assert np.array_equal(getattr(again, name), getattr(message, name)), name
-    for signal in (Cancel(7), Stalled(3, None), Stalled(3, "why")):
+    for signal in (Cancel(7), OutOfEngines(3, None), OutOfEngines(3, "why")):
         assert arrived(signal) == signal
     text = ask.dumps().encode()
     lacking, spoilt = text.replace(b'"place":4,', b""), text.replace(b'"token_ids":"', b'"token_ids":"!')
