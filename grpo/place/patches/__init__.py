@@ -9,6 +9,6 @@ What is no patch, and stands where it is used:
 - hooks that Python has for its program: `sys.excepthook`, `sys.argv`, `sys.path`, `sys.stdout`, `os.environ`, signal
   handlers, `atexit`, filters of logging and warnings;
 - overrides in a subclass, and attributes of objects that this project has made or was handed: a model's loaders, a
-  trainer's arguments (`grpo/seam/table.py` lists the private ones);
+  trainer's arguments (`tools/private_names.py` lists the private ones);
 - calls, such as that of a foreign cache's `cache_clear`.
 """

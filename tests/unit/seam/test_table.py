@@ -11,8 +11,8 @@ import grpo
 from grpo.place.patches import deepspeed, stdlib, torch, trl, vllm
 from grpo.place.patches.patch import Patch, fits
 from grpo.place.patches.trl import SAMPLE_PRINTER
-from grpo.seam.table import TABLE, PrivateName
 from tests.support.installed import Libraries, NotThereError, source_of
+from tools.private_names import TABLE, PrivateName
 
 PACKAGE = Path(grpo.__file__).parent
 FILES = {
