@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from grpo.place.timeouts import USUAL, Timeouts
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-ABORTED_S = 10.0  # from the abort of completions, which is on its way, to the end of their requests
 
 
 class EngineAdapters:
@@ -20,8 +20,8 @@ class EngineAdapters:
     where there is none (0.31): so none is dropped under a request, and no request asks for one that is not held.
     """
 
-    def __init__(self, engine: "AsyncLLM") -> None:
-        self._engine = engine
+    def __init__(self, engine: "AsyncLLM", timeouts: Timeouts = USUAL) -> None:
+        self._engine, self._aborted_s = engine, timeouts.engine_abort_s
         self._held: dict[int, LoRARequest] = {}
         self._newest: LoRARequest | None = None
         self._users: Counter[int] = Counter()
@@ -79,7 +79,7 @@ class EngineAdapters:
     async def _wait_until_unused(self, numbers: Collection[int]) -> None:
         """The local main keeps what its completions need: what asks for these has been aborted, or is being aborted."""
         try:
-            async with asyncio.timeout(ABORTED_S):
+            async with asyncio.timeout(self._aborted_s):
                 while any(self._users[number] for number in numbers):
                     self._left.clear()
                     await self._left.wait()

@@ -16,6 +16,7 @@ from grpo.engine.answers import begun_of, check_expansion, engine_prompt, refusa
 from grpo.engine.messages import Abort, Answers, Begun, Call, Reply, Sample, Sampled
 from grpo.faults.failure import FailureKind, GrpoError
 from grpo.faults.kinds import kind_of, text_of
+from grpo.place.timeouts import USUAL, Timeouts
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 0.5
-ABORT_S = 10.0  # from vLLM's abort of a request to its own end
 SETTLE_S = 10.0  # until a request that begins or ends has begun or ended
 SETTLE_POLL_S = 0.01
 ENDED_WELL = ("stop", "length", "repetition")
@@ -32,7 +32,9 @@ ENDED_WELL = ("stop", "length", "repetition")
 class Host:
     """Serves the messages of one connection until the engine dies, or this process is ended."""
 
-    def __init__(self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any]) -> None:
+    def __init__(
+        self, connection: Connection, engine: "AsyncLLM", sampling: dict[str, Any], timeouts: Timeouts = USUAL
+    ) -> None:
         self._connection = connection
         self._engine = engine
         self._sampling = sampling
@@ -40,7 +42,8 @@ class Host:
         self._begun: dict[int, Begun] = {}  # by completion id: `Sample.begun`
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
-        self._adapters = EngineAdapters(engine)
+        self._abort_s = timeouts.engine_abort_s
+        self._adapters = EngineAdapters(engine, timeouts)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -139,7 +142,7 @@ class Host:
 
     async def _wait_for_death(self) -> None:
         """An engine process that was told to end (SIGTERM) aborts its requests first, and is missed a moment later."""
-        until = time.monotonic() + ABORT_S
+        until = time.monotonic() + self._abort_s
         while time.monotonic() < until and not self._engine.errored:
             await asyncio.sleep(HEALTH_POLL_S / 5)
 

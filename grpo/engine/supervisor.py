@@ -20,6 +20,7 @@ from grpo.faults.device_memory import free_bytes, wait_until_free
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.log import FILE_ONLY, log_name
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.place.topology import NodeTopology
 
 _log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 START_PHASE = "engine start"
 WINDOW_S = 3600.0  # in which deaths are counted
 MAX_FAILED_STARTS = 2  # of one respawn
-NOTICE_S = 30.0  # from an engine's end until its supervisor has decided what follows
-FREE_S = 30.0  # for a driver to give back what a killed engine held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +124,7 @@ class EngineSupervisor:
         stopped_timeout_s: float = STOPPED_TIMEOUT_S,
         stall_timeout_s: float | None = None,
         start_engine: StartEngine = EngineClient,
+        timeouts: Timeouts = USUAL,
     ) -> None:
         self.topology = topology
         self.before_respawn: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class EngineSupervisor:
         dead engine."""
         self._watch = watch
         self._timeout_s = timeout_s
-        self._max_respawns = max_respawns
+        self._max_respawns, self._timeouts = max_respawns, timeouts
         self._standby = standby
         self._supervises = self._closed = False
         self._changed = threading.Condition()
@@ -228,7 +228,7 @@ class EngineSupervisor:
             if self._changed.wait_for(self._misses_one, within_s):
                 return True
             is_dead = any(client.is_dead for client in self.clients)  # its own thread will say so at once
-            return is_dead and self._changed.wait_for(self._misses_one, NOTICE_S)
+            return is_dead and self._changed.wait_for(self._misses_one, self._timeouts.engine_notice_s)
 
     def _misses_one(self) -> bool:
         return any(slot.loss is not None for slot in self._slots)
@@ -294,7 +294,7 @@ class EngineSupervisor:
                     loss.given_up = self._record(loss, f"{error}")
 
     def _next_successor(self, loss: _Loss) -> EngineLike:
-        deadline = time.monotonic() + NOTICE_S + FREE_S
+        deadline = time.monotonic() + self._timeouts.engine_notice_s + self._timeouts.device_free_s
         with self._changed:
             while loss.given_up is None and loss.successor is None and time.monotonic() < deadline:
                 self._changed.wait(POLL_S)
@@ -305,7 +305,7 @@ class EngineSupervisor:
 
     def _changes(self, loss: _Loss, successor: EngineLike) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: loss.successor is not successor, NOTICE_S)
+            return self._changed.wait_for(lambda: loss.successor is not successor, self._timeouts.engine_notice_s)
 
     def _forget(self, dead: EngineLike) -> None:
         """Its pid may be another process's some day."""
@@ -355,7 +355,7 @@ class EngineSupervisor:
             self.before_respawn()
         except RuntimeError as error:  # NCCL's: the group is of no use in any case
             _log.warning("the dead engine's push group was not closed: %s", error, extra=FILE_ONLY)
-        if not wait_until_free(slot.devices, slot.free_bytes, FREE_S):
+        if not wait_until_free(slot.devices, slot.free_bytes, self._timeouts.device_free_s):
             _log.warning("GPUs %s have less memory free than at the start", ",".join(slot.devices), extra=FILE_ONLY)
         with self._changed:
             if self._closed:

@@ -18,13 +18,12 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo.faults.liveness import NodePlace
+from grpo.place.timeouts import USUAL, Timeouts
 
 MAX_LINE_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
 MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
 MAX_READ_BYTES = 1 << 16  # in one turn of the loop, which reads other connections, too
-CONNECT_S = 5.0
-JOIN_S = 30.0  # of trying, unless the port is closed
 AGAIN_S = 0.2
 
 Message = dict[str, Any]
@@ -167,9 +166,11 @@ class Introduction:
         return is_proof(shown, proof(self._secret, "hub", self._ours, self._theirs, self._place.node))
 
 
-def join(addresses: list[str], port: int, secret: str, place: NodePlace, timeout_s: float) -> tuple[Channel, NodePlace]:
+def join(
+    addresses: list[str], port: int, secret: str, place: NodePlace, timeout_s: float, timeouts: Timeouts = USUAL
+) -> tuple[Channel, NodePlace]:
     """Connect to the first address whose other side knows the secret; returns the channel and its place. Tries each
-    address for `CONNECT_S`, and all again until `JOIN_S` have passed or all ports are closed.
+    address for `hub_answer_s`, and all again until `hub_join_s` have passed or all ports are closed.
 
     Args:
         place: of this node; sent to the other side.
@@ -177,7 +178,7 @@ def join(addresses: list[str], port: int, secret: str, place: NodePlace, timeout
     Raises:
         OSError: there is none; says why, for each.
     """
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + timeouts.hub_join_s
     problems: dict[str, OSError] = {}
     for address in itertools.cycle(addresses):
         if len(problems) == len(addresses):
@@ -186,7 +187,7 @@ def join(addresses: list[str], port: int, secret: str, place: NodePlace, timeout
                 break
             time.sleep(AGAIN_S)
         try:
-            return _join_at(address, port, secret, place, timeout_s)
+            return _join_at(address, port, secret, place, timeout_s, timeouts.hub_answer_s)
         except OSError as error:
             problems[address] = error
     raise ConnectionError(
@@ -195,9 +196,11 @@ def join(addresses: list[str], port: int, secret: str, place: NodePlace, timeout
     )
 
 
-def _join_at(address: str, port: int, secret: str, place: NodePlace, timeout_s: float) -> tuple[Channel, NodePlace]:
-    deadline = time.monotonic() + CONNECT_S
-    connection = socket.create_connection((address, port), timeout=CONNECT_S)
+def _join_at(
+    address: str, port: int, secret: str, place: NodePlace, timeout_s: float, answer_s: float
+) -> tuple[Channel, NodePlace]:
+    deadline = time.monotonic() + answer_s
+    connection = socket.create_connection((address, port), timeout=answer_s)
     try:
         introduction, poll = Introduction(connection, secret, place), select.poll()
         poll.register(connection, select.POLLIN)
@@ -205,7 +208,7 @@ def _join_at(address: str, port: int, secret: str, place: NodePlace, timeout_s: 
             if poll.poll(100) and (hub := introduction.hear()) is not None:
                 tune(connection, timeout_s)
                 return introduction.channel, hub
-        raise TimeoutError(f"says nothing for {CONNECT_S:g} s")
+        raise TimeoutError(f"says nothing for {answer_s:g} s")
     except BaseException:
         connection.close()
         raise

@@ -20,6 +20,7 @@ from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.stacks import Stacks
 from grpo.faults.users_code import Worker
+from grpo.place.timeouts import USUAL, Timeouts
 
 REMINDER_S = 60.0  # of a wait, between two lines about it
 AGAIN_S = 5.0  # after which code that has caught `DeadlinePassed` and goes on gets it once more
@@ -134,7 +135,6 @@ def raise_in_main_thread(record: FailureRecord) -> None:
         strike.set()
 
 
-ALONE_GRACE_S = 30.0  # beyond a deadline: a process without a sentinel, whose Python threads do not run either
 _AT_ONCE_S = 0.001
 
 
@@ -152,7 +152,7 @@ class CallLimits:
     """Calls under way in this process, in any threads. The earliest deadline that passes is the job's failure, with
     the stacks of this process.
 
-    The sentinel keeps it, as Python code may not run here. One process alone ends `ALONE_GRACE_S` later with its
+    The sentinel keeps it, as Python code may not run here. One process alone ends `alone_grace_s` later with its
     stacks on stderr.
 
     Args:
@@ -160,8 +160,8 @@ class CallLimits:
         fail: makes a cause the job's failure, in a phase.
     """
 
-    def __init__(self, link: SentinelLink | None, fail: Callable[[str, str], None]) -> None:
-        self._link, self._fail = link, fail
+    def __init__(self, link: SentinelLink | None, fail: Callable[[str, str], None], timeouts: Timeouts = USUAL) -> None:
+        self._link, self._fail, self._alone_grace_s = link, fail, timeouts.alone_grace_s
         self._stacks = Stacks() if link is None else link.stacks
         self._calls: set[_LimitedCall] = set()
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class CallLimits:
             self._armed.enter_context(self._stacks.armed(left_s))
             self._link.say_limit(left_s, first.phase, first.cause, thread=first.thread)
         else:
-            self._armed.enter_context(ending_process(left_s + ALONE_GRACE_S))
+            self._armed.enter_context(ending_process(left_s + self._alone_grace_s))
             self._armed.enter_context(on_expiry(left_s, lambda: self._expire(first)))
 
     def _expire(self, call: _LimitedCall) -> None:

@@ -27,14 +27,13 @@ from grpo.faults.sentinel import EXIT_GRACE_S, STUCK_GRACE_S
 from grpo.faults.sentinel_link import SentinelLink
 from grpo.faults.signals import StopSignals
 from grpo.place.log import FILE_ONLY, flush_log
+from grpo.place.timeouts import USUAL, Timeouts
 
 _log = logging.getLogger(__name__)
 
 
 POLL_S = 0.2  # once there is a record
-BLAME_S = 3.0  # how long a secondary error waits for the record of its cause
 REPORT_S = 5.0  # until the job's record is known, which may be another's
-SIGNAL_PATIENCE_S = 1.0  # a scheduler's signal to all processes may reach an engine before it reaches us
 
 
 class FailureWatch:
@@ -44,8 +43,10 @@ class FailureWatch:
         link: to the node's sentinel, None for one process without a process group, where errors simply raise.
     """
 
-    def __init__(self, link: SentinelLink | None, *, node: int, rank: int, host: str) -> None:
-        self.node, self.rank, self.host = node, rank, host
+    def __init__(
+        self, link: SentinelLink | None, *, node: int, rank: int, host: str, timeouts: Timeouts = USUAL
+    ) -> None:
+        self.node, self.rank, self.host, self._timeouts = node, rank, host, timeouts
         self.phase = "start"
         self.record: FailureRecord | None = None
         self.signals = StopSignals()
@@ -63,7 +64,7 @@ class FailureWatch:
         self._known = threading.Event()  # the record
         self._link = link
         self._thread: threading.Thread | None = None
-        self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)))
+        self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)), timeouts)
         self._exchanges = 0
         if link is None:
             self.signals.take()
@@ -168,9 +169,9 @@ class FailureWatch:
     def await_cause(self) -> None:
         """A lost peer shows first as a broken connection: give the watch time to say who it was, before we are blamed.
 
-        Returns after `BLAME_S` at the latest, with a record or without.
+        Returns after `blame_s` at the latest, with a record or without.
         """
-        deadline = time.monotonic() + BLAME_S
+        deadline = time.monotonic() + self._timeouts.blame_s
         while self.record is None and self._link is not None and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -233,7 +234,7 @@ class FailureWatch:
 
     def stop_was_asked(self) -> bool:
         """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
-        return self.signals.was_asked(SIGNAL_PATIENCE_S)
+        return self.signals.was_asked(self._timeouts.signal_patience_s)
 
     # -- what the sentinel is told --------------------------------------------------------------------------------
 
@@ -344,7 +345,7 @@ class FailureWatch:
     def _take_sigterm(self) -> None:
         """End this process, unless training can answer; a launcher sends SIGTERM because a rank failed, too."""
         self._sigterm_seen = True
-        self._until(self._known, BLAME_S)
+        self._until(self._known, self._timeouts.blame_s)
         if self.record is None and self.signals.is_open:
             return  # a request to stop
         if self.record is None:

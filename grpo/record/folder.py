@@ -23,11 +23,11 @@ from typing import IO, Any
 
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.faults.signals import StopRequest
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.record.durable import write_atomically
 from grpo.record.files import METRICS_FILE, STATE_FILE, RunState, read_run_state, stop_request
 from grpo.record.history import RunHistory
 
-LOST_S = 150.0  # until a network file system lets go of what a node held that is off
 LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
 
 
@@ -52,7 +52,7 @@ class RunFolder:
         ValueError: another job is in it.
     """
 
-    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, env: Mapping[str, str], timeouts: Timeouts = USUAL) -> None:
         self.path = path
         check_writable(path)
         make_run_folder(path)
@@ -60,7 +60,7 @@ class RunFolder:
         self._launched = float(env.get("GRPO_LAUNCHED") or started)  # before the nodes met, which takes minutes
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
-        self._lock = self._take_lock()
+        self._lock = self._take_lock(timeouts.run_lock_s)
         previous = read_run_state(path)
         self.previous_attempt = previous.attempt if previous else 0
         self._history = RunHistory(path)
@@ -78,11 +78,11 @@ class RunFolder:
         self._own_request = stop_request(path, self.job, self.attempt)
         self._person_request = path / "stop"
 
-    def _take_lock(self) -> IO[str] | None:
+    def _take_lock(self, timeout_s: float) -> IO[str] | None:
         # The kernel drops it with this process, however that ends; a file that says "running" would stay.
         path = self.path / LOCK_FILE
         lock = path.open("a+")
-        deadline = time.monotonic() + LOST_S
+        deadline = time.monotonic() + timeout_s
         try:
             while not _is_taken(lock):
                 lock.seek(0)

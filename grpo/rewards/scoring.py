@@ -16,6 +16,7 @@ from torch import nn
 
 from grpo.faults.users_code import NeedsMainThreadError, Worker
 from grpo.faults.watch import FailureWatch
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Notes, Rows, log_all
@@ -23,7 +24,6 @@ from grpo.rewards.function import PHASE, RewardFunction
 
 Log = Callable[..., None]
 POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
-COMPARE_S = 60.0  # that a function's calls may take which are made to compare its answers, before another is made
 _NEEDS = "cannot run beside the main thread: "
 
 
@@ -62,6 +62,7 @@ class Scoring:
     """Called first in the thread."""
     say: Callable[[str], None] = lambda line: None
     """Prints a line for the user."""
+    timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
         self.funcs = [*self.funcs]  # as they are now
@@ -174,7 +175,8 @@ class Scoring:
 
         The second is tried on one group of the batch, which has started: once in the thread, twice in the main thread.
         Where both answers of the main thread agree, and the first does not, it is wrong. Asynchronous functions and
-        models are passed over, as are those that raise, and those that take longer than `COMPARE_S`. Not collective.
+        models are passed over, as are those that raise, and those that take longer than `timeouts.compare_s`. Not
+        collective.
         """
         rows = next((kept for group in self._groups if (kept := [row for row in group if row in self._kept])), [])
         answering = [function for function in self._own() if function.runs_beside and self._has_answered(function)]
@@ -216,7 +218,7 @@ class Scoring:
             call.future = self._worker.run(partial(function.call_in_thread, self._arguments(call), call.limit))
             beside = _numbers(self._await(call))
             while len(here) < 2:
-                if time.monotonic() - begun > COMPARE_S:
+                if time.monotonic() - begun > self.timeouts.compare_s:
                     self.say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
                     return False
                 here.append(_numbers(function.call_here(self._arguments(_RewardCall(rows=[*rows])))))

@@ -34,6 +34,7 @@ from grpo.faults.signals import StopLead, StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.log import FILE_ONLY
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.record.durable import FileSum
 from grpo.record.folder import RunFolder
 from grpo.seam.pictured import PicturedTrainer
@@ -43,7 +44,6 @@ _log = logging.getLogger(__name__)
 ODD_NORMS = 3  # in a row, until a warning
 MAX_NAMED = 5
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
-VISIBLE_S = 180.0  # until rank 0 sees what the others have written: NFS keeps what it knows of a folder for 60 s
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
 """Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made room."""
 NEARLY_FULL_BYTES = 2**24  # a write of torch's that failed with so little left has failed for want of space
@@ -326,9 +326,9 @@ class SavingTrainer(PicturedTrainer):
             self.args.save_total_limit, self.args.load_best_model_at_end = limit, load_best
 
 
-def see_all(folder: Path, world_size: int) -> None:
+def see_all(folder: Path, world_size: int, timeouts: Timeouts = USUAL) -> None:
     """Until what all ranks have written is here. On rank 0."""
-    deadline = time.monotonic() + VISIBLE_S
+    deadline = time.monotonic() + timeouts.visible_s
     while missing := [rank for rank in range(world_size) if not (folder / f"rollout_state_{rank}.pt").exists()]:
         if time.monotonic() > deadline:
             raise ValueError(

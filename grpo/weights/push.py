@@ -13,6 +13,7 @@ import torch
 
 from grpo.engine.client import EngineError
 from grpo.engine.like import EngineLike
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import PUSH_GATHER, PUSH_SEND
 from grpo.weights.nccl import NcclTransport
@@ -88,6 +89,7 @@ class Pusher:
     """Numbers of the adapters of which completions are sampled, or wait for that, on the local main; from another
     thread. Where adapters travel by themselves and completions are under way, each ends with the adapter with which
     it began: the engines are not paused for a push of adapters alone, and keep those in use."""
+    timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
         self._pauses = False  # in this push
@@ -233,6 +235,7 @@ class Pusher:
             timeout_s=self.timeout_s,
             on_stuck=self.tell,
             pause=(lambda: self._pause(version)) if self._pauses else None,
+            timeouts=self.timeouts,
         )
 
     def _pause(self, version: int) -> None:

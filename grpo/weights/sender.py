@@ -11,13 +11,13 @@ import torch
 
 from grpo.engine.client import EngineError
 from grpo.faults.deadlines import on_expiry
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.weights.buckets import NUM_BUFFERS, Bucket, described
 
 if TYPE_CHECKING:
     from grpo.weights.node_engines import NodeEngines
 
 ANSWER_PATIENCE_S = 5.0  # how long a broken transport waits for an engine's word, which is nearer to the cause
-STUCK_S = 30.0  # beyond an engine's deadline, which ends the transport's operations: what still waits then is stuck
 POLL_S = 0.2
 
 
@@ -82,6 +82,7 @@ class Sender:
     pause: Callable[[], None] | None = None
     """Called before the first call to the engines, from another thread; those come as late as they can then, which
     is when the first bucket is filled."""
+    timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
         self._held = [*self.held]
@@ -134,7 +135,8 @@ class Sender:
         begun, limit_s = time.monotonic(), self._limit_s(self._num_sent - 1)
         try:
             # A library may hold the main thread here, and nothing in Python can end that.
-            with on_expiry(limit_s, self.transport.abort), on_expiry(limit_s + STUCK_S, self._tell_stuck):
+            stuck_s = limit_s + self.timeouts.push_stuck_s
+            with on_expiry(limit_s, self.transport.abort), on_expiry(stuck_s, self._tell_stuck):
                 self.transport.start_sending(self._num_sent - 1, bucket)
         except EngineError as error:
             self._break(2, error)
@@ -207,5 +209,5 @@ class Sender:
         self.transport.abort()
 
     def _tell_stuck(self) -> None:
-        waited_s = self._limit_s(self._num_sent - 1) + STUCK_S
+        waited_s = self._limit_s(self._num_sent - 1) + self.timeouts.push_stuck_s
         self.on_stuck(EngineError(f"bucket {self._num_sent} is stuck on its way to the engines: {waited_s:.0f} s"))

@@ -17,6 +17,7 @@ import pytest
 from grpo.faults.channel import join
 from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import AwakeClock
+from grpo.place.timeouts import Timeouts
 from tests.support.sentinels import (
     PATIENCE_S,
     SECOND,
@@ -270,13 +271,10 @@ def test_an_engine_goes_with_its_local_main(tmp_path: Path) -> None:
         engine.kill()
 
 
-@pytest.fixture
-def once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is turned away does not try again."""
-    monkeypatch.setattr("grpo.faults.channel.JOIN_S", 0.0)
+ONCE = Timeouts(hub_join_s=0.0)
+"""A node that is turned away does not try again."""
 
 
-@pytest.mark.usefixtures("once")
 def test_strangers_are_turned_away() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         port = nodes[0].port
@@ -286,20 +284,18 @@ def test_strangers_are_turned_away() -> None:
                 while stranger.recv(1000):  # a challenge, and the end
                     pass
         with pytest.raises(OSError, match="it ends the connection"):
-            join(["127.0.0.1"], port, SECRET, SECOND, LONG_S)  # another process of a node that is there
+            join(["127.0.0.1"], port, SECRET, SECOND, LONG_S, ONCE)  # another process of a node that is there
         nothing_happens(nodes, 0.5)
         ends_well(nodes)
 
 
-@pytest.mark.usefixtures("once")
 def test_another_secret_does_not_take_the_place_of_a_node_that_is_awaited() -> None:
     with light_job(LONG_S, missing=1) as (node,):
         with pytest.raises(OSError, match="it ends the connection"):
-            join(["127.0.0.1"], node.port, "cd" * 32, SECOND, LONG_S)
+            join(["127.0.0.1"], node.port, "cd" * 32, SECOND, LONG_S, ONCE)
         join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)[0].close()  # its place is free
 
 
-@pytest.mark.usefixtures("once")
 def test_who_does_not_know_the_secret_is_no_hub() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -314,7 +310,7 @@ def test_who_does_not_know_the_secret_is_no_hub() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(OSError, match="somebody else is there"):
-            join(["127.0.0.1"], listener.getsockname()[1], SECRET, SECOND, LONG_S)
+            join(["127.0.0.1"], listener.getsockname()[1], SECRET, SECOND, LONG_S, ONCE)
         thread.join()
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.faults import channel as channel_module
 from grpo.faults.channel import Channel, join
 from grpo.faults.hub import GREETING_S, MAX_STRANGERS
 from grpo.faults.sentinel_start import _started, start_sentinel
+from grpo.place.timeouts import Timeouts
 from tests.support.launching import free_port
 from tests.support.memory_groups import MemoryGroup
 from tests.support.proxies import pipe
@@ -60,7 +60,7 @@ def test_a_silent_crowd_keeps_no_node_out() -> None:
         assert time.monotonic() - before < GREETING_S
 
 
-def test_a_node_that_is_not_let_in_at_once_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_not_let_in_at_once_tries_again() -> None:
     with light_job(LONG_S, missing=1) as (node,), socket.create_server(("127.0.0.1", 0)) as door:
 
         def let_in_the_third() -> None:
@@ -74,11 +74,9 @@ def test_a_node_that_is_not_let_in_at_once_tries_again(monkeypatch: pytest.Monke
         assert hub.host == "h0"
         channel.close()
         thread.join(PATIENCE_S)
-    monkeypatch.setattr(channel_module, "JOIN_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        monkeypatch.setattr(channel_module, "CONNECT_S", 0.5)
-        with pytest.raises(OSError, match=r"says nothing for 0.5 s"):
-            join(["127.0.0.1"], door.getsockname()[1], SECRET, SECOND, LONG_S)
+    short = Timeouts(hub_join_s=0.5, hub_answer_s=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as door, pytest.raises(OSError, match=r"says nothing for 0.5 s"):
+        join(["127.0.0.1"], door.getsockname()[1], SECRET, SECOND, LONG_S, short)
 
 
 @pytest.mark.parametrize("line", [b"\n", b"[]\n", b"x"], ids=["newlines", "lists", "one line"])

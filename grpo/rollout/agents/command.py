@@ -16,10 +16,10 @@ from typing import Any
 from grpo.engine.environment import without_launcher
 from grpo.faults.sessions import WatchedProcess, end_session
 from grpo.faults.users_code import Worker
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.rollout.agents.door import Door
 
 STDOUT_BYTES = 1 << 20  # of which the last line is read
-END_S = 5.0  # from SIGTERM to SIGKILL
 
 
 class AgentFailed(RuntimeError):
@@ -44,9 +44,10 @@ class AgentProcess:
         log: Path,
         covers: Callable[[Path, int], None],
         uncovers: Callable[[Path], None],
+        timeouts: Timeouts = USUAL,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="grpo-agent-"))
-        self._uncovers = uncovers
+        self._uncovers, self._end_s = uncovers, timeouts.agent_end_s
         env = {
             **without_launcher(os.environ),
             "OPENAI_BASE_URL": door.url,
@@ -106,7 +107,7 @@ class AgentProcess:
                 if self._process.returncode is not None:
                     return
                 os.kill(self._process.pid, number)  # it is not reaped: the number is still its own
-            wait([self._done], END_S)
+            wait([self._done], self._end_s)
 
 
 def columns_of(said: bytes, status: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from aiohttp import web
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from grpo.place.log import FILE_ONLY
+from grpo.place.timeouts import USUAL, Timeouts
 from grpo.rollout.agents.episode import Episode
 from grpo.rollout.agents.protocol import (
     MODEL,
@@ -40,7 +41,6 @@ from grpo.rollout.turns.sampler import BatchOver
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
-BODY_S = 60.0  # that a client has for its body
 START_S = 30.0
 ANYWHERE = ("0.0.0.0", "::")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -81,8 +81,8 @@ class DoorServer:
         ValueError: it cannot listen there.
     """
 
-    def __init__(self, host: str, say: Callable[[str], None]) -> None:
-        self._host, self._say = host, say
+    def __init__(self, host: str, say: Callable[[str], None], timeouts: Timeouts = USUAL) -> None:
+        self._host, self._say, self._body_s = host, say, timeouts.agent_body_s
         self._guests: dict[str, _Guest] = {}
         self._ignored: set[str] = set()
         _raise_open_files()
@@ -167,7 +167,7 @@ class DoorServer:
         return response
 
     async def _chat(self, request: web.Request, episode: Episode) -> web.StreamResponse:
-        asked: ChatRequest = parse(ChatRequest, await _body(request))
+        asked: ChatRequest = parse(ChatRequest, await _body(request, self._body_s))
         if asked.n not in (None, 1):
             raise RequestError(400, "unsupported_value", f"n is {asked.n}: ask for one answer at a time")
         self._warn_of_ignored(asked.ignored())
@@ -184,7 +184,7 @@ class DoorServer:
         return response
 
     async def _generate(self, request: web.Request, episode: Episode) -> web.StreamResponse:
-        asked: GenerateRequest = parse(GenerateRequest, await _body(request))
+        asked: GenerateRequest = parse(GenerateRequest, await _body(request, self._body_s))
         if asked.stream:
             raise RequestError(400, "unsupported_value", "token ids are not streamed: leave stream out")
         if asked.sampling_params.get("n") not in (None, 1):
@@ -205,12 +205,12 @@ class DoorServer:
             )
 
 
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.Request, timeout_s: float) -> bytes:
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(timeout_s):
             return await request.read()
     except TimeoutError:
-        raise RequestError(408, "request_timeout", f"the body did not come within {BODY_S:g} s") from None
+        raise RequestError(408, "request_timeout", f"the body did not come within {timeout_s:g} s") from None
 
 
 def _close(runner: web.AppRunner, loop: asyncio.AbstractEventLoop) -> None:

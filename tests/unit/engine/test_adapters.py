@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from grpo.engine import adapters
 from grpo.engine.adapters import EngineAdapters
+from grpo.place.timeouts import Timeouts
 
 
 class Engine:
@@ -61,16 +61,15 @@ def test_an_older_one_that_comes_again_is_not_the_newest_and_one_that_is_here_st
     asyncio.run(take())
 
 
-def test_one_that_a_request_uses_is_not_dropped_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_a_request_uses_is_not_dropped_under_it() -> None:
     """vLLM's engine would end. Its abort may be on its way."""
-    monkeypatch.setattr(adapters, "ABORTED_S", 0.1)
 
     async def take() -> None:
-        held = EngineAdapters(Engine())  # type: ignore[arg-type]
+        held = EngineAdapters(Engine(), Timeouts(engine_abort_s=0.1))  # type: ignore[arg-type]
         await held.take(1, "0", [])
         with held.used(1), pytest.raises(RuntimeError, match="while requests use them"):
             await held.take(2, "1", [])
-        monkeypatch.setattr(adapters, "ABORTED_S", 60.0)
+        held = EngineAdapters(Engine())  # type: ignore[arg-type]
         await held.take(3, "1", [1])
         using = held.used(3)
         using.__enter__()

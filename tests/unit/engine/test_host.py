@@ -20,6 +20,7 @@ from grpo.engine.host import forget_device
 from grpo.engine.messages import Abort, Answers, Begun, Call, Reply, Sample
 from grpo.engine.requests import Host
 from grpo.faults.failure import FailureKind
+from grpo.place.timeouts import USUAL, Timeouts
 
 
 class MadeUpEngine:
@@ -44,18 +45,19 @@ class MadeUpEngine:
         return True
 
 
-def host_of(engine: MadeUpEngine) -> tuple[Host, list[Any]]:
+def host_of(engine: MadeUpEngine, timeouts: Timeouts = USUAL) -> tuple[Host, list[Any]]:
     """With what it sends."""
     sent: list[Any] = []
-    return Host(SimpleNamespace(send=sent.append), engine, {"temperature": 1.0, "max_tokens": 64}), sent  # type: ignore[arg-type]
+    connection: Any = SimpleNamespace(send=sent.append)
+    return Host(connection, engine, {"temperature": 1.0, "max_tokens": 64}, timeouts), sent  # type: ignore[arg-type]
 
 
 SAMPLE = Sample(ids=range(3, 5), token_ids=np.array([1, 2], dtype=np.int32), seed=0)
 
 
-def answers_of(engine: MadeUpEngine) -> list[Any]:
+def answers_of(engine: MadeUpEngine, timeouts: Timeouts = USUAL) -> list[Any]:
     """To `SAMPLE`."""
-    host, sent = host_of(engine)
+    host, sent = host_of(engine, timeouts)
 
     async def sample() -> None:
         host._dispatch(SAMPLE)
@@ -98,11 +100,8 @@ def test_the_cause_of_vllms_own_error_is_told(cause: Exception, capsys: pytest.C
     ("reason", "error", "is_refusal"),
     [("error", "vLLM ended the request with an error", True), ("abort", "with the reason 'abort'", False)],
 )
-def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(
-    reason: str, error: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_requests, "ABORT_S", 0.2)
-    (answers,) = answers_of(FinishingEngine(reason))
+def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(reason: str, error: str, is_refusal: bool) -> None:
+    (answers,) = answers_of(FinishingEngine(reason), Timeouts(engine_abort_s=0.2))
     for answer in answers.sampled:
         assert error in (answer.error or "")
         assert answer.is_refusal == is_refusal

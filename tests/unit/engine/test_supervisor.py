@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from grpo.engine import supervisor as engine_supervisor
 from grpo.engine.client import EngineDied
 from grpo.engine.messages import EngineSpec
 from grpo.engine.supervisor import EngineSupervisor
 from grpo.faults.failure import FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.launch import Launch
+from grpo.place.timeouts import Timeouts
 from grpo.place.topology import plan_node, read_topology
 from tests.support.engines import DEADLINE_S, Script, ScriptedEngine
 from tests.support.nvml_stand_in import MadeUpGpu, StandIn
@@ -127,12 +127,9 @@ def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: Mad
     engines.close()
 
 
-def test_memory_that_stays_taken_is_waited_for_within_a_bound(
-    gpu: MadeUpGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_supervisor, "FREE_S", 0.3)
+def test_memory_that_stays_taken_is_waited_for_within_a_bound(gpu: MadeUpGpu, tmp_path: Path) -> None:
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1)
+    engines = supervise(tmp_path, script, max_respawns=1, timeouts=Timeouts(device_free_s=0.3))
     gpu.used = 70 * GIB
     script.started[0].die()
     wait_until(engines.has_lost)
@@ -153,15 +150,12 @@ def test_a_group_that_cannot_be_closed_keeps_no_engine_from_coming_back(gpu: Mad
     engines.close()
 
 
-def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(
-    gpu: MadeUpGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(gpu: MadeUpGpu, tmp_path: Path) -> None:
     """NCCL's abort may hang."""
-    for name in ("FREE_S", "NOTICE_S"):
-        monkeypatch.setattr(engine_supervisor, name, 0.3)
     end = threading.Event()
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1)
+    short = Timeouts(device_free_s=0.3, engine_notice_s=0.3)
+    engines = supervise(tmp_path, script, max_respawns=1, timeouts=short)
     engines.before_respawn = end.wait  # type: ignore[assignment]
     script.started[0].die()
     wait_until(engines.has_lost)

@@ -20,6 +20,7 @@ from grpo.faults.sentinel_start import _started, start_sentinel, watch_for
 from grpo.faults.signals import StopSignals
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.timeouts import Timeouts
 from tests.support.made_up_jobs import job
 
 TIMEOUT_S = 5.0
@@ -176,7 +177,7 @@ def test_who_does_not_come_to_the_end_of_a_phase_is_named(
         raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
 
     monkeypatch.setattr(NodeGroups, "all_gather", late)
-    monkeypatch.setattr("grpo.faults.watch.BLAME_S", 0.1)
+    pair[0]._timeouts = Timeouts(blame_s=0.1)
     (topology, _) = job((8,), ranks=2)
     groups = NodeGroups(topology, max_wait_s=1.0)  # without a process group
     groups._alone = False

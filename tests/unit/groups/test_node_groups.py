@@ -6,16 +6,16 @@ from grpo.faults.failure import FailureRecord, GenerationDropped, JobFailed
 from grpo.faults.signals import StopRequest
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
+from grpo.place.timeouts import Timeouts
 from tests.support.made_up_jobs import job
 
 RECORD = FailureRecord(node=0, rank=0, host="a", phase="push", cause="EngineError: gone")
 
 
-def test_a_lone_process_answers_itself_and_fails_by_its_own_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.faults.watch.SIGNAL_PATIENCE_S", 0.0)
+def test_a_lone_process_answers_itself_and_fails_by_its_own_record() -> None:
     (topology, *_) = job((8,), ranks=1)
     groups = NodeGroups(topology, max_wait_s=1.0)
-    watch = FailureWatch(None, node=0, rank=0, host="a")
+    watch = FailureWatch(None, node=0, rank=0, host="a", timeouts=Timeouts(signal_patience_s=0.0))
     assert groups.all_gather("7") == ["7"]
     assert groups.exchange(watch, None, 7, int) == [7]
     with pytest.raises(JobFailed, match="EngineError: gone"):

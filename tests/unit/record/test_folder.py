@@ -13,6 +13,7 @@ import pytest
 
 from grpo.faults.failure import FailureKind
 from grpo.ops.telling import telling_mistakes
+from grpo.place.timeouts import Timeouts
 from grpo.record.files import read_run_state
 from grpo.record.folder import RunFolder, record_early_failure
 
@@ -59,10 +60,9 @@ def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatc
     RunFolder(tmp_path, JOB).release()
     assert not answers
     answers += [False] * 9
-    monkeypatch.setattr("grpo.record.folder.LOST_S", 0.6)
     (tmp_path / "_run.lock").write_text("17 (pid 5 on a-node-that-is-off)")
     with pytest.raises(TimeoutError, match=r"held by this job's attempt before: 17 \(pid 5 on a-node"):
-        RunFolder(tmp_path, JOB)
+        RunFolder(tmp_path, JOB, Timeouts(run_lock_s=0.6))
 
 
 def test_requests_and_who_asked(tmp_path: Path) -> None:

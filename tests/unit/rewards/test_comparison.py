@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo import scores_each
-from grpo.rewards import scoring
+from grpo.place.timeouts import Timeouts
 from tests.support.reward_batches import MakeBatch, Scorer, length, length_later
 
 
@@ -114,15 +114,15 @@ def test_what_is_logged_for_it_is_not_logged_twice(batch_of: MakeBatch) -> None:
     assert batch.metrics == [("calls", 1)]
 
 
-def test_a_slow_one_is_called_once_more_and_no_longer(batch_of: MakeBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_one_is_called_once_more_and_no_longer(batch_of: MakeBatch) -> None:
     calls: list[int] = []
 
     def slow(completions: list[str], **_: Any) -> list[float]:
         calls.append(len(completions))
         return hides_it(completions)
 
-    monkeypatch.setattr(scoring, "COMPARE_S", -1.0)
     batch = batch_of(slow)
+    batch.scoring.timeouts = Timeouts(compare_s=-1.0)
     batch.start()
     assert batch.scoring.compare() == [False]
     assert calls == [4, 2]

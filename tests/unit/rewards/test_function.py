@@ -92,13 +92,13 @@ def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
 
 HELD = """
 import ctypes
-from grpo.faults import deadlines, watch as watches
+from grpo.faults import watch as watches
+from grpo.place.timeouts import Timeouts
 from grpo.rewards.function import RewardFunction
 from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
-deadlines.ALONE_GRACE_S = 0.5
-watch = watches.FailureWatch(None, node=0, rank=0, host="a")
+watch = watches.FailureWatch(None, node=0, rank=0, host="a", timeouts=Timeouts(alone_grace_s=0.5))
 
 def holds_the_lock(values):
     ctypes.PyDLL(None).sleep(120)
@@ -116,7 +116,8 @@ def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
 
 CAUGHT = """
 import time
-from grpo.faults import deadlines, watch as watches
+from grpo.faults import watch as watches
+from grpo.place.timeouts import Timeouts
 from grpo.faults import users_code
 from grpo.faults.failure import JobFailed
 from grpo.faults.users_code import NeedsMainThreadError
@@ -126,8 +127,7 @@ from grpo.rewards.function import RewardFunction
 from grpo.place.patches import stdlib
 from grpo.record.timeline.recorder import Recorder
 
-deadlines.ALONE_GRACE_S = 0.5
-watch = watches.FailureWatch(None, node=0, rank=0, host="a")
+watch = watches.FailureWatch(None, node=0, rank=0, host="a", timeouts=Timeouts(alone_grace_s=0.5))
 hangs = RewardFunction(lambda values: time.sleep(120), watch, 0.5, Recorder(), beside=True)
 try:
     with watch.guard():

@@ -15,6 +15,7 @@ from grpo.checkpoints.checkpoints import newest_complete
 from grpo.checkpoints.deepspeed_settings import check_deepspeed
 from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.kinds import is_users
+from grpo.place.timeouts import Timeouts
 from grpo.seam import saving
 from grpo.seam.saving import telling_of_a_full_disk
 from tests.support.made_up_checkpoints import make
@@ -99,9 +100,8 @@ def test_a_file_system_of_one_node_alone_is_named(tmp_path: Path, monkeypatch: p
     folder = make(tmp_path, 9, complete=False)
     monkeypatch.setattr(time, "sleep", lambda _: (folder / "rollout_state_0.pt").touch())
     saving.see_all(folder, 1)  # which it shows late
-    monkeypatch.setattr(saving, "VISIBLE_S", -1.0)
     with pytest.raises(ValueError, match=r"checkpoint-9 .*ranks \[1\] .*GRPO-708"):
-        saving.see_all(folder, 2)
+        saving.see_all(folder, 2, Timeouts(visible_s=-1.0))
 
 
 def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:

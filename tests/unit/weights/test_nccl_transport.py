@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo.engine.client import EngineError
+from grpo.place.timeouts import Timeouts
 from grpo.weights import push, sender
 from grpo.weights.push import Pusher
 from tests.support.nccl_stand_in import MadeUpSource, StandInEngine, StandInTransport, Wire, only_streams_stand_in
@@ -151,9 +152,8 @@ def test_an_engine_that_says_nothing_lets_the_deadline_pass(connected: Connect) 
     assert told == []
 
 
-def test_a_broadcast_that_nothing_ends_is_told(connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_that_nothing_ends_is_told(connected: Connect) -> None:
     """NCCL may hold the main thread even after an abort; the failure watch then ends this rank."""
-    monkeypatch.setattr(sender, "STUCK_S", 0.5)
     source = MadeUpSource(4, torch.float32)
 
     class Deaf(Wire):
@@ -162,6 +162,7 @@ def test_a_broadcast_that_nothing_ends_is_told(connected: Connect, monkeypatch: 
 
     wire = Deaf("cpu", holds=True)
     pusher, _, told = connected(source, wire, timeout_s=0.2, hangs=True)
+    pusher.timeouts = Timeouts(push_stuck_s=0.5)
     tell = pusher.tell
 
     def release(error: EngineError) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo.faults.sessions import process_state, session_members
+from grpo.place.timeouts import Timeouts
 from grpo.rollout.agents.command import AgentFailed, AgentProcess
 from grpo.rollout.agents.door import Door
 
@@ -23,7 +24,8 @@ class Run:
         self.covered: dict[Path, int] = {}
         self.all_covered: dict[Path, int] = {}
         self.log = folder / "agents.log"
-        self.process = AgentProcess([sys.executable, "-c", text], DOOR, row or {}, self.log, self._cover, self._uncover)
+        given = ([sys.executable, "-c", text], DOOR, row or {}, self.log, self._cover, self._uncover)
+        self.process = AgentProcess(*given, Timeouts(agent_end_s=0.3))
         self.done = self.process.start()
 
     def _cover(self, folder: Path, session: int) -> None:
@@ -105,8 +107,7 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_one_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeds: bool) -> None:
-    monkeypatch.setattr("grpo.rollout.agents.command.END_S", 0.3)
+def test_one_that_is_asked_to_end(tmp_path: Path, heeds: bool) -> None:
     ready = tmp_path / "ready"
     run = Run(
         tmp_path,

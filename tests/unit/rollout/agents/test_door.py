@@ -13,7 +13,6 @@ from typing import Any
 import openai
 import pytest
 
-from grpo.rollout.agents import door as door_module
 from grpo.rollout.agents.door import Door, DoorServer
 from grpo.rollout.agents.protocol import AgentReply, RequestError
 from grpo.rollout.turns.sampler import BatchOver
@@ -300,8 +299,8 @@ def test_paths_and_methods_that_are_none(house: House) -> None:
     assert house.post(door, b"", path="/models") == (405, "not_found")
 
 
-def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "BODY_S", 0.5)
+def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House) -> None:
+    house.server._body_s = 0.5
     _, door = house.admit()
     connections = [socket.create_connection(("127.0.0.1", house.server.port), timeout=DEADLINE_S) for _ in range(3)]
     half_body, half_head, _ = connections
