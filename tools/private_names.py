@@ -165,7 +165,6 @@ TABLE: tuple[PrivateName, ...] = (
         "detokenizer external_req_id parent_req request_index",
     ),
     *_values("vllm.v1.engine.parallel_sampling.ParentRequest", "reads", "output_aggregator"),
-    *_functions("vllm.v1.engine.detokenizer.IncrementalDetokenizer", "calls", "num_output_tokens(self)"),
     *_values(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts", "reads", "_use_zentorch isa"
     ),
