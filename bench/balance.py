@@ -37,6 +37,7 @@ from grpo.faults.sentinel_start import watch_for
 from grpo.groups.agreement import agree_on_topology
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.topology import read_topology
+from grpo.rollout.balance import NodeBalance
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts
@@ -113,7 +114,7 @@ def run_node(node: int, options: Any, folder: Path, port: int) -> None:
                 watch,
                 pool,
                 timeout_s=MAX_WAIT_S,
-                balance_nodes=balance_nodes,
+                balance=NodeBalance(groups, topology.engines_by_node) if balance_nodes else None,
                 overlaps=overlaps,
             )
 

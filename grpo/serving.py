@@ -26,6 +26,7 @@ from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
 from grpo.record.timeline.recorder import Recorder
 from grpo.rollout.ahead import GenerationBatches, Progress
+from grpo.rollout.balance import NodeBalance
 from grpo.rollout.node import LocalMainSampler, NodeSampler
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Prompts
@@ -229,9 +230,16 @@ class ServingStart:
             pool,
             revive=self.revive,
             timeout_s=self.args.vllm_generate_timeout,
-            balance_nodes=self.args.balances_nodes,
+            balance=self._balance(),
             overlaps=self.args.generation_lookahead > 1,
         )
+
+    def _balance(self) -> NodeBalance | None:
+        args, place = self.args, self.engines.topology
+        moves = args.balances_nodes or (args.vllm_balance_nodes is None and place.engines_differ)
+        if not moves or place.num_nodes == 1:
+            return None
+        return NodeBalance(self.groups, place.engines_by_node, by_speed=args.balances_nodes)
 
     def _meet_engines(self, source: GatheredSource) -> tuple[EnginePool, TurnBroker | None, _EngineFacts]:
         clients = self.engines.clients

@@ -61,7 +61,8 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     vllm_balance_nodes: bool | None = None
     """Whether prompts move from slow nodes to fast ones, in proportion to the tokens/s of their engines and less what
     they still owe of earlier batches, so that a step does not wait for the slowest. None: with generation_lookahead of
-    2 or more. No effect on one node."""
+    2 or more; and where nodes have not the same number of ranks to an engine, in proportion to their engines alone. No
+    effect on one node."""
     vllm_sync_backend: str = "auto"
     """How weights reach the engines: 'nccl', 'shm' (shared memory), or 'auto': nccl with GPUs."""
     vllm_sync_bucket_mb: int = 512

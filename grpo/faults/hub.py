@@ -7,6 +7,7 @@ import contextlib
 import logging
 import selectors
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -37,13 +38,13 @@ class _Newcomer:
 class Hub(Between):
     """Node 0's. Listens on `port`, for nodes that know the secret."""
 
-    num_nodes: int
-    ranks_per_node: int
+    first_ranks: Sequence[int]
+    """The local main of each node."""
     secret: str
     join_s: float
 
     def __post_init__(self) -> None:
-        self._expected = {node: node * self.ranks_per_node for node in range(1, self.num_nodes)}  # first ranks
+        self._expected = {node: rank for node, rank in enumerate(self.first_ranks) if node}
         self._nodes: dict[int, Peer] = {}
         self._gone: set[int] = set()
         self._newcomers: dict[Channel, _Newcomer] = {}  # in the order in which they came

@@ -80,9 +80,9 @@ class Sentinel:
         own = (self.place, Loop(clock=self._clock, selector=self._selector, timeout_s=self.timeout_s))
         if settings["num_nodes"] == 1:
             return Between(*own)
-        others: dict[str, Any] = {name: settings[name] for name in ("num_nodes", "secret")}
         if self.place.node == 0:
-            return Hub(*own, **others, ranks_per_node=len(self._ranks), join_s=settings["join_s"])
+            return Hub(*own, **{name: settings[name] for name in ("first_ranks", "secret", "join_s")})
+        others: dict[str, Any] = {name: settings[name] for name in ("num_nodes", "secret")}
         return HubLink(*own, **others, addresses=settings["addresses"], port=settings["port"])
 
     def _look_at_stalls_with(self, settings: dict[str, Any]) -> None:
@@ -360,7 +360,8 @@ def _answer(**values: Any) -> None:
 def main() -> int:
     """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
     agent_folder (which goes behind a launcher that died), timeout_s, where stalls are looked for stall_s, first_stall_s
-    and stall_warn_s, and between nodes secret, join_s, addresses, port. One line of JSON answers: error, or port."""
+    and stall_warn_s, and between nodes secret, join_s, first_ranks (of each node), addresses, port.
+    One line of JSON answers: error, or port."""
     start_log()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

@@ -77,6 +77,7 @@ def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store
         return _wait(store, mine, patience)["name"]
     hub = {"secret": secrets.token_hex(32)} if launch.node == 0 else _wait(store, "hub", patience)
     settings |= {"node": launch.node, "host": host, "num_nodes": launch.num_nodes, **hub}
+    settings["first_ranks"] = [ranks[0] for ranks in launch.nodes()]
     settings |= {"agent": agent_pid(), "agent_folder": None if (folder := agent_folder()) is None else str(folder)}
     name, port = start_sentinel(settings, timeout_s=settings["join_s"] / 2)
     if launch.node == 0 and launch.num_nodes > 1:

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -53,6 +53,8 @@ class _Verdict(Wire):
     failure: FailureRecord | None = None
     """Instead: of a rank that was ended meanwhile, which wrote this verdict in rank 0's place."""
     pids: tuple[int, ...] = ()
+    ranks_by_node: tuple[int, ...] = ()
+    engines_by_node: tuple[int, ...] = ()
 
 
 def agree_on_topology(
@@ -67,7 +69,7 @@ def agree_on_topology(
         plan: makes this rank's topology, or raises ValueError.
 
     Returns:
-        This rank's topology, and the pid of every rank.
+        This rank's topology, with what the nodes have told each other, and the pid of every rank.
 
     Raises:
         ValueError: the first rank's error, on every rank; or what does not fit between nodes.
@@ -82,7 +84,7 @@ def agree_on_topology(
     if not dist.is_initialized() or world_size == 1:
         if topology is None:
             raise ValueError(problem)
-        return topology, [os.getpid()]
+        return knowing([topology])[0], [os.getpid()]
     number = next(_agreements)
     store = _store_of(number, _job_store())
     store.set(f"rank{rank}", _Word(topology=topology, problem=problem, pid=os.getpid()).dumps())
@@ -98,7 +100,8 @@ def agree_on_topology(
     if verdict.problem is not None:
         raise (TimeoutError if verdict.is_late else ValueError)(verdict.problem)
     assert topology is not None
-    return topology, list(verdict.pids)
+    known = replace(topology, ranks_by_node=verdict.ranks_by_node, engines_by_node=verdict.engines_by_node)
+    return known, list(verdict.pids)
 
 
 def _job_store() -> dist.Store:
@@ -200,19 +203,31 @@ def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return _Verdict(problem=f"ranks {missing} did not come within {timeout.total_seconds():.0f} s", is_late=True)
     words = [_Word.loads(store.get(key)) for key in keys]
+    pids, topologies = tuple(word.pid for word in words), [word.topology for word in words if word.topology is not None]
     problem = next((word.problem for word in words if word.problem is not None), None)
     if problem is None:
         try:
-            check_nodes([word.topology for word in words if word.topology is not None])
+            check_nodes(topologies)
         except ValueError as error:
             problem = str(error)
-    return _Verdict(problem=problem, pids=tuple(word.pid for word in words))
+    if problem is not None:
+        return _Verdict(problem=problem, pids=pids)
+    first = knowing(topologies)[0]
+    return _Verdict(pids=pids, ranks_by_node=first.ranks_by_node, engines_by_node=first.engines_by_node)
+
+
+def knowing(topologies: Sequence[NodeTopology]) -> list[NodeTopology]:
+    """The same, of all ranks in their order, knowing how many ranks and engines each node has."""
+    mains = [topology for topology in topologies if topology.is_local_main]
+    ranks = tuple(topology.local_world_size for topology in mains)
+    engines = tuple(topology.num_engines for topology in mains)
+    return [replace(topology, ranks_by_node=ranks, engines_by_node=engines) for topology in topologies]
 
 
 def check_nodes(topologies: Sequence[NodeTopology]) -> None:
     """Raises ValueError when the nodes do not make one job; takes the records of all ranks, in rank order.
 
-    The number of devices, reserved devices and engines may differ between nodes.
+    The number of ranks, devices, reserved devices and engines may differ between nodes.
     """
     nodes: dict[int, list[NodeTopology]] = defaultdict(list)
     for rank, topology in enumerate(topologies):
@@ -233,25 +248,15 @@ def check_nodes(topologies: Sequence[NodeTopology]) -> None:
 
     same_on_each_node("the host", "host", "give every machine its own --machine_rank (torchrun: --node_rank)")
     same_on_all_ranks("num_machines", "num_nodes", "give every machine the same num_machines (torchrun: --nnodes)")
-    same_on_all_ranks(
-        "the number of training processes",
-        "local_world_size",
-        "start as many on each as the node with the fewest GPUs can hold beside an engine (accelerate: num_processes "
-        "is that x num_machines; torchrun: --nproc_per_node); the reserved GPUs may differ between nodes",
-    )
-    num_nodes, local_world_size = topologies[0].num_nodes, topologies[0].local_world_size
-    complete = [sorted(t.local_rank for t in ranks) == list(range(local_world_size)) for ranks in nodes.values()]
-    if sorted(nodes) != list(range(num_nodes)) or not all(complete):
+    num_nodes = topologies[0].num_nodes
+    counts = [len(nodes.get(node, ())) for node in range(num_nodes)]
+    wanted = [(node, count, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+    if [(one.node, one.local_world_size, one.local_rank) for one in topologies] != wanted or 0 in counts:
         raise ValueError(
-            f"num_machines is {num_nodes} with {local_world_size} training processes each, but these local ranks "
-            f"came: {_per_node(nodes, 'local_rank')}: give every machine its own --machine_rank (torchrun: --node_rank)"
+            f"num_machines is {num_nodes}, and ranks are numbered node by node, but these local ranks came: "
+            f"{_per_node(nodes, 'local_rank')}: give every machine its own --machine_rank (torchrun: --node_rank), and "
+            "start the job with accelerate or torchrun"
         )
-    for topology in topologies:
-        if topology.rank != topology.node * local_world_size + topology.local_rank:
-            raise ValueError(
-                f"rank {topology.rank} is local rank {topology.local_rank} of node {topology.node}, but ranks must be "
-                f"numbered node by node, {local_world_size} on each: start the job with accelerate or torchrun"
-            )
     places = [f"node {topology.node} (host {topology.host})" for topology in topologies]
     check_same([dict(topology.settings) for topology in topologies], places)
     same_on_all_ranks("vllm_tensor_parallel_size", "tensor_parallel_size", "set the same value everywhere")

@@ -9,6 +9,7 @@ under its watchdog. All methods are collective over the ranks that they name, in
 import json
 import logging
 import os
+from bisect import bisect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -67,18 +68,17 @@ class NodeGroups:
     ) -> None:
         self.topology = topology
         self._watch = watch
+        nodes = topology.nodes()
+        self._mains = [ranks[0] for ranks in nodes]
         self._alone = not dist.is_initialized() or topology.world_size == 1
         if self._alone:
             return
-        size = topology.local_world_size
-        nodes = [list(range(node * size, (node + 1) * size)) for node in range(topology.num_nodes)]
-        leaders = [ranks[0] for ranks in nodes]
         timeout_s = max(max_wait_s, MEETING_TIMEOUT_S) + MARGIN_S
         groups = new_gloo_groups(
-            [*nodes, leaders], timeout_s=timeout_s, creation_timeout_s=start_timeout_s, watch=watch
+            [*map(list, nodes), self._mains], timeout_s=timeout_s, creation_timeout_s=start_timeout_s, watch=watch
         )
         self._node, self._leaders = groups[topology.node], groups[-1]
-        self._leader = topology.node * size  # global rank of this node's local main
+        self._leader = self._mains[topology.node]
 
     def all_gather(self, text: str) -> list[str]:
         """A short text of every rank of the job, in rank order."""
@@ -174,7 +174,7 @@ class NodeGroups:
             if not silent:
                 raise
             who = ", ".join(
-                f"{rank} (node {rank // self.topology.local_world_size}, in phase '{phase}')"
+                f"{rank} (node {bisect(self._mains, rank) - 1}, in phase '{phase}')"
                 for rank, phase in sorted(silent.items())
             )
             raise JobFailed(
@@ -259,16 +259,15 @@ class NodeGroups:
         return {node: tensor.numpy() for node, tensor in received.items()}
 
     def _swap(self, outgoing: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
-        size = self.topology.local_world_size
-        works = [dist.isend(tensor, node * size, group=self._leaders) for node, tensor in outgoing.items()]
-        works += [dist.irecv(tensor, node * size, group=self._leaders) for node, tensor in received.items()]
+        works = [dist.isend(tensor, self._mains[node], group=self._leaders) for node, tensor in outgoing.items()]
+        works += [dist.irecv(tensor, self._mains[node], group=self._leaders) for node, tensor in received.items()]
         for work in works:
             if work is not None:  # None: this rank is not in the group
                 work.wait()
 
 
 def as_one_node(launch: Launch) -> Launch:
-    """The job as if all its ranks were on one node; without engines nodes need not be of one size."""
+    """The job as if all its ranks were on one node; without engines nobody needs to know where they are."""
     return replace(launch, node=0, num_nodes=1, local_rank=launch.rank, local_world_size=launch.world_size)
 
 

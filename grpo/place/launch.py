@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class Launch:
     """Torchrun agents of the job."""
     launched: bool = True
     """False when there was no launcher: one process that was started with `python`."""
+    ranks_by_node: tuple[int, ...] = ()
+    """Training processes of each node, once the nodes have told each other; before, each is taken to have as many as
+    this one."""
 
     @property
     def is_local_main(self) -> bool:
@@ -43,6 +47,11 @@ class Launch:
         """Ranks of this node, in the job; the first one is the local main."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
+
+    def nodes(self) -> list[range]:
+        """The ranks of every node; the first one of each is its local main."""
+        counts = self.ranks_by_node or (self.local_world_size,) * self.num_nodes
+        return [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def host_name(env: Mapping[str, str]) -> str:

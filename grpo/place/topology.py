@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 
 from grpo.place.devices import visible_devices
 from grpo.place.launch import (
@@ -39,10 +40,18 @@ class NodeTopology(Launch):
     """Devices per engine; on CPU, worker processes per engine."""
     settings: tuple[tuple[str, str], ...] = ()
     """Versions and variables that must be the same everywhere, by name."""
+    engines_by_node: tuple[int, ...] = ()
+    """Engines of each node, once the nodes have told each other."""
 
     @property
     def num_engines(self) -> int:
         return len(self.engines)
+
+    @property
+    def engines_differ(self) -> bool:
+        """Whether the rows of a node's ranks are more for its engines than on another node."""
+        nodes = zip(self.ranks_by_node, self.engines_by_node, strict=True)
+        return len({Fraction(ranks, engines) for ranks, engines in nodes}) > 1
 
 
 def plan_node(

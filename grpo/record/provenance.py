@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from grpo.place.launch import Launch
 from grpo.place.same_everywhere import DISTRIBUTION, read_versions
 from grpo.place.topology import NodeTopology
 
@@ -154,23 +154,24 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def where_it_runs(launch: Launch, topology: NodeTopology | None, hosts: Sequence[str]) -> dict[str, Any]:
+def where_it_runs(places: Sequence[tuple[int, str]], topology: NodeTopology | None) -> dict[str, Any]:
     """The `topology` of `run.json`.
 
     Args:
-        topology: node 0's; None for a job without engines of its own.
-        hosts: of every rank.
+        places: node and host of every rank.
+        topology: of any rank; None for a job without engines of its own.
     """
+    hosts, ranks = dict(places), Counter(node for node, _ in places)
     told = {
-        "num_nodes": launch.num_nodes,
-        "world_size": launch.world_size,
-        "ranks_per_node": launch.local_world_size,
-        "hosts": list(hosts[:: launch.local_world_size]),
+        "num_nodes": len(hosts),
+        "world_size": len(places),
+        "ranks_by_node": [ranks[node] for node in sorted(hosts)],
+        "hosts": [hosts[node] for node in sorted(hosts)],
     }
     if topology is None:
         return told
     return told | {
-        "engines_per_node": topology.num_engines,
+        "engines_by_node": list(topology.engines_by_node),
         "tensor_parallel_size": topology.tensor_parallel_size,
         "has_gpus": bool(topology.devices),
     }

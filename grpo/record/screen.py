@@ -92,6 +92,8 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
     else:
         where = f"{ranks} and {engines} on its CPUs"
     others = f", and so on the others; {_count(topology.world_size, 'rank')} in all" if topology.num_nodes > 1 else ""
+    if len({*zip(topology.ranks_by_node, topology.engines_by_node, strict=True)}) > 1:
+        others = f"; of all nodes {_sum(topology.ranks_by_node)} ranks, {_sum(topology.engines_by_node)} engines"
     return [
         f"{nodes}; on {topology.host}: {where}{others}",
         f"model: {model}; the run's folder: {output_dir} (the engines' logs: {output_dir / LOGS_FOLDER})",
@@ -116,6 +118,11 @@ def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, 
     engines = f", the engines' logs in {logs}" if logs.exists() else ""
     lines.append(f"every step's metrics are in {output_dir / METRICS_FILE}{engines}")
     return lines
+
+
+def _sum(counts: Sequence[int]) -> str:
+    """'7 + 6'."""
+    return " + ".join(map(str, counts))
 
 
 def _count(number: int, what: str) -> str:

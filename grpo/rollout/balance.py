@@ -1,4 +1,5 @@
-"""Prompts move from slow nodes to fast ones, so that no node waits for the slowest (`vllm_balance_nodes`).
+"""Prompts move from slow nodes to fast ones, so that no node waits for the slowest (`vllm_balance_nodes`); and to nodes
+with more engines for each rank, where nodes differ.
 
 Over the local mains. A request travels with its seed, so that a row's completion is the same wherever it is sampled,
 and its completions come back to the node that asked. With several batches under way a node's engines still owe
@@ -104,18 +105,25 @@ class Shares:
 
 
 class NodeBalance:
-    """This node's end of the balance. Only local mains have one; all call the same methods in the same order."""
+    """This node's end of the balance. Only local mains have one; all call the same methods in the same order.
 
-    def __init__(self, groups: NodeGroups) -> None:
+    Args:
+        engines: of each node; all are taken to be alike until they have been measured.
+        by_speed: whether they are measured. If not, a batch is shared out in the same way whenever it is sampled, by a
+            job that is resumed, too.
+    """
+
+    def __init__(self, groups: NodeGroups, engines: Sequence[int], *, by_speed: bool = True) -> None:
         self._groups = groups
         self._node = groups.topology.node
+        self._engines, self._by_speed = engines, by_speed
         self._tokens_per_s = [0.0] * groups.topology.num_nodes  # not measured yet
         self._smoothing = SMOOTHING
 
     def note(self, tokens_per_s: Sequence[float]) -> None:
         """What the nodes' engines did in the last batch; the same on every local main. 0: nothing was sampled there."""
         for node, (old, new) in enumerate(zip(self._tokens_per_s, tokens_per_s, strict=True)):
-            if new > 0:
+            if new > 0 and self._by_speed:
                 self._tokens_per_s[node] = self._smoothing * new + (1 - self._smoothing) * (old or new)
 
     def share_out(self, requests: Sequence[Request], *, owed: int = 0) -> Shares:
@@ -128,7 +136,7 @@ class NodeBalance:
         offers = self._groups.all_gather_between_nodes(offer, _Offer)
         backlog = [each.owed for each in offers]
         self._smoothing = BACKLOG_SMOOTHING if any(backlog) else SMOOTHING
-        speeds = self._tokens_per_s if all(self._tokens_per_s) else [1.0] * len(offers)
+        speeds = self._tokens_per_s if all(self._tokens_per_s) else self._engines
         moves = plan_moves([each.sizes for each in offers], speeds, backlog)
         if not moves:
             return Shares(asked=requests, moves=[], sampled=requests)

@@ -66,13 +66,13 @@ class NodeSampler:
         sampling: Mapping[str, Any] = NO_SAMPLING,
         kept: Kept | None = None,
     ) -> Pending | None:
-        """Start sampling one completion for each prompt of this rank. Collective over the node; over the job with
-        `vllm_balance_nodes`.
+        """Start sampling one completion for each prompt of this rank. Collective over the node; over the job where
+        prompts move between nodes.
 
         What fails here is raised by `collect`, on every rank of the job.
 
         Args:
-            prompts: with the copies of a prompt next to each other over the node's ranks. Nodes have equally many, in
+            prompts: with the copies of a prompt next to each other over the node's ranks. Ranks have equally many, in
                 the order of the job's batch.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
             order: as `Batch` has it.
@@ -102,7 +102,7 @@ class NodeSampler:
 
     def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
         """Of each batch what there is by now of this rank's rows, whole or not: `Batch.so_far`. Engines go on.
-        Collective over the node; over the job with `vllm_balance_nodes`."""
+        Collective over the node; over the job where prompts move between nodes."""
         return [Completions.from_message(self.groups.scatter([])) for _ in pending]
 
     def is_finished(self, pending: Pending | None) -> bool:
@@ -134,7 +134,7 @@ class LocalMainSampler(NodeSampler):
 
     Args:
         timeout_s: of a batch, from its submission on.
-        balance_nodes: whether prompts may be sampled on other nodes, see `grpo.rollout.balance`.
+        balance: where prompts may be sampled on other nodes.
         overlaps: whether several batches are under way: then a batch's time counts from when the ranks wait for it, and
             engines are as fast as they were since the last one.
     """
@@ -147,14 +147,14 @@ class LocalMainSampler(NodeSampler):
         *,
         revive: Callable[[], None] = _none_comes,
         timeout_s: float,
-        balance_nodes: bool = False,
+        balance: NodeBalance | None = None,
         overlaps: bool = False,
     ) -> None:
         super().__init__(groups, watch, revive=revive)
         self._pool = pool
         self._timeout_s = timeout_s
         self._overlaps = overlaps
-        self._balance = NodeBalance(groups) if balance_nodes and groups.topology.num_nodes > 1 else None
+        self._balance = balance
         self._period = Period()
         self._sampled = 0, 0.0
 
@@ -169,7 +169,9 @@ class LocalMainSampler(NodeSampler):
     ) -> Pending:
         parts = [Prompts.from_message(message) for message in self.groups.gather(prompts.to_message())]
         of_node = concat_prompts(parts)
-        requests = collapse(of_node, base_seed, self.groups.topology.node * of_node.rows.num_rows, sampling)
+        # Ranks have equally many rows, nodes have not, where they have not equally many ranks.
+        first_row = self.groups.topology.node_ranks.start * (of_node.rows.num_rows // len(parts))
+        requests = collapse(of_node, base_seed, first_row, sampling)
         shares = Shares(asked=requests, moves=[], sampled=requests)
         if kept is not None:  # where it lies
             messages = self.groups.gather(kept.completions.to_message())

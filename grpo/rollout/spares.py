@@ -97,10 +97,10 @@ def deal(groups: NodeGroups, mine: DealtRows, wanted: np.ndarray) -> DealtRows:
         Those of this rank, in the order of `wanted`.
     """
     place, num_rows = groups.topology, len(mine.texts)
-    share, ranks_per_node = len(wanted) // place.world_size, place.local_world_size
-    first = place.rank * num_rows
-    node_of = wanted // (num_rows * ranks_per_node)  # where it is
-    node_for = np.arange(len(wanted)) // (share * ranks_per_node)  # where it goes
+    share, first = len(wanted) // place.world_size, place.rank * num_rows
+    node_of_rank = np.repeat(np.arange(place.num_nodes), [len(ranks) for ranks in place.nodes()])
+    node_of = node_of_rank[wanted // num_rows]  # where it is
+    node_for = np.repeat(node_of_rank, share)  # where it goes
     own = {int(row) for row in wanted if first <= row < first + num_rows}
     leaving = sorted(own)
     each = mine.one_by_one()
@@ -124,6 +124,6 @@ def deal(groups: NodeGroups, mine: DealtRows, wanted: np.ndarray) -> DealtRows:
         for node, message in groups.exchange_between_nodes(outgoing, sources).items():
             came = wanted[(node_for == place.node) & (node_of == node)]
             found |= dict(zip(map(int, came), DealtRows.from_message(message).one_by_one(), strict=True))
-    of_ranks = wanted[node_for == place.node].reshape(ranks_per_node, share)
+    of_ranks = wanted[node_for == place.node].reshape(place.local_world_size, share)
     parts = [_together([found[int(row)] for row in rows]) for rows in of_ranks]
     return DealtRows.from_message(groups.scatter([part.to_message() for part in parts]))

@@ -24,6 +24,7 @@ _ORIGIN = "sampled_by"  # in a batch: of each row the node that sampled it with 
 class _RankGap(Wire):
     """One rank's part of a batch."""
 
+    node: int
     host: str
     sums: dict[int, tuple[float, int]]
     """See `GapSums`."""
@@ -80,12 +81,12 @@ class GuardedTrainer(OldLogprobsTrainer):
     def _judge(self, sums: dict[int, tuple[float, int]]) -> None:
         """Raises StepFailed, on every rank, where a node is beyond the limit that the user has set."""
         assert self._local is not None, "its engines have sampled"
-        mine = _RankGap(host=self._watch.host, sums=sums)
+        mine = _RankGap(node=self.topology.node, host=self._watch.host, sums=sums)
         ranks: list[_RankGap] = self._node_groups.exchange(self._watch, None, mine, _RankGap)
         gaps = gaps_by_node(each.sums for each in ranks)
         if not gaps:
             return
-        hosts = [each.host for each in ranks[:: self.topology.local_world_size]]
+        hosts = {each.node: each.host for each in ranks}
         self._note_gaps(gaps)
         self._check_limit(gaps, hosts)
         delivery = self._local.delivery
@@ -103,7 +104,7 @@ class GuardedTrainer(OldLogprobsTrainer):
         if len(gaps) == self.topology.num_nodes:
             self.by_node = {**self.by_node, name: values}
 
-    def _check_limit(self, gaps: Mapping[int, float], hosts: list[str]) -> None:
+    def _check_limit(self, gaps: Mapping[int, float], hosts: Mapping[int, str]) -> None:
         limit, node = self.args.vllm_max_logprob_gap, max(gaps, key=lambda node: gaps[node])
         if limit is None or gaps[node] <= limit or self.rollout_func is not None or not samples_as_scored(self.args):
             return
@@ -114,7 +115,7 @@ class GuardedTrainer(OldLogprobsTrainer):
         raise StepFailed(
             FailureRecord(
                 node=node,
-                rank=node * self.topology.local_world_size,
+                rank=self.topology.nodes()[node][0],
                 host=hosts[node],
                 phase="train",
                 cause=cause,

@@ -5,6 +5,7 @@ stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and
 """
 
 import contextlib
+import json
 import logging
 import os
 import time
@@ -108,11 +109,12 @@ class ResumableTrainer(OrderedTrainer):
         note_run(Path(args.output_dir), os.environ)
         check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
 
-        hosts = self._node_groups.all_gather(host_name(os.environ))
+        mine = json.dumps([launch.node, host_name(os.environ)])
+        places = [(node, host) for node, host in map(json.loads, self._node_groups.all_gather(mine))]
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
-            where = where_it_runs(launch, topology, hosts)
+            where = where_it_runs(places, topology)
             others = beside or {}
             changed = [*others, *changed_from_defaults(args)]
             self._run.begin_attempt({**others, **arguments_of(args)}, where, changed=changed)

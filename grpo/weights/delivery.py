@@ -144,9 +144,8 @@ class WeightDelivery:
     def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> PushReport:
         self._must_prove = False
         reports = [each.report for each in outcomes if each.report is not None]
-        report, size = slowest(reports), self.groups.topology.local_world_size
-        seconds = [each.total_s for each in reports]
-        self.total_s_by_node = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
+        report, seconds = slowest(reports), [each.total_s for each in reports]
+        self.total_s_by_node = [max(seconds[ranks.start : ranks.stop]) for ranks in self.groups.topology.nodes()]
         _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
         if report.gap is not None:
             self.verification = Verification(

@@ -17,8 +17,8 @@ moves = Path(settings["config"]["output_dir"]) / "ranks" / f"moves-{os.environ['
 init, share_out = NodeBalance.__init__, NodeBalance.share_out
 
 
-def seemingly_unequal(self, groups):
-    init(self, groups)
+def seemingly_unequal(self, groups, engines, **how):
+    init(self, groups, engines, **how)
     self._tokens_per_s = [500.0, 100.0]
 
 

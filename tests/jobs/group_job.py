@@ -32,8 +32,7 @@ topology, pids = agree_on_topology(
     world_size,
     timeout_s=120,
 )
-first = topology.node * topology.local_world_size
-watch = watch_for(topology, {rank: pids[rank] for rank in range(first, first + topology.local_world_size)})
+watch = watch_for(topology, {rank: pids[rank] for rank in topology.node_ranks})
 with watch.guard():
     groups = NodeGroups(topology, max_wait_s=100, watch=watch)
     found = {

@@ -72,14 +72,13 @@ topology, pids = agree_on_topology(
     world_size,
     timeout_s=300,
 )
-first = topology.node * topology.local_world_size
-local_pids = {each: pids[each] for each in range(first, first + topology.local_world_size)}
+local_pids = {each: pids[each] for each in topology.node_ranks}
 watch = watch_for(topology, local_pids, timeout_s=timeout_s)
 with watch.guard():
     groups = NodeGroups(topology, max_wait_s=600, watch=watch)
     groups.exchange(watch, None)
     with watch.during("train"):
-        children = psutil.Process(local_pids[first]).children()
+        children = psutil.Process(local_pids[topology.node_ranks[0]]).children()
         mark(sentinel=next(each.pid for each in children if "grpo.faults.sentinel" in each.cmdline()))
         if has_reward:
             RewardFunction(hangs, watch, REWARD_S, Recorder(), beside=False).call_here({"values": [1]})

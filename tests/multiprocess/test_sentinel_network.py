@@ -69,7 +69,12 @@ def job(net: Network, hosts: Sequence[int], timeout_s: float, *, old_kernel: boo
     """A job whose nodes are on these machines."""
     path = [str(ROOT / "tests" / "jobs" / "old_kernel")] * old_kernel + [str(ROOT)]
     settings: dict[str, Any] = {"num_nodes": len(hosts), "agent": None, "timeout_s": timeout_s, "secret": SECRET}
-    settings |= {"join_s": PATIENCE_S, "is_old_kernel": old_kernel, "addresses": [net.address(hosts[0])]}
+    settings |= {
+        "join_s": PATIENCE_S,
+        "first_ranks": [*range(len(hosts))],
+        "is_old_kernel": old_kernel,
+        "addresses": [net.address(hosts[0])],
+    }
     nodes: list[Node] = []
     with contextlib.ExitStack() as stack:
         for number, host in enumerate(hosts):

@@ -357,8 +357,8 @@ def _write_states(
                 "topology": {
                     "num_nodes": run.nodes,
                     "world_size": run.nodes * RANKS_PER_NODE,
-                    "ranks_per_node": RANKS_PER_NODE,
-                    "engines_per_node": 1,
+                    "ranks_by_node": [RANKS_PER_NODE] * run.nodes,
+                    "engines_by_node": [1] * run.nodes,
                     "tensor_parallel_size": 1,
                     "hosts": [f"gpu-{node:02}" for node in range(run.nodes)],
                     "has_gpus": True,

@@ -44,9 +44,25 @@ def plan(
     )
 
 
-def job(gpus_per_node: Sequence[int] = (8, 8, 7, 8), ranks: int = 6) -> list[NodeTopology]:
-    world_size = ranks * len(gpus_per_node)
+def job(gpus_per_node: Sequence[int] = (8, 8, 7, 8), ranks: int | Sequence[int] = 6) -> list[NodeTopology]:
+    """
+    Args:
+        ranks: of every node, or of each.
+    """
+    counts = [ranks] * len(gpus_per_node) if isinstance(ranks, int) else ranks
+    places = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
     return [
-        plan(launch(rank, world_size, ranks), EIGHT[: gpus_per_node[rank // ranks]], host=f"h{rank // ranks}")
-        for rank in range(world_size)
+        plan(
+            Launch(
+                rank=rank,
+                world_size=len(places),
+                local_rank=local_rank,
+                local_world_size=counts[node],
+                node=node,
+                num_nodes=len(counts),
+            ),
+            EIGHT[: gpus_per_node[node]],
+            host=f"h{node}",
+        )
+        for rank, (node, local_rank) in enumerate(places)
     ]

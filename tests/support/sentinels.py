@@ -122,7 +122,7 @@ def light_job(
         more: settings of the sentinels.
     """
     settings: dict[str, Any] = {"num_nodes": nodes + missing, "agent": agent, "timeout_s": timeout_s, **more}
-    settings |= {"secret": SECRET, "join_s": join_s}
+    settings |= {"secret": SECRET, "join_s": join_s, "first_ranks": [*range(0, (nodes + missing) * ranks, ranks)]}
     started: list[LightNode] = []
     processes = [LightRank(rank, timeout_s) for rank in range(nodes * ranks)]
     try:

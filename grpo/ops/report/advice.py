@@ -55,9 +55,10 @@ class Figures:
         value = self.run.settings.arguments.get(name)
         return value if isinstance(value, type(default)) else default
 
-    def of_topology(self, name: str, default: int) -> int:
-        value = self.run.settings.topology.get(name)
-        return value if isinstance(value, int) else default
+    @property
+    def engine_devices(self) -> int:
+        value = self.run.settings.topology.get("tensor_parallel_size")
+        return value if isinstance(value, int) else 1
 
     def share(self, *phases: str) -> float:
         return sum(self.parts.shares.get(phase, 0.0) for phase in phases)
@@ -160,12 +161,13 @@ def more_engines(figures: Figures) -> Advice | None:
     also = " even if they sample ahead" if figures.takes_turns else ""
     finding = f"ranks wait {percent(left)} for engines{also}"
     why = "Generation takes longer than training: engines with more devices shorten it, and fewer ranks train."
+    fewest = min(figures.run.by_node("engines"), default=1)
     if not figures.run.settings.topology.get("has_gpus", True):
-        option, value = "vllm_engines_per_node", figures.of_topology("engines_per_node", 1) + 1
+        option, value = "vllm_engines_per_node", fewest + 1
     else:
-        each = figures.of_topology("tensor_parallel_size", 1)
-        option, value = "vllm_reserved_gpus", (figures.of_topology("engines_per_node", 1) + 1) * each
-        if figures.of_topology("ranks_per_node", 2) <= each:
+        each = figures.engine_devices
+        option, value = "vllm_reserved_gpus", (fewest + 1) * each
+        if min(figures.run.by_node("ranks"), default=2) <= each:
             return None  # nothing would be left to train on
     return Advice(
         setting=f"{option}: {value}",
@@ -176,7 +178,7 @@ def more_engines(figures: Figures) -> Advice | None:
 
 
 def fewer_engines(figures: Figures) -> Advice | None:
-    engines, each = figures.of_topology("engines_per_node", 1), figures.of_topology("tensor_parallel_size", 1)
+    engines, each = max(figures.run.by_node("engines"), default=1), figures.engine_devices
     ahead = figures.option("generation_lookahead", 0) > 0
     if not ahead or figures.idle_share < 0.35 or engines < 2 or not figures.run.settings.topology.get("has_gpus"):
         return None

@@ -94,6 +94,12 @@ class Run:
         found = [int(self.timeline.spans.node.max()) + 1] if len(self.timeline.spans) else []
         return told if isinstance(told, int) and told > 0 else max([1, *widths, *found])
 
+    def by_node(self, what: str) -> list[int]:
+        """`ranks` or `engines` of each node; [] where that is not known."""
+        topology = self.settings.topology  # a run from before nodes could differ has told one number for all
+        found = topology.get(f"{what}_by_node") or [topology.get(f"{what}_per_node")] * self.num_nodes
+        return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else []
+
     @property
     def step(self) -> int:
         """Optimizer steps that are done."""

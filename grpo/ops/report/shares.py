@@ -172,10 +172,10 @@ def step_s(run: Run) -> float | None:
 def tokens_per_gpu(run: Run) -> float | None:
     """Tokens a second that were trained on, prompts too, for each GPU of ranks and engines (on CPUs each process)."""
     topology, tokens = run.settings.topology, run.metrics.get("num_tokens")
-    of_node = topology.get("engines_per_node", 0) * topology.get("tensor_parallel_size", 1)
+    of_engines = sum(run.by_node("engines")) * topology.get("tensor_parallel_size", 1)
     if tokens is None or not topology.get("world_size"):
         return None
-    devices = topology["world_size"] + of_node * run.num_nodes
+    devices = topology["world_size"] + of_engines
     seconds, counted = _recent(run, tokens)
     return float(counted.sum() / seconds.sum() / devices) if len(seconds) else None
 

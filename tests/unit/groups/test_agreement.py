@@ -19,6 +19,7 @@ from grpo.groups.agreement import (
     agree_on_topology,
     check_nodes,
     give_up,
+    knowing,
 )
 from grpo.place.launch import read_launch
 from grpo.place.topology import NodeTopology
@@ -37,14 +38,41 @@ def test_two_nodes_on_one_host():
     assert check_nodes([plan(launch(rank, 4, 2), (), host="same") for rank in range(4)]) is None
 
 
-def test_ranks_per_node_differ():
-    env = {"GROUP_WORLD_SIZE": 2, "WORLD_SIZE": 5}
-    launches = [torchrun_env(r, 5, 3, **env) for r in range(3)] + [
-        torchrun_env(r, 5, 2, **env, GROUP_RANK=1, LOCAL_RANK=r - 3) for r in (3, 4)
-    ]
-    topologies = [plan(read_launch(env), (), host="ab"[i > 2]) for i, env in enumerate(launches)]
-    with pytest.raises(ValueError, match=r"training processes differs.*node 0 \(host a\): 3, node 1 \(host b\): 2:"):
-        check_nodes(topologies)
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    """Three, one and two: as torchrun numbers them, whatever each agent starts."""
+    env = {"GROUP_WORLD_SIZE": 3, "WORLD_SIZE": 6}
+    launches = [torchrun_env(rank, 6, 3, **env) for rank in range(3)]
+    launches += [torchrun_env(3, 6, 1, **env, GROUP_RANK=1, LOCAL_RANK=0)]
+    launches += [torchrun_env(rank, 6, 2, **env, GROUP_RANK=2, LOCAL_RANK=rank - 4) for rank in (4, 5)]
+    topologies = [plan(read_launch(env), (), host="abc"[int(env["GROUP_RANK"])]) for env in launches]
+    check_nodes(topologies)
+    for topology in knowing(topologies):
+        assert (topology.ranks_by_node, topology.engines_by_node) == ((3, 1, 2), (1, 1, 1))
+        assert topology.nodes() == [range(3), range(3, 4), range(4, 6)]
+        assert topology.nodes()[topology.node] == topology.node_ranks
+    with pytest.raises(ValueError, match=r"local ranks came: node 0 \(host a\): 0\|1\|2, node 2 \(host c\): 0\|1: "):
+        check_nodes(
+            [replace(t, rank=rank, world_size=5) for rank, t in enumerate(t for t in topologies if t.node != 1)]
+        )
+    dealt = [replace(t, node=t.rank % 2, local_rank=t.rank // 2, host=f"h{t.rank % 2}") for t in job((8, 8), ranks=2)]
+    with pytest.raises(ValueError, match="ranks are numbered node by node"):
+        check_nodes(dealt)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "engines", "differ"),
+    [
+        ((8, 8), 7, (1, 1), False),
+        ((8, 7), (7, 6), (1, 1), True),
+        ((8, 7), 6, (2, 1), True),
+        ((8, 4), (6, 3), (2, 1), False),  # an engine for three ranks on both
+    ],
+)
+def test_engines_differ_where_a_rank_s_rows_are_more_for_them_on_one_node(
+    gpus: tuple[int, ...], ranks: int | tuple[int, ...], engines: tuple[int, ...], differ: bool
+) -> None:
+    (first, *_) = knowing(job(gpus, ranks))
+    assert (first.engines_by_node, first.engines_differ) == (engines, differ)
 
 
 def change(topologies, ranks, **fields):
@@ -56,16 +84,16 @@ def change(topologies, ranks, **fields):
     [
         (range(2, 4), {"tensor_parallel_size": 2}, r"vllm_tensor_parallel_size differs.*\(host h1\): 2:"),
         (range(2, 4), {"num_nodes": 3}, r"num_machines differs.*node 0 \(host h0\): 2, node 1 \(host h1\): 3:"),
-        (range(4), {"num_nodes": 3}, r"num_machines is 3 with 2 .*node 0 \(host h0\): 0\|1, node 1 \(host h1\): 0\|1:"),
+        (range(4), {"num_nodes": 3}, r"num_machines is 3, .*node 0 \(host h0\): 0\|1, node 1 \(host h1\): 0\|1:"),
         (range(2, 4), {"node": 0}, r"the host differs between ranks of one node: node 0 \(host h0\|h1\): h0\|h1:"),
-        (range(2, 4), {"node": 0, "host": "h0"}, "num_machines is 2 with 2 .*--machine_rank"),
+        (range(2, 4), {"node": 0, "host": "h0"}, "num_machines is 2, .*--machine_rank"),
         ([3], {"local_rank": 0}, r"local ranks came: .*node 1 \(host h1\): 0:"),
         ([3], {"devices": ("7",)}, r"visible GPUs differs between ranks of one node: .*h1\): 0,1,2,3,4,5,6,7\|7:"),
         (range(2, 4), {"devices": ()}, r"some have none: .*node 1 \(host h1\): none:"),
         (
             range(4),
             lambda t: {"node": 1 - t.node, "host": f"h{1 - t.node}"},
-            r"rank 0 is local rank 0 of node 1, but ranks must be numbered node by node, 2 on each",
+            r"ranks are numbered node by node, but these local ranks came: ",
         ),
         ([3], {"rank": 2}, "4 ranks answered, but number 3 on host h1 takes itself for rank 2 of 4"),
         ([3], {"world_size": 8}, "takes itself for rank 3 of 8"),
@@ -111,7 +139,9 @@ def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> 
     wrong = _judge(store, 2, timedelta(seconds=1))
     assert (wrong.problem is not None, wrong.is_late, wrong.pids) == (True, False, (11, 12))
     say(1, topologies[1])
-    assert _judge(store, 2, timedelta(seconds=1)) == _Verdict(pids=(11, 12))
+    assert _judge(store, 2, timedelta(seconds=1)) == _Verdict(
+        pids=(11, 12), ranks_by_node=(1, 1), engines_by_node=(7, 7)
+    )
 
 
 def test_who_is_waited_for_is_said(capfd: pytest.CaptureFixture) -> None:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from grpo import GRPOConfig
-from grpo.place.launch import read_launch
-from grpo.place.topology import plan_node
+from grpo.groups.agreement import knowing
 from grpo.record.provenance import (
     arguments_of,
     changed_from_defaults,
@@ -24,6 +23,7 @@ from grpo.record.provenance import (
     where_it_runs,
     without_secrets,
 )
+from tests.support.made_up_jobs import job
 
 HF = "hf_" + "aB3" * 11
 
@@ -180,11 +180,9 @@ def test_a_git_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_where_it_runs() -> None:
-    env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    launch = read_launch(env)
-    hosts = ["n0", "n0", "n1", "n1"]
-    told = {"num_nodes": 2, "world_size": 4, "ranks_per_node": 2, "hosts": ["n0", "n1"]}
-    assert where_it_runs(launch, None, hosts) == told
-    topology = plan_node(launch, ["0", "1", "2", "3"], reserved_gpus=2, tensor_parallel_size=2, engines_per_node=None)
-    engines = {"engines_per_node": 1, "tensor_parallel_size": 2, "has_gpus": True}
-    assert where_it_runs(launch, topology, hosts) == told | engines
+    places = [(0, "n0"), (0, "n0"), (1, "n1"), (2, "n1")]  # two agents on one host
+    told = {"num_nodes": 3, "world_size": 4, "ranks_by_node": [2, 1, 1], "hosts": ["n0", "n1", "n1"]}
+    assert where_it_runs(places, None) == told
+    (first, *_) = knowing(job((4, 2, 3), (2, 1, 1)))
+    engines = {"engines_by_node": [2, 1, 2], "tensor_parallel_size": 1, "has_gpus": True}
+    assert where_it_runs(places, first) == told | engines

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo.groups.agreement import knowing
 from grpo.place.launch import Launch
 from grpo.place.topology import plan_node
 from grpo.record.screen import say, what_came_of_it, what_runs_where
+from tests.support.made_up_jobs import job
 
 RUN = Path("runs/it")
 LONE_NODE = Launch(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1)
@@ -41,6 +43,13 @@ def test_one_of_several_nodes() -> None:
     launch = replace(LONE_NODE, world_size=3, local_world_size=1, num_nodes=3)
     assert lines(launch, ("0", "1"))[0] == (
         "3 nodes; on here: rank 0 on GPU 0, 1 engine on GPU 1, and so on the others; 3 ranks in all"
+    )
+
+
+def test_nodes_that_differ_are_counted_one_by_one() -> None:
+    (first, *_) = knowing(job((8, 7), (7, 6)))
+    assert what_runs_where(first, RUN, model="m")[0] == (
+        "2 nodes; on h0: ranks 0-6 on GPUs 0-6, 1 engine on GPU 7; of all nodes 7 + 6 ranks, 1 + 1 engines"
     )
 
 

@@ -138,7 +138,7 @@ def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int
     owed = [[0] * num_nodes, rng.integers(0, 60, size=num_nodes).tolist()]
 
     def run(node: int) -> tuple[list[Any], int, Any]:
-        balance = NodeBalance(nodes.of(node))
+        balance = NodeBalance(nodes.of(node), [1] * num_nodes)
         plans, num_sampled = [], 0
         for of_nodes, late in zip(speeds, owed, strict=True):
             balance.note(of_nodes)
@@ -162,7 +162,7 @@ def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int
 
 def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
     nodes = Nodes(1)
-    balance = NodeBalance(nodes.of(0))
+    balance = NodeBalance(nodes.of(0), [1])
     balance.note([100.0])
     balance.note([0.0])  # nothing was sampled
     balance.note([200.0])
@@ -170,3 +170,29 @@ def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
     balance.share_out([], owed=1)  # earlier batches are under way: more of them count
     balance.note([250.0])
     assert balance._tokens_per_s == [150.0 + BACKLOG_SMOOTHING * 100.0]
+
+
+def test_work_follows_engines_where_nobody_measures_them() -> None:
+    """Seven ranks and six beside one engine each, then as many ranks beside four engines and five: by hand."""
+    groups_of_4 = [14, 12]  # 56 and 48 completions: 56 and 48 -> 52 and 52
+    assert plans(groups_of_4, [1, 1]) == [[(0, 1, (13,))]] * 2
+    # 40 and 40 completions of 4 and 5 engines: 10 and 8 -> 9 and 8.8 for each engine
+    assert plans([10, 10], [4, 5]) == [[(0, 1, (9,))]] * 2
+
+
+def plans(requests: list[int], engines: list[int]) -> list[list[tuple[int, int, tuple[int, ...]]]]:
+    """Of two batches, between which the second node was ten times as fast."""
+    nodes = Nodes(2)
+
+    def run(node: int) -> list[Any]:
+        balance, plans = NodeBalance(nodes.of(node), engines, by_speed=False), []
+        asked = [Request(token_ids=np.array([node], np.int32), n=4, seed=number) for number in range(requests[node])]
+        for _ in range(2):
+            plans.append(moves_of(list(balance.share_out(asked).moves)))
+            balance.note([10.0, 100.0])
+        return plans
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(run, range(2), timeout=DEADLINE_S))
+    assert found[0] == found[1]
+    return found[0]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo.groups.agreement import knowing
 from grpo.rollout.packing import pack_completions, to_lists
 from grpo.rollout.spares import DealtRows, chosen_groups, deal, flat_groups
 from tests.support.made_up_jobs import job
@@ -67,16 +68,16 @@ class ThreadedGroups:
             if place.num_nodes > 1:
                 self._all("between", {})  # in which the local mains alone take part
             return []
-        ranks = range(place.rank, place.rank + place.local_world_size)
+        ranks = place.node_ranks
         longest = max(len(found[rank]) for rank in ranks)
         return [np.concatenate([found[rank], np.zeros(longest - len(found[rank]), np.int32)]) for rank in ranks]
 
     def exchange_between_nodes(self, outgoing: dict[int, np.ndarray], sources: set[int]) -> dict[int, np.ndarray]:
         found = self._all("between", outgoing)
-        size, node = self.topology.local_world_size, self.topology.node
-        sent = {rank // size for rank, each in found.items() if node in each}
+        mains = {node: ranks[0] for node, ranks in enumerate(self.topology.nodes())}
+        sent = {node for node, main in mains.items() if self.topology.node in found[main]}
         assert sent == sources, "each node knows who has rows for it"
-        return {source: found[source * size][node] for source in sources}
+        return {source: found[mains[source]][self.topology.node] for source in sources}
 
     def scatter(self, messages: list[np.ndarray]) -> np.ndarray:
         place = self.topology
@@ -85,11 +86,11 @@ class ThreadedGroups:
         return np.concatenate([message, np.full(3, 7, np.int32)])
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 1), (3, 2)])
-def test_each_row_comes_to_the_rank_that_trains_on_it(nodes: int, ranks: int) -> None:
-    """With its tokens, log-probabilities, origin and texts, whatever their lengths."""
-    random = np.random.default_rng(nodes * 10 + ranks)
-    world, num_rows, share = nodes * ranks, 5, 3
+@pytest.mark.parametrize("counts", [(1,), (3,), (1, 1), (2, 2, 2), (2, 1), (1, 3, 2)], ids=str)
+def test_each_row_comes_to_the_rank_that_trains_on_it(counts: tuple[int, ...]) -> None:
+    """With its tokens, log-probabilities, origin and texts, on nodes of any sizes."""
+    random = np.random.default_rng(sum(10**node * ranks for node, ranks in enumerate(counts)))
+    world, num_rows, share = sum(counts), 5, 3
     tokens = [random.integers(0, 9, size=random.integers(0, 6)).tolist() for _ in range(world * num_rows)]
     logprobs = [[-float(token) for token in row] for row in tokens]
     texts = [f'"{row} ä{"…" * (row % 4)}"' for row in range(world * num_rows)]
@@ -105,7 +106,7 @@ def test_each_row_comes_to_the_rank_that_trains_on_it(nodes: int, ranks: int) ->
         mine = DealtRows(completions=completions, texts=[texts[row] for row in own])
         return deal(ThreadedGroups(topology, board, barrier), mine, wanted)  # type: ignore[arg-type]
 
-    places = job((8,) * nodes, ranks=ranks)
+    places = knowing(job((8,) * len(counts), ranks=counts))
     with ThreadPoolExecutor(world) as threads:
         dealt = list(threads.map(rank, places))
     for number, rows in enumerate(dealt):

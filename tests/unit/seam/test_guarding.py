@@ -106,7 +106,9 @@ def test_the_node_that_has_drifted_is_named(
     def with_another(groups: NodeGroups, watch: Any, failure: Any, value: Any = None, kind: Any = None) -> list[Any]:
         answers = exchange(groups, watch, failure, value, kind)
         if kind is guarding._RankGap:
-            answers.append(kind(host="other", sums={1: (6.0 if next(batches) > REFERENCE_BATCHES else 0.06, 6)}))
+            answers.append(
+                kind(node=1, host="other", sums={1: (6.0 if next(batches) > REFERENCE_BATCHES else 0.06, 6)})
+            )
         return answers
 
     monkeypatch.setattr(NodeGroups, "exchange", with_another)

@@ -20,6 +20,7 @@ from grpo.weights.proof import Prover
 from grpo.weights.report import LogprobGap, PushReport
 from grpo.weights.wire_format import WireFormat
 from tests.support.engines import ScriptedEngine, agree
+from tests.support.made_up_jobs import job
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 
@@ -60,7 +61,7 @@ class Meeting:
                 raise JobFailed(failed)
             return [from_json(text, kind) for _, text in said]
 
-        return SimpleNamespace(exchange=exchange, topology=SimpleNamespace(local_world_size=1))
+        return SimpleNamespace(exchange=exchange, topology=job((8, 8), ranks=1)[rank])
 
 
 class GapsGiven(Prover):

@@ -121,8 +121,11 @@ def test_shared_memory_between_gpus_is_replaced_before_anything_else(
 def test_engines_that_idle_although_they_sample_ahead_give_back_a_gpu(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made", MadeRun(steps=20, nodes=2, times={"generate": 5.0}))
     assert verdict(made).advice == ()  # one engine cannot be fewer
-    two = changed(made, tmp_path / "two", topology={"engines_per_node": 2})
+    two = changed(made, tmp_path / "two", topology={"engines_by_node": [1, 2]})
     assert [advice.setting for advice in verdict(two).advice] == ["vllm_reserved_gpus: 1"]
+    before = {"engines_by_node": None, "engines_per_node": 2}  # as it was told when nodes could not differ
+    old = changed(made, tmp_path / "old", topology=before)
+    assert [advice.setting for advice in verdict(old).advice] == ["vllm_reserved_gpus: 1"]
 
 
 def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], tmp_path: Path) -> None:
@@ -228,6 +231,10 @@ def test_throughput_is_that_of_all_gpus(run_with: Callable[[str], Path], tmp_pat
         f"{tokens_per_gpu(run):,.0f} tokens/s",
         "trained on, per GPU, ranks' and engines'",
     )
+    several = changed(
+        run_with(""), tmp_path / "several", topology={"engines_by_node": [3, *topology["engines_by_node"][1:]]}
+    )
+    assert tokens_per_gpu(read_run(several)) == pytest.approx(500_000 * logs / recent / (gpus + 2))
 
 
 def test_a_running_run_says_how_long_it_takes_yet(
