@@ -170,6 +170,7 @@ TABLE: tuple[PrivateName, ...] = (
     ),
     *_functions("vllm.model_executor.model_loader.reload.layerwise", "calls", "_get_original_loader(tensor)"),
     # accelerate and DeepSpeed
+    *_functions("accelerate.commands.launch", "calls", "_validate_launch_command(args)"),
     *_values("accelerate.accelerator.Accelerator", "reads", "deepspeed_engine_wrapped"),
     *_values("accelerate.utils.deepspeed.DeepSpeedEngineWrapper", "reads", "engine"),
     *_values(_ZERO, "reads", "ds_id ds_numel ds_process_group ds_quant_scale ds_secondary_tensor ds_shape ds_status"),

@@ -233,7 +233,7 @@ def check_accelerate_request(num_processes: int | None, num_machines: int | None
         f"num_processes {num_processes} is no multiple of num_machines {num_machines}: accelerate started "
         f"{launch.local_world_size} processes on each machine, {launch.world_size} in all [GRPO-104]: write "
         f"num_processes: {either(multiples_around(num_processes, num_machines))} in the accelerate config or on the "
-        "command line"
+        "command line; nodes that differ take grpo launch --ranks-per-node, or torchrun"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import told_job_neighbour  # type: ignore[import-not-found]  # beside this script: its folder is where modules are found
 
 folder, *behaviour = sys.argv[1:]
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
 told = {name: os.environ.get(name) for name in (*names, "GRPO_OUTPUT_DIR", "GRPO_RESUME", "GRPO_STARTED")}
 told |= {name: value for name, value in os.environ.items() if name.startswith(("PET_", "ACCELERATE_USE"))}
 draft = Path(folder) / f".{told['RANK']}"

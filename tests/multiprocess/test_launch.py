@@ -83,15 +83,24 @@ def by_pet(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     return [], {**variables, **address}
 
 
+def by_ranks(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
+    """Nodes that differ: torchrun's line, for accelerate starts as many on all."""
+    words, env = by_names(node, nodes)
+    return [*words, "--ranks-per-node", "2,1"], env
+
+
 @pytest.mark.parametrize(
-    ("told_by", "count", "per_node"),
+    ("told_by", "counts"),
     [
-        pytest.param(by_names, 2, 1, id="names"),
-        pytest.param(by_hostfile, 3, 1, id="hostfile"),
-        pytest.param(by_pet, 2, 2, id="PET"),
+        pytest.param(by_names, (1, 1), id="names"),
+        pytest.param(by_hostfile, (1, 1, 1), id="hostfile"),
+        pytest.param(by_pet, (2, 2), id="PET"),
+        pytest.param(by_ranks, (2, 1), id="ranks"),
     ],
 )
-def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) -> None:
+def test_nodes_become_one_job(told_by, counts: tuple[int, ...], nodes: Nodes) -> None:
+    count, differ = len(counts), len({*counts}) > 1
+    places = [(node, local_rank) for node, each in enumerate(counts) for local_rank in range(each)]
     temporary = nodes.folder.parent / "tmp"
     temporary.mkdir()
     settings = (ROOT / "configs" / "4node.yaml").read_text().replace("bf16", "'no'")  # which is for GPUs
@@ -105,13 +114,13 @@ def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) 
     assert nodes.wait() == [DONE] * count, [nodes.said(node) for node in range(count)]
     assert not [*temporary.glob("torchelastic_*"), *temporary.glob("grpo-*")]
     started = set()
-    for rank in range(count * per_node):
+    for rank, (place, local_rank) in enumerate(places):
         found = nodes.told(rank)
         assert found["argv"] == [TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x"], "nothing is appended"
         assert (found["name"], found["neighbour"]) == ("__main__", "told_job_neighbour")
         told = found["told"]
-        places = (told["WORLD_SIZE"], told["GROUP_RANK"], told["LOCAL_RANK"])
-        assert places == (str(count * per_node), str(rank // per_node), str(rank % per_node))
+        assert (told["WORLD_SIZE"], told["GROUP_RANK"]) == (str(len(places)), str(place))
+        assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(local_rank), str(counts[place]))
         assert (told["GRPO_OUTPUT_DIR"], told["GRPO_RESUME"]) == (str(nodes.folder / "run"), "auto")
         assert not [name for name in told if name.startswith("PET_")]
         assert told.get("ACCELERATE_USE_DEEPSPEED") == (None if told_by is by_hostfile else "true")
@@ -119,9 +128,10 @@ def test_nodes_become_one_job(told_by, count: int, per_node: int, nodes: Nodes) 
     assert len(started) == 1, "the attempt has one name on all nodes"
     for node in range(count):
         said = nodes.said(node)
-        assert f"[grpo] node {node} of {count}: {per_node} rank" in said
-        launcher = "torchrun --nnodes" if told_by is by_hostfile else "accelerate launch --"
-        assert f"[grpo] {launcher}" in said
+        assert f"[grpo] node {node} of {count}: {counts[node]} rank" in said
+        assert ("2 + 1 in all (--ranks-per-node)" in said) == differ
+        launcher = "torchrun --nnodes" if told_by is by_hostfile or differ else "accelerate launch --"
+        assert f"{' ' if differ else '[grpo] '}{launcher}" in said
         assert ("instead of the file's num_machines: 4, num_processes: 28" in said) == bool(file)
         assert len(said.splitlines()) <= 6, said
 

@@ -34,6 +34,10 @@ TESTED = {
         "multiprocess/test_launch.py::test_nodes_become_one_job"
     ),
     "grpo launch --nodes a,b train.py": "multiprocess/test_launch.py::test_nodes_become_one_job",
+    "grpo launch --nodes a,b --ranks-per-node 6 train.py": (
+        "unit/ops/launch/test_ranks.py::test_each_node_has_the_ranks_that_its_gpus_leave"
+    ),
+    "grpo launch --nodes a,b --ranks-per-node 4,6 train.py": "multiprocess/test_launch.py::test_nodes_become_one_job",
     "grpo launch --hostfile hosts --launcher torchrun train.py": (
         "multiprocess/test_launch.py::test_nodes_become_one_job"
     ),

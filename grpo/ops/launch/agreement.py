@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo.faults.failure import FailureKind
-from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_per_node
+from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_by_node
 from grpo.ops.meeting.agreement import Software, compare_software, differences, read_software
 from grpo.ops.meeting.expected import Place
 from grpo.ops.meeting.meeting import Attendance, MeetingFailed, attend, preside
@@ -39,9 +39,9 @@ class NodeReport(Wire):
 class Agreed(Wire):
     """What all nodes do."""
 
-    ranks_per_node: int
+    ranks_by_node: tuple[int, ...]
     why: str
-    """Where that number comes from."""
+    """Where these numbers come from."""
     on_gpus: bool
     port: int
     """Of the job's process group, on the head."""
@@ -108,13 +108,13 @@ def decide(
     agreed, may_heal = None, bool(absent) or 0 < len(mistaken) < len(reports)
     if not any(trouble.is_fatal for trouble in troubles):
         try:
-            ranks = ranks_per_node(asked, {node: one.gpus for node, one in reports.items()})
+            ranks = ranks_by_node(asked, {node: reports[node].gpus for node in place.nodes})
         except ValueError as error:
             may_heal = isinstance(error, LostGPUs)
             troubles.append(Trouble(nodes=(place.head,), message=str(error), fix=""))
         else:
             agreed = Agreed(
-                ranks_per_node=ranks.per_node,
+                ranks_by_node=ranks.by_node,
                 why=ranks.why,
                 on_gpus=all(one.gpus for one in reports.values()),
                 port=port or place.told_port or free_port(),

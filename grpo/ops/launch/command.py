@@ -24,7 +24,7 @@ from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.faulty_host import DOCTOR_PHASE
 from grpo.ops.launch.line import Rendezvous, Script
-from grpo.ops.launch.ranks import Asked
+from grpo.ops.launch.ranks import Asked, counts_of, short_list
 from grpo.ops.meeting import expected
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; what follows the script is the script's."""
     parser.add_argument("--config_file", metavar="FILE", help="accelerate's; with --launcher torchrun DeepSpeed's")
     parser.add_argument("--launcher", choices=("accelerate", "torchrun"), default="accelerate")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as many as leave the engines a GPU")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=counts_of,
+        metavar="N | N,N,…",
+        help="of all nodes alike, or of each in their order; default: as many as leave its engines a GPU",
+    )
     parser.add_argument(
         "--num_machines",
         type=int,
@@ -148,24 +153,23 @@ def _meet_and_launch(
     if verdict.agreed is None:
         return _not_started(args, place, verdict.kind, "; ".join(one.message for one in verdict.troubles))
     at = Rendezvous(
-        num_nodes=len(place.nodes),
+        ranks_by_node=verdict.agreed.ranks_by_node,
         node_rank=place.nodes.index(place.node),
         head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the meeting was
         port=verdict.agreed.port,
-        ranks_per_node=verdict.agreed.ranks_per_node,
     )
     try:
-        words = _line(args, script, file, at, asked, on_gpus=verdict.agreed.on_gpus)
+        words, variables = _line(args, script, file, at, asked, on_gpus=verdict.agreed.on_gpus)
     except ValueError as error:
         print(f"grpo launch: {error}", file=sys.stderr)
         return _not_started(args, place, FailureKind.USER, str(error))
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
-        share = len(os.sched_getaffinity(0)) // (
-            at.ranks_per_node + 1
-        )  # one share for the engine; accelerate would take all
+        share = len(os.sched_getaffinity(0)) // (at.ranks + 1)  # one for the engine; accelerate would take all
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-    _show(place, at, verdict.agreed.why, line.replaced(file, at), words)
+    os.environ |= variables
+    shown = [f"{name}={value}" for name, value in variables.items() if name.startswith("ACCELERATE_")]
+    line.show(place, at, verdict.agreed.why, line.replaced(file, at), [*shown, *words])
     return _launch(args, place, at, words, verdict.agreed.started, received)
 
 
@@ -292,25 +296,16 @@ def _compared(arguments: Sequence[str]) -> str:
 
 def _line(
     args: argparse.Namespace, script: Script, file: Mapping[str, Any], at: Rendezvous, asked: Asked, *, on_gpus: bool
-) -> list[str]:
+) -> tuple[list[str], dict[str, str]]:
+    """And variables for the ranks."""
     if file:
-        processes = at.num_nodes * at.ranks_per_node
-        line.check_file(file, args.config_file, launcher=args.launcher, processes=processes)
+        line.check_file(file, args.config_file, launcher=args.launcher, processes=at.processes)
     if args.launcher == "torchrun":
-        return line.torchrun_line(script, at)
+        return line.torchrun_line(script, at), {}
     words = line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
     if not on_gpus and not asked.wishes.use_cpu:
         check_is_for_cpus(words)
-    return words
-
-
-def _show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
-    where = f", head {place.head} ({at.head_address}:{at.port})" if at.num_nodes > 1 else ""
-    ranks = f"{at.ranks_per_node} rank{'s' if at.ranks_per_node > 1 else ''} per node"
-    print(f"[grpo] node {at.node_rank} of {at.num_nodes}: {ranks} ({why}){where}")
-    if replaced:
-        print(f"[grpo] instead of the file's {', '.join(replaced)}")
-    print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)
+    return (line.torchrun_line(script, at), line.accelerate_variables(words)) if at.nodes_differ else (words, {})
 
 
 # -- the job ------------------------------------------------------------------------------------------------------
@@ -354,7 +349,9 @@ def _plan_line(args: argparse.Namespace, at: Rendezvous) -> str:
     """`grpo plan` of this job; flags of a script that are no flags of train.py it names."""
     file = args.config_file if args.launcher == "accelerate" else None
     words = ["grpo", "plan", *(["--config_file", file] if file else [])]
-    words += ["--num_processes", str(at.num_nodes * at.ranks_per_node), "--num_machines", str(at.num_nodes)]
+    ranks = ["--ranks-per-node", short_list(at.ranks_by_node)]
+    words += ranks if at.nodes_differ else ["--num_processes", str(at.processes)]
+    words += ["--num_machines", str(at.num_nodes)]
     flags = script_of(args).arguments
     flags = flags if flags and flags[0].startswith("-") else ()
     return shlex.join(command_without_secrets([*words, "--", *flags] if flags else words))

@@ -46,7 +46,7 @@ def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | 
     def tell() -> None:
         timeout = timedelta(seconds=STORE_S)
         store = dist.TCPStore(at.head_address, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        give_up(record, at.num_nodes * at.ranks_per_node, store)
+        give_up(record, at.processes, store)
 
     with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it whoever waited
         within(STORE_S, tell)

@@ -1,9 +1,14 @@
 """The command line that `grpo launch` becomes on one node: accelerate's, or torchrun's."""
 
-from collections.abc import Mapping
+import os
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
+
+from grpo.ops.meeting.expected import Place
+from grpo.record.provenance import command_without_secrets
 
 WRAPPER = "grpo.ops.launch.script"
 
@@ -26,11 +31,29 @@ class Script:
 class Rendezvous:
     """Where this node's launcher finds the others."""
 
-    num_nodes: int
+    ranks_by_node: tuple[int, ...]
     node_rank: int
     head_address: str
     port: int
-    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks_by_node)
+
+    @property
+    def ranks(self) -> int:
+        """Of this node."""
+        return self.ranks_by_node[self.node_rank]
+
+    @property
+    def processes(self) -> int:
+        """Ranks of all nodes."""
+        return sum(self.ranks_by_node)
+
+    @property
+    def nodes_differ(self) -> bool:
+        """Accelerate starts `num_processes // num_machines` on every node (1.15)."""
+        return len({*self.ranks_by_node}) > 1
 
 
 def own_file(*, on_gpus: bool) -> str:
@@ -41,7 +64,7 @@ def own_file(*, on_gpus: bool) -> str:
 def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list[str]:
     """`accelerate launch …` for this node; what it fills in goes before what the file says."""
     words = ["accelerate", "launch", "--config_file", config_file]
-    words += ["--num_machines", str(at.num_nodes), "--num_processes", str(at.num_nodes * at.ranks_per_node)]
+    words += ["--num_machines", str(at.num_nodes), "--num_processes", str(at.num_nodes * at.ranks)]
     words += ["--machine_rank", str(at.node_rank), "--main_process_port", str(at.port)]
     if at.num_nodes > 1:
         # The default, pdsh, starts the other nodes by itself and over ssh.
@@ -51,9 +74,27 @@ def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list
 
 def torchrun_line(script: Script, at: Rendezvous) -> list[str]:
     """`torchrun …` for this node."""
-    words = ["torchrun", "--nnodes", str(at.num_nodes), "--nproc_per_node", str(at.ranks_per_node)]
+    words = ["torchrun", "--nnodes", str(at.num_nodes), "--nproc_per_node", str(at.ranks)]
     words += ["--node_rank", str(at.node_rank), "--master_addr", at.head_address, "--master_port", str(at.port)]
     return [*words, *script.words]
+
+
+def accelerate_variables(line: Sequence[str]) -> dict[str, str]:
+    """What accelerate would have its ranks find in the environment, by its own code, of an `accelerate launch` line.
+
+    For ranks that torchrun starts in its place. Raises ValueError for a file that accelerate would refuse.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    args, file, has_file_s_precision = _validate_launch_command(launch_command_parser().parse_args(line[2:]))
+    args.main_process_port = 0  # it takes a port that others have for a mistake, and torchrun looks at its own
+    fields = [*file.deepspeed_config, *(["mixed_precision"] if has_file_s_precision else [])]
+    args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as `launch_command` does
+    found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+    if args.use_cpu:
+        found["ACCELERATE_USE_CPU"] = "true"  # the ranks read accelerate's line for it, and there is none
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 
 def deepspeed_variables(config_file: str) -> dict[str, str]:
@@ -69,7 +110,7 @@ def replaced(file: Mapping[str, Any], at: Rendezvous) -> list[str]:
     """What the file says of machines and addresses, where this job has other values: `num_machines: 4`."""
     here = {
         "num_machines": at.num_nodes,
-        "num_processes": at.num_nodes * at.ranks_per_node,
+        "num_processes": at.processes,
         "machine_rank": at.node_rank,
         "main_process_ip": at.head_address,
         "main_process_port": at.port,
@@ -99,3 +140,20 @@ def check_file(file: Mapping[str, Any], name: str, *, launcher: str, processes: 
             f"knows no others and hears no signals; this job has {processes}: write DEEPSPEED (as configs/1node.yaml "
             "and configs/cpu.yaml do) or MULTI_GPU, or take --launcher torchrun"
         )
+
+
+def show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
+    """What this node becomes, and why.
+
+    Args:
+        why: where the numbers of ranks come from.
+        replaced: see `replaced`.
+        words: of the launcher.
+    """
+    where = f", head {place.head} ({at.head_address}:{at.port})" if at.num_nodes > 1 else ""
+    ranks = f"{at.ranks} rank{'s' if at.ranks > 1 else ''}"
+    ranks += f", {' + '.join(map(str, at.ranks_by_node))} in all" if at.nodes_differ else " per node"
+    print(f"[grpo] node {at.node_rank} of {at.num_nodes}: {ranks} ({why}){where}")
+    if replaced:
+        print(f"[grpo] instead of the file's {', '.join(replaced)}")
+    print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)

@@ -53,9 +53,7 @@ def test_a_node_that_is_done_stays_until_the_first_one_is(monkeypatch: pytest.Mo
     """Rank 0 may still write a model, and a scheduler ends a job some minutes after its first node."""
     monkeypatch.setattr(last_words, "LOOK_S", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as store:
-        at = Rendezvous(
-            num_nodes=2, node_rank=1, head_address="127.0.0.1", port=store.getsockname()[1], ranks_per_node=1
-        )
+        at = Rendezvous(ranks_by_node=(1, 1), node_rank=1, head_address="127.0.0.1", port=store.getsockname()[1])
         waits = threading.Thread(target=last_words.outlast_head, args=[at, agent.Ending(has_succeeded=True)])
         waits.start()
         for _ in range(3):

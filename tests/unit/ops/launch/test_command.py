@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
 from grpo.faults.failure import FailureKind
-from grpo.ops.launch import agent, command
+from grpo.ops.launch import agent, command, line
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.next_attempt import DONE, FAILED
@@ -83,10 +83,10 @@ def test_a_file_for_several_nodes_is_no_job_of_one_that_nobody_has_asked_for(
 def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], is_refused: bool) -> None:
     file = str(ROOT / "configs" / "1node.yaml")
     args, script = read("--config_file", file, "train.py", *flags)
-    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=1)
+    at = Rendezvous(ranks_by_node=(1,), node_rank=0, head_address="127.0.0.1", port=1)
     settings = read_settings(file)
     asked, _ = command._asked(args, script, settings)
-    assert command._line(args, script, settings, at, asked, on_gpus=True)[:2] == ["accelerate", "launch"]
+    assert command._line(args, script, settings, at, asked, on_gpus=True)[0][:2] == ["accelerate", "launch"]
     refused = pytest.raises(ValueError, match=r"1node\.yaml is for GPUs .*configs/cpu\.yaml")
     with refused if is_refused else contextlib.nullcontext():
         command._line(args, script, settings, at, asked, on_gpus=False)
@@ -101,7 +101,7 @@ def test_a_job_without_the_memory_is_told_how_to_plan_it(
 
     monkeypatch.setattr(agent, "run_launcher", run_launcher)
     args, _ = read("--config_file", "1node.yaml", "train.py", "--hub_token", "xyz", "--beta", "0")
-    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=7)
+    at = Rendezvous(ranks_by_node=(7,), node_rank=0, head_address="127.0.0.1", port=1)
     place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
     with mock.patch.dict(os.environ):
         assert command._launch(args, place, at, [], 100.0, []) == FAILED
@@ -139,7 +139,7 @@ def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, mon
     args, _ = read("--output-dir", str(tmp_path), "mine.py")
     with socket.create_server(("127.0.0.1", 0)) as store, mock.patch.dict(os.environ):
         port = store.getsockname()[1]
-        at = Rendezvous(num_nodes=2, node_rank=1, head_address="127.0.0.1", port=port, ranks_per_node=1)
+        at = Rendezvous(ranks_by_node=(1, 1), node_rank=1, head_address="127.0.0.1", port=port)
         place = Place(nodes=("a", "b"), node="b", head_address="127.0.0.1", port=port, command="grpo launch")
 
         def end_it() -> None:
@@ -154,9 +154,9 @@ SECRETS = ("mine.py", "--hub_token", "xyz", "--wandb_api_key=abc", "--url", "htt
 
 
 def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    at = Rendezvous(num_nodes=1, node_rank=0, head_address="127.0.0.1", port=1, ranks_per_node=1)
+    at = Rendezvous(ranks_by_node=(1,), node_rank=0, head_address="127.0.0.1", port=1)
     place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
-    command._show(place, at, "counted", [], ["torchrun", *SECRETS])
+    line.show(place, at, "counted", [], ["torchrun", *SECRETS])
     shown = capsys.readouterr().out
     assert "torchrun mine.py --hub_token '<masked>' '--wandb_api_key=<masked>' --url 'https://<masked>@host/x'" in shown
     assert "--lr 1e-6" in shown

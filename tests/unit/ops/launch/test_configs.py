@@ -143,7 +143,7 @@ def test_flags_win_over_what_the_file_says_to_do(tmp_path: Path):
 @pytest.mark.parametrize("name", MULTI_NODE)
 def test_what_the_file_says_to_do_is_no_value_to_be_replaced(name: str):
     machines, gpus, reserved, *_ = LAYOUTS[name]
-    at = Rendezvous(num_nodes=machines, node_rank=1, head_address="n1", port=29500, ranks_per_node=gpus - reserved)
+    at = Rendezvous(ranks_by_node=(gpus - reserved,) * machines, node_rank=1, head_address="n1", port=29500)
     assert line.replaced(yaml.safe_load((CONFIGS / name).read_text()), at) == []
 
 

@@ -1,5 +1,6 @@
 """The line that `grpo launch` becomes, as its launcher reads it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,16 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import parse_args
 
-from grpo.ops.launch.line import Rendezvous, Script, accelerate_line, check_file, own_file, replaced, torchrun_line
+from grpo.ops.launch.line import (
+    Rendezvous,
+    Script,
+    accelerate_line,
+    accelerate_variables,
+    check_file,
+    own_file,
+    replaced,
+    torchrun_line,
+)
 from grpo.place.launch import accelerate_request
 from tests.support.launching import ROOT
 
@@ -16,7 +26,7 @@ FOUR_NODES = ROOT / "configs" / "4node.yaml"
 
 
 def at(node: int, nodes: int = 2) -> Rendezvous:
-    return Rendezvous(num_nodes=nodes, node_rank=node, head_address="n1", port=12345, ranks_per_node=6)
+    return Rendezvous(ranks_by_node=(6,) * nodes, node_rank=node, head_address="n1", port=12345)
 
 
 def test_accelerate_reads_it() -> None:
@@ -47,6 +57,29 @@ def test_torchrun_reads_it() -> None:
     assert (args.master_addr, args.master_port) == ("n1", 12345)
     assert (args.module, args.training_script) == (True, "grpo.ops.launch.script")
     assert args.training_script_args == ["-m", "my.package", "x"]
+
+
+def test_nodes_that_differ_have_torchrun_s_line_and_accelerate_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13 is no multiple of 2, and accelerate would start 6 on each."""
+    lines = [Rendezvous(ranks_by_node=(7, 6), node_rank=node, head_address="n1", port=12345) for node in (0, 1)]
+    assert (lines[0].processes, [each.ranks for each in lines], lines[0].nodes_differ) == (13, [7, 6], True)
+    found = [parse_args(torchrun_line(SCRIPT, each)[1:]) for each in lines]
+    assert [(args.nnodes, args.nproc_per_node, args.node_rank) for args in found] == [("2", "7", 0), ("2", "6", 1)]
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    for file, on_cpus, precision in (("cpu.yaml", True, "no"), ("4node.yaml", False, "bf16")):
+        words = accelerate_line(SCRIPT, lines[1], config_file=str(ROOT / "configs" / file))
+        variables = accelerate_variables(words)
+        assert {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")} == {
+            "ACCELERATE_MIXED_PRECISION": precision,
+            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_multinode_launcher,zero_stage,zero3_init_flag,"
+            "zero3_save_16bit_model,mixed_precision",
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+            **({"ACCELERATE_USE_CPU": "true"} if on_cpus else {}),
+        }, file
 
 
 def test_what_it_says_instead_of_the_file() -> None:

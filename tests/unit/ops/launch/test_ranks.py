@@ -7,7 +7,7 @@ import pytest
 
 from grpo.faults.failure import FailureKind
 from grpo.ops.launch.agreement import NodeReport, decide
-from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_per_node
+from grpo.ops.launch.ranks import Asked, LostGPUs, Ranks, ranks_by_node
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import Wishes, read_wishes
 
@@ -25,15 +25,15 @@ def ask(**given: Any) -> Asked:
     ("asked", "gpus", "count", "why"),
     [
         # what is given first counts: flag, scheduler, the script's reserved GPUs, the file, the GPUs
-        (ask(flag=3, scheduler="4", reserved_gpus=2, **FILE), EIGHT, 3, "--ranks-per-node"),
+        (ask(flag=(3,), scheduler="4", reserved_gpus=2, **FILE), EIGHT, 3, "--ranks-per-node"),
         (ask(scheduler="4", reserved_gpus=2, **FILE), EIGHT, 4, "PET_NPROC_PER_NODE"),
         (ask(scheduler="auto", reserved_gpus=2, **FILE), EIGHT, 6, "8 GPUs less vllm_reserved_gpus 2"),
-        (ask(reserved_gpus=2, **FILE), {"a": 8, "b": 7}, 5, "7 GPUs less vllm_reserved_gpus 2"),
+        (ask(reserved_gpus=2, **FILE), {"a": 7, "b": 7}, 5, "7 GPUs less vllm_reserved_gpus 2"),
         (ask(**FILE), EIGHT, 7, "num_processes 28 / num_machines 4 of 4node.yaml"),
         (ask(num_processes=7, file="1node.yaml"), EIGHT, 7, "num_processes 7 / num_machines 1 of 1node.yaml"),
         (ask(tensor_parallel_size=2), EIGHT, 6, "8 GPUs less 2 for an engine"),
-        (ask(), {"a": 8, "b": 4}, 3, "4 GPUs less 1 for an engine"),
-        (ask(flag=8, has_engines=False), EIGHT, 8, "--ranks-per-node"),  # TRL's own modes
+        (ask(), {"a": 4, "b": 4}, 3, "4 GPUs less 1 for an engine"),
+        (ask(flag=(8,), has_engines=False), EIGHT, 8, "--ranks-per-node"),  # TRL's own modes
         (ask(has_engines=False), EIGHT, 8, "8 GPUs less 0 for an engine"),
         # without GPUs
         (ask(), {"a": 0}, 1, "no GPU here"),
@@ -44,23 +44,55 @@ def ask(**given: Any) -> Asked:
             "num_processes 2 / num_machines 1 of cpu.yaml",
         ),
         (ask(**FILE), {"a": 0}, 1, "no GPU here"),  # a file for GPUs
-        (ask(flag=4, reserved_gpus=1), {"a": 0}, 4, "--ranks-per-node"),
+        (ask(flag=(4,), reserved_gpus=1), {"a": 0}, 4, "--ranks-per-node"),
     ],
 )
 def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int, why: str) -> None:
-    ranks = ranks_per_node(asked, gpus)
-    assert (ranks.per_node, ranks.why) == (count, why)
+    ranks = ranks_by_node(asked, gpus)
+    assert (ranks.by_node, ranks.why) == ((count,) * len(gpus), why)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "counts", "why"),
+    [
+        (ask(), (8, 7), (7, 6), "the GPUs of each node less 1 for an engine"),
+        (ask(reserved_gpus=2, **FILE), (8, 8, 7, 8), (6, 6, 5, 6), "the GPUs of each node less vllm_reserved_gpus 2"),
+        (ask(tensor_parallel_size=2), (8, 4), (6, 2), "the GPUs of each node less 2 for an engine"),
+        (ask(reserved_gpus=4), (8, 5), (4, 1), "the GPUs of each node less vllm_reserved_gpus 4"),
+        (ask(has_engines=False), (8, 7), (8, 7), "the GPUs of each node less 0 for an engine"),
+        (ask(flag=(4, 3)), (8, 8), (4, 3), "--ranks-per-node"),
+        (ask(flag=(6,)), (8, 7), (6, 6), "--ranks-per-node"),  # as many on all: more engines where there are more GPUs
+        (ask(flag=(2, 1)), (0, 0), (2, 1), "--ranks-per-node"),
+    ],
+)
+def test_each_node_has_the_ranks_that_its_gpus_leave(
+    asked: Asked, gpus: tuple[int, ...], counts: tuple[int, ...], why: str
+) -> None:
+    nodes = dict(zip("abcd", gpus, strict=False))
+    assert ranks_by_node(asked, nodes) == Ranks(by_node=counts, why=why)
+    place = Place(nodes=tuple(nodes), node="a", head_address="a", port=1, command="grpo launch")
+    reports = {"a": NodeReport(gpus=gpus[0])} | {node: NodeReport(gpus=nodes[node]) for node in reversed(nodes)}
+    agreed = decide(place, reports, asked, port=1).agreed  # in the order of nodes, whoever came first
+    assert agreed is not None
+    assert agreed.ranks_by_node == counts
 
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "said"),
     [
-        (ask(**FILE), {"a": 8, "b": 4}, r"7 ranks per node .* leave no engine a GPU: b has 4, .* --ranks-per-node 3"),
-        (ask(flag=8), EIGHT, r"8 ranks per node \(--ranks-per-node\) .* a has 8, .* give --ranks-per-node 7"),
-        (ask(flag=7, reserved_gpus=2), EIGHT, r"of which an engine takes 2: give --ranks-per-node 6"),
+        (
+            ask(**FILE),
+            {"a": 8, "b": 4},
+            r"7 ranks per node .* leave no engine a GPU: b has 4, .* --ranks-per-node 7,3$",
+        ),
+        (ask(flag=(7, 7)), {"a": 8, "b": 7}, r"7 ranks per node .* b has 7, .* give --ranks-per-node 7,6$"),
+        (ask(flag=(7, 0)), EIGHT, r"0 ranks per node \(--ranks-per-node\): a node needs at least 1"),
+        (ask(flag=(7, 7, 7)), EIGHT, r"--ranks-per-node 7,7,7 is for 3 nodes, and there are 2"),
+        (ask(flag=(8,)), EIGHT, r"8 ranks per node \(--ranks-per-node\) .* a has 8, .* give --ranks-per-node 7"),
+        (ask(flag=(7,), reserved_gpus=2), EIGHT, r"of which an engine takes 2: give --ranks-per-node 6"),
         (ask(), {"a": 1}, r"a has 1 usable GPU, too few to train beside the 1 of an engine: make more visible"),
         (ask(reserved_gpus=8), EIGHT, r"a has 8 usable GPUs, too few .* lower vllm_reserved_gpus"),
-        (ask(flag=0), EIGHT, r"0 ranks per node \(--ranks-per-node\): a node needs at least 1"),
+        (ask(flag=(0,)), EIGHT, r"0 ranks per node \(--ranks-per-node\): a node needs at least 1"),
         (
             ask(file="x.yaml", num_processes=30, num_machines=4),
             EIGHT,
@@ -70,7 +102,7 @@ def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int,
 )
 def test_ranks_that_leave_no_engine_a_gpu(asked: Asked, gpus: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ranks_per_node(asked, gpus)
+        ranks_by_node(asked, gpus)
 
 
 def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None:
@@ -78,14 +110,17 @@ def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None
     asked = ask(reserved_gpus=1, resumed_ranks=28)
     lost = {"a": 8, "b": 8, "c": 7, "d": 8}
     with pytest.raises(LostGPUs, match=r"^c has 7 usable GPUs, and the checkpoint .* is for 28 ranks, 7 on each node"):
-        ranks_per_node(asked, lost)
+        ranks_by_node(asked, lost)
     place = Place(nodes=tuple(lost), node="a", head_address="a", port=1, command="grpo launch")
     verdict = decide(place, {node: NodeReport(gpus=count) for node, count in lost.items()}, asked, port=1)
     assert (verdict.agreed, verdict.kind) == (None, FailureKind.MACHINE)
     # What fits, and a job that somebody has moved to other machines: the trainer says what to do.
-    assert ranks_per_node(asked, dict.fromkeys("abcd", 8)).per_node == 7
-    assert ranks_per_node(asked, dict.fromkeys("abcd", 4)).per_node == 3
-    assert ranks_per_node(asked, {"a": 8, "b": 7, "c": 8}).per_node == 6
+    assert ranks_by_node(asked, dict.fromkeys("abcd", 8)).by_node == (7, 7, 7, 7)
+    assert ranks_by_node(asked, dict.fromkeys("abcd", 4)).by_node == (3, 3, 3, 3)
+    assert ranks_by_node(asked, {"a": 8, "b": 7, "c": 8}).by_node == (7, 6, 7)
+    # A checkpoint for as many as nodes that differ have, and one that was reshaped for them.
+    assert ranks_by_node(replace(asked, resumed_ranks=14), {"a": 9, "b": 7}).by_node == (8, 6)
+    assert ranks_by_node(replace(asked, resumed_ranks=27), lost).by_node == (7, 7, 6, 7)
 
 
 def test_one_node_without_gpus_is_the_nodes_fault_and_all_of_them_the_users() -> None:
