@@ -90,12 +90,13 @@ def test_a_node_with_another_version_or_a_wrong_interface_is_named(tmp_path: Pat
     assert "FAIL (interfaces, same versions, same variables)" in output_b
 
 
-def on_two_nodes(what: list[str], folder: Path) -> list[Started]:
-    """`what` by torchrun, as two nodes of one rank."""
+def on_two_nodes(what: list[str], folder: Path, ranks: tuple[int, int] = (1, 1)) -> list[Started]:
+    """`what` by torchrun, as two nodes of so many ranks."""
     port = free_port()
 
     def command(node: int) -> list[str]:
-        flags = ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+        flags = ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", str(ranks[node])]
+        flags += ["--master_addr", "127.0.0.1"]
         return [str(BIN / "torchrun"), *flags, "--master_port", str(port), *what]
 
     return [Started(command(node), folder / f"node{node}.log", {}) for node in range(2)]
@@ -104,12 +105,12 @@ def on_two_nodes(what: list[str], folder: Path) -> list[Started]:
 def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
     what = ["-m", "grpo.ops.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
     what += ["--", "--model_name_or_path", "m", "--fp16"]
-    ends = [node.end() for node in on_two_nodes(what, tmp_path)]
+    ends = [node.end() for node in on_two_nodes(what, tmp_path, ranks=(2, 1))]
     output = "".join(end[1] for end in ends)
     assert [end[0] for end in ends] == [0, 0], output
-    assert re.search(r"across nodes .*all-reduce \d+\.\d+ GB/s, all-gather \d+\.\d+ GB/s over 2 ranks on 2", output), (
-        output
-    )
+    rates = r"all-reduce \d+\.\d+ GB/s, all-gather \d+\.\d+ GB/s"
+    assert re.search(rf"inside a node .*{rates} among 2 ranks", output), output
+    assert re.search(rf"across nodes .*{rates} over 3 ranks on 2", output), output
     assert re.search(r"number formats .*PASS.*gloo on CPUs carries float32, float16", output), output
     assert re.search(r"one push .*about \d+\.\d s to gather 1\.0 GB", output), output
     assert re.search(r"pairs of nodes .*\d+\.\d+ GB/s each way", output), output

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.init_process_group(
                 args.backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience
             )
-            result = measure(launch, args, stages, patience)
+            result = measure(stages.launch, args, stages, patience)
             dist.destroy_process_group()
             code = collect(result, launch, args, stages, dist.PrefixStore("grpo/doctor", store))
     except (RuntimeError, OSError) as error:  # torch's distributed errors and `JobFailed` are RuntimeErrors
@@ -120,7 +121,7 @@ class Stages:
     """
 
     def __init__(self, store: dist.Store, launch: Launch, args: argparse.Namespace) -> None:
-        self._launch, self._args, self._host = launch, args, socket.gethostname()
+        self._args, self._host = args, socket.gethostname()
         self._store = dist.PrefixStore("grpo/doctor", store.clone())  # `store` may be blocked in a wait when we fail
         self._entered = -1
         self._store.set(f"pid/{launch.rank}", str(os.getpid()))
@@ -133,13 +134,17 @@ class Stages:
             join_s=args.deadline + _MARGIN_S,
         )
         self.watch = FailureWatch(link, node=launch.node, rank=launch.rank, host=self._host)
+        self.launch = launch
         self.enter("start")
+        self._store.set(f"ranks/{launch.node}", str(launch.local_world_size))
+        counts = [int(self._store.get(f"ranks/{node}")) for node in range(launch.num_nodes)]
+        self.launch = replace(launch, ranks_by_node=tuple(counts))
 
     def enter(self, stage: str) -> None:
         """This rank begins `stage`."""
         self._entered += 1
         self.watch.enter(stage)
-        self._store.set(f"at/{self._launch.rank}", json.dumps([self._entered, stage, self._host]))
+        self._store.set(f"at/{self.launch.rank}", json.dumps([self._entered, stage, self._host]))
 
     def expire(self) -> None:
         """The time is up. Called in a thread, on every rank that is not done."""
@@ -153,9 +158,9 @@ class Stages:
 
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; `watch.guard` has told the others."""
-        if self.watch.record is not None and self.watch.record.rank == self._launch.rank:
+        if self.watch.record is not None and self.watch.record.rank == self.launch.rank:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                what = f"rank {self._launch.rank} on {self._host}: {_first_line(error)}"
+                what = f"rank {self.launch.rank} on {self._host}: {_first_line(error)}"
                 self._show(self.watch.phase, what, [])
 
     def _furthest(self) -> tuple[str, list[str]]:
@@ -163,8 +168,9 @@ class Stages:
         last, stage = -1, "start"
         reached: dict[int, int] = {}  # by the slowest rank of each node
         hosts: dict[int, str] = {}
-        for rank in range(self._launch.world_size):
-            node, number = rank // self._launch.local_world_size, -1
+        places = [(node, rank) for node, ranks in enumerate(self.launch.nodes()) for rank in ranks]
+        for node, rank in places:
+            number = -1
             if self._store.check([f"at/{rank}"]):
                 number, entered, hosts[node] = json.loads(self._store.get(f"at/{rank}"))
                 last, stage = max((last, stage), (number, entered))
@@ -176,15 +182,15 @@ class Stages:
         """On the first rank that asks to: the others' copies would tear the table apart."""
         if self._store.add("tellers", 1) > 1:
             return
-        interface = _route_to_another_node(self._launch, self._store)
-        single = self._launch.num_nodes == 1
+        interface = _route_to_another_node(self.launch, self._store)
+        single = self.launch.num_nodes == 1
         failure = explain_failure(stage, what, late, self._args.backend, route_interface=interface, is_one_node=single)
         show(failure, as_json=self._args.json)
 
 
 def _route_to_another_node(launch: Launch, store: dist.Store) -> str:
     """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
-    partner = 0 if launch.node else (launch.num_nodes - 1) * launch.local_world_size
+    partner = 0 if launch.node else launch.nodes()[-1][0]
     if not store.check([f"at/{partner}"]):
         return ""  # it never came
     return route_to(json.loads(store.get(f"at/{partner}"))[2], read_interfaces())[0]
@@ -215,17 +221,16 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
     job, on every rank the same stages in the same order."""
     device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
     training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
-    size, whole = launch.local_world_size, torch.ones(result_bytes(args, launch) // 4, device=device)
+    nodes, whole = [*map(list, launch.nodes())], torch.ones(result_bytes(args, launch) // 4, device=device)
     inside: dict[str, float] = {}
     across: dict[str, float] = {}
     pairs: tuple[tuple[int, float], ...] = ()
     stages.enter("number formats")
     broken = broken_formats(launch, training_device, DTYPES if args.job is None else args.job.dtypes)
-    if size > 1:
-        nodes = [list(range(node * size, (node + 1) * size)) for node in range(launch.num_nodes)]
+    if max(map(len, nodes)) > 1:
         stages.enter("inside a node: making the groups")
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=patience)
-        inside = _collectives("inside a node", group, size, whole, stages)
+        inside = _collectives("inside a node", group, launch.local_world_size, whole, stages)
     if launch.num_nodes > 1:
         across = _collectives("across nodes", dist.group.WORLD, launch.world_size, whole, stages)
         pairs = _pair_exchanges(launch, whole[: pair_bytes(args) // 4], stages)
@@ -277,14 +282,17 @@ def _collectives(
 
 
 def _pair_exchanges(launch: Launch, sent: torch.Tensor, stages: Stages) -> tuple[tuple[int, float], ...]:
-    """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card."""
-    received, seconds = torch.empty_like(sent), []
+    """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card.
+
+    As many of each node as the smallest one has, so that pairs can be compared.
+    """
+    received, seconds, nodes = torch.empty_like(sent), [], launch.nodes()
     for number, node in enumerate(partners_of(launch.node, launch.num_nodes)):
         stages.enter(f"pairs of nodes: round {number + 1}")
         dist.all_reduce(torch.zeros(1, device=sent.device))
         _synchronize(sent.device)
-        if node != launch.node:
-            peer = node * launch.local_world_size + launch.local_rank
+        if node != launch.node and launch.local_rank < min(map(len, nodes)):
+            peer = nodes[node][launch.local_rank]
             seconds.append((node, _median_s(partial(_swap, sent, received, peer), sent.device)))
     return tuple(seconds)
 

@@ -21,7 +21,7 @@ class RankResult(Wire):
     node: int
     host: str
     inside_s: Mapping[str, float] = field(default_factory=dict)
-    """By operation (`all-reduce`, `all-gather`), among the ranks of its node; empty with one rank per node."""
+    """By operation (`all-reduce`, `all-gather`), among the ranks of its node; empty with one rank on each."""
     across_s: Mapping[str, float] = field(default_factory=dict)
     """The same among all ranks; empty with one node."""
     pairs_s: tuple[tuple[int, float], ...] = ()
@@ -97,7 +97,7 @@ def judge_bandwidth(
         *_inside(by_node, names, num_bytes, backend),
         *_across(results, num_bytes, len(names)),
         *_push(results, num_bytes, model_bytes),
-        *_pairs(results, names, pair_bytes),
+        *_pairs(results, names, pair_bytes * min(map(len, by_node.values()))),
     ]
     return DoctorVerdict(nodes=names, findings=merge(findings, names))
 
@@ -130,12 +130,12 @@ def _rates(results: Sequence[RankResult], field_name: str, num_bytes: int) -> di
 def _inside(
     by_node: Mapping[int, Sequence[RankResult]], names: Sequence[str], num_bytes: int, backend: str
 ) -> list[Finding]:
-    rates = {node: _rates(ranks, "inside_s", num_bytes) for node, ranks in by_node.items()}
+    rates = {node: _rates(ranks, "inside_s", num_bytes) for node, ranks in by_node.items() if len(ranks) > 1}
     findings, shown = [], []
     fix = "is something else running there?"
     if backend == "nccl":
         fix += " Look at nvidia-smi topo -m, and at throttling: nvidia-smi -q -d PERFORMANCE"
-    for operation in rates[0]:
+    for operation in next(iter(rates.values()), {}):
         figures = {node: rate[operation] for node, rate in rates.items()}
         low, high = min(figures.values()), max(figures.values())
         shown.append(f"{operation} {low:.2f} GB/s" if len(figures) == 1 else f"{operation} {low:.2f}..{high:.2f} GB/s")
@@ -143,7 +143,8 @@ def _inside(
             message = f"{operation} {figure:.2f} GB/s on {names[node]}, up to {high:.2f} elsewhere"
             findings.append(Finding.warn("inside a node", message, fix, nodes=(names[node],)))
     if shown and not findings:
-        message = f"{', '.join(shown)} among {len(by_node[0])} ranks"
+        sizes = sorted({len(by_node[node]) for node in rates})
+        message = f"{', '.join(shown)} among {'..'.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} ranks"
         findings.append(Finding.passed("inside a node", message))
     return findings
 
@@ -164,9 +165,12 @@ def _push(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None
     return [Finding.passed("one push", message)]
 
 
-def _pairs(results: Sequence[RankResult], names: Sequence[str], pair_bytes: int) -> list[Finding]:
+def _pairs(results: Sequence[RankResult], names: Sequence[str], num_bytes: int) -> list[Finding]:
+    """
+    Args:
+        num_bytes: of all ranks of a node together.
+    """
     speeds: dict[tuple[int, int], float] = {}
-    num_bytes = pair_bytes * len(results) // len(names)  # of all ranks of a node
     for result in results:
         for partner, seconds in result.pairs_s:
             first, second = sorted((result.node, partner))

@@ -88,7 +88,7 @@ def _same(reports: Sequence[Examination]) -> list[Finding]:
 
 def _hardware(reports: Sequence[Examination]) -> list[Trouble]:
     some_have_none = any(report.gpus == 0 for report in reports)
-    fix = "all nodes train with the same number of ranks; only the reserved GPUs may differ"
+    fix = "grpo launch gives each node the ranks that its GPUs leave; is one broken?"
     gpus = {report.node: {"visible GPUs": report.gpus} for report in reports}
     found = differences(gpus, fix, is_fatal=some_have_none)
     fix = "look at ibstat on the node that differs; NCCL is as fast as the worst of them"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from grpo.config import GRPOConfig
 
@@ -31,12 +32,10 @@ class PlannedBatch:
     """Below 1 when a step takes several generations."""
     generation_lookahead: int
     """Generations that are sampled ahead, each by a policy one push older than the one that trains on it."""
-    node_completions: int
+    node_completions: tuple[int, ...]
     """Of one generation, on each node, to train on."""
-    node_samples: int
-    """The same with those of spare groups."""
-    groups_per_node: float
-    """Not whole when a group straddles two nodes."""
+    node_samples: tuple[int, ...]
+    """The same with those of spare groups; some are sampled on other nodes, where engines differ."""
     straddles: bool
     """Whether some group has completions on two nodes."""
     engine_completions: tuple[int, ...]
@@ -60,18 +59,28 @@ def prompt_tokens_of(args: GRPOConfig, asked: int | None) -> tuple[int, str | No
 
 
 def plan_batch(
-    args: GRPOConfig, *, ranks_per_node: int, engines: Sequence[int], prompt_tokens: int, engine_limit: int | None
+    args: GRPOConfig,
+    *,
+    ranks: Sequence[int],
+    engines: Sequence[int],
+    moves: bool,
+    prompt_tokens: int,
+    engine_limit: int | None,
 ) -> PlannedBatch:
     """The batch of a job whose divisibility TRL has checked (`GRPOConfig.__post_init__`).
 
     Args:
-        engines: engines of each node.
+        ranks: of each node.
+        engines: of each node.
+        moves: whether prompts move between nodes, in proportion to their engines.
         engine_limit: the most tokens of a sequence in an engine; None: as many as it has.
     """
-    num_nodes = len(engines)
-    world_size = ranks_per_node * num_nodes
-    node_completions = args.generation_batch_size // num_nodes
-    node_samples = node_completions + args.spare_groups * args.num_generations // num_nodes
+    world_size, sampled = sum(ranks), args.generation_batch_size + args.spare_groups * args.num_generations
+    node_completions = tuple(args.generation_batch_size // world_size * count for count in ranks)
+    node_samples = tuple(sampled // world_size * count for count in ranks)
+    of_engines = [(samples, count) for samples, count in zip(node_samples, engines, strict=True)]
+    if moves:
+        of_engines = [(sampled, sum(engines))] * len(engines)
     sequence_tokens = prompt_tokens + args.max_completion_length
     if engine_limit is not None:
         sequence_tokens = min(sequence_tokens, engine_limit)
@@ -91,10 +100,9 @@ def plan_batch(
         generation_lookahead=args.generation_lookahead,
         node_completions=node_completions,
         node_samples=node_samples,
-        groups_per_node=node_completions / args.num_generations,
         # TRL's sampler lays the copies of a prompt out end to end over the ranks, and ranks are numbered node by node.
-        straddles=num_nodes > 1 and node_completions % args.num_generations != 0,
-        engine_completions=tuple(-(-node_samples // count) for count in engines),
+        straddles=any(end % args.num_generations for end in accumulate(node_completions)),
+        engine_completions=tuple(-(-samples // count) for samples, count in of_engines),
         prompt_tokens=prompt_tokens,
         sequence_tokens=sequence_tokens,
         tokens_per_step=completions_per_step * sequence_tokens,

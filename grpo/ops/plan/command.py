@@ -13,6 +13,9 @@ from grpo.place.files import read_settings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", metavar="FILE", help="accelerate's file, as in `accelerate launch`")
     parser.add_argument("--num_processes", type=_positive, metavar="N", help="of all nodes; overrides the file's")
+    parser.add_argument(
+        "--ranks-per-node", type=_gpu_counts, metavar="7 | 7,6", help="as of `grpo launch`; overrides the file's"
+    )
     parser.add_argument("--num_machines", type=_positive, metavar="N", help="nodes; overrides the file's")
     parser.add_argument("--config", metavar="FILE", help="the training file of train.py; without it, its demo")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,17 +25,40 @@ class Launcher:
     """'no', 'bf16' or 'fp16'."""
     zero_optimization: dict[str, Any] | None = None
     """DeepSpeed's section of that name; None when the launcher brings no DeepSpeed."""
+    ranks_by_node: tuple[int, ...] = ()
+    """Of each node, where `grpo launch` has torchrun start them; (): as many on all, as accelerate has it."""
 
     @property
-    def ranks_per_node(self) -> int:
-        return self.num_processes // self.num_machines
+    def counts(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return self.ranks_by_node or (self.num_processes // self.num_machines,) * self.num_machines
 
 
-def read_launcher(config_file: str | None, num_processes: int | None, num_machines: int | None) -> Launcher:
+def read_launcher(
+    config_file: str | None,
+    num_processes: int | None,
+    num_machines: int | None,
+    ranks_by_node: tuple[int, ...] | None = None,
+) -> Launcher:
     """The accelerate file with the flags that go before it; without a file, torchrun's numbers.
 
-    Raises ValueError for a file that accelerate would refuse and for numbers that are missing.
+    Args:
+        ranks_by_node: `--ranks-per-node` of `grpo launch`: of all nodes alike, or of each.
+
+    Raises:
+        ValueError: accelerate would refuse the file, numbers are missing or contradict each other.
     """
+    if ranks_by_node is not None:
+        nodes = num_machines or (len(ranks_by_node) if len(ranks_by_node) > 1 or config_file is None else None)
+        nodes = nodes or read_launcher(config_file, None, None).num_machines
+        if len(ranks_by_node) not in (1, nodes) or num_processes is not None:
+            given = ",".join(map(str, ranks_by_node))
+            raise ValueError(
+                f"--ranks-per-node {given}, and num_machines is {nodes}: give one number for all nodes or one for "
+                "each, and no --num_processes"
+            )
+        counts = ranks_by_node * (nodes if len(ranks_by_node) == 1 else 1)
+        return replace(read_launcher(config_file, sum(counts), nodes), ranks_by_node=counts)
     if config_file is None:
         if num_processes is None:
             raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.groups.agreement import check_nodes
+from grpo.groups.agreement import check_nodes, knowing
 from grpo.ops.plan.job import Launcher
 from grpo.place.files import read_wishes
 from grpo.place.launch import Launch, check_accelerate_request
@@ -39,9 +39,14 @@ def assumed_launcher(nodes: int, asked: Sequence[int] | None, train_arguments: S
     """
     wishes = read_wishes(train_arguments)
     reserved = wishes.reserved_gpus or wishes.tensor_parallel_size or 1
-    ranks = max(1, min(asked or [ASSUMED_GPUS_PER_NODE]) - reserved)
+    counts = tuple(max(1, gpus - reserved) for gpus in asked or [ASSUMED_GPUS_PER_NODE])
+    counts *= nodes if len(counts) == 1 else 1
     return Launcher(
-        num_processes=ranks * nodes, num_machines=nodes, mixed_precision="bf16", zero_optimization={"stage": 3}
+        num_processes=sum(counts),
+        num_machines=nodes,
+        mixed_precision="bf16",
+        zero_optimization={"stage": 3},
+        ranks_by_node=counts,
     )
 
 
@@ -53,25 +58,21 @@ def place(launcher: Launcher, gpus: Sequence[int], **engines: Any) -> tuple[Node
     Args:
         engines: their settings, as `plan_node` takes them.
     """
-    ranks, nodes = launcher.ranks_per_node, launcher.num_machines
-    check_accelerate_request(launcher.num_processes, nodes, _launch(ranks, nodes, 0, 0))
-    devices = [tuple(map(str, range(count))) for count in gpus]
-    topologies = [
-        plan_node(_launch(ranks, nodes, node, local_rank), devices[node], host=f"node{node}", **engines)
-        for node in range(nodes)
-        for local_rank in range(ranks)
+    places = [(node, local_rank) for node, count in enumerate(launcher.counts) for local_rank in range(count)]
+    launches = [
+        Launch(
+            rank=rank,
+            world_size=len(places),
+            local_rank=local_rank,
+            local_world_size=launcher.counts[node],
+            node=node,
+            num_nodes=launcher.num_machines,
+        )
+        for rank, (node, local_rank) in enumerate(places)
     ]
+    if not launcher.ranks_by_node:
+        check_accelerate_request(launcher.num_processes, launcher.num_machines, launches[0])
+    devices = [tuple(map(str, range(count))) for count in gpus]
+    topologies = [plan_node(each, devices[each.node], host=f"node{each.node}", **engines) for each in launches]
     check_nodes(topologies)
-    return tuple(topologies[::ranks])
-
-
-def _launch(ranks: int, nodes: int, node: int, local_rank: int) -> Launch:
-    """Of one rank, where every node has `ranks`."""
-    return Launch(
-        rank=node * ranks + local_rank,
-        world_size=ranks * nodes,
-        local_rank=local_rank,
-        local_world_size=ranks,
-        node=node,
-        num_nodes=nodes,
-    )
+    return tuple(topology for topology in knowing(topologies) if topology.is_local_main)

@@ -45,13 +45,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     plan = Plan()
     flags = [*(["--model_name_or_path", args.model] if args.model else []), *args.train_flags]
     with plan.refusing():
-        if args.config_file or args.num_processes or not (args.model or args.config):
-            plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines)
+        ranks = args.ranks_per_node
+        if args.config_file or args.num_processes or ranks or not (args.model or args.config):
+            plan.launcher = read_launcher(args.config_file, args.num_processes, args.num_machines, ranks)
         else:
             words = [*(["--config", args.config] if args.config else []), *flags]
-            plan.launcher = assumed_launcher(args.num_machines or 1, args.gpus_per_node, words)
-            ranks = plan.launcher.ranks_per_node
-            plan.assume(f"ZeRO-3 in bfloat16 with {ranks} ranks on each node (--config_file, --num_machines)")
+            nodes = args.num_machines or len(args.gpus_per_node or [0])
+            plan.launcher = assumed_launcher(nodes, args.gpus_per_node, words)
+            counts = plan.launcher.counts
+            shown = ",".join(map(str, counts if len({*counts}) > 1 else counts[:1]))
+            plan.assume(f"ZeRO-3 in bfloat16 with {shown} ranks on each node (--config_file, --num_machines)")
         with plan.noting_warnings():
             arguments = read_training(args.config, flags, plan.launcher)
         _Planner(plan, args, plan.launcher, arguments).fill_in()
@@ -168,12 +171,10 @@ class _Planner:
                 num_attention_heads=heads,
                 num_key_value_heads=key_value_heads,
             )
-        fewest = min(node.num_engines for node in plan.nodes)
-        slow = [str(node.node) for node in plan.nodes if node.num_engines == fewest]
-        if len(slow) < len(plan.nodes):
+        if plan.nodes[0].engines_differ and training.vllm_balance_nodes is False:
             plan.warnings.append(
-                f"every node generates for the same number of completions, and node {', '.join(slow)} has the fewest "
-                f"engines ({fewest}): the others wait for it"
+                "nodes have not the same number of ranks to an engine, and vllm_balance_nodes is False: the others "
+                "wait for the one with the most; leave it unset"
             )
         choose_backend(training.vllm_sync_backend, has_gpus=not self.launcher.use_cpu)
 
@@ -210,8 +211,9 @@ class _Planner:
         text = None if self.config is None else self.config.get_text_config()
         return plan_batch(
             training,
-            ranks_per_node=nodes[0].local_world_size,
-            engines=[node.num_engines for node in nodes],
+            ranks=nodes[0].ranks_by_node,
+            engines=nodes[0].engines_by_node,
+            moves=nodes[0].engines_differ and training.vllm_balance_nodes is not False,
             prompt_tokens=prompt_tokens,
             engine_limit=training.vllm_max_model_length or getattr(text, "max_position_embeddings", None),
         )

@@ -76,13 +76,17 @@ def _nodes_that_fit(job: PlacedJob, setup: Setup) -> int | None:
     """The fewest nodes of as many ranks on which it fits; only ZeRO-3 divides all states by the ranks."""
     if setup.sharding.stage < 3:
         return None
-    ranks = job.launcher.ranks_per_node
     for nodes in range(len(job.nodes) + 1, MOST_NODES * len(job.nodes) + 1):
-        if training_memory(job, replace(setup, sharding=replace(setup.sharding, world_size=ranks * nodes))).fits:
+        sharding = replace(setup.sharding, world_size=_ranks_on(job, nodes))
+        if training_memory(job, replace(setup, sharding=sharding)).fits:
             return nodes
     return None
 
 
 def _use_nodes(job: PlacedJob, nodes: int) -> str:
-    ranks = job.launcher.ranks_per_node
-    return f"use {nodes} nodes (num_machines: {nodes}, num_processes: {nodes * ranks})"
+    return f"use {nodes} nodes (num_machines: {nodes}, num_processes: {_ranks_on(job, nodes)})"
+
+
+def _ranks_on(job: PlacedJob, nodes: int) -> int:
+    """With more nodes, each of which has as many ranks as the largest one now."""
+    return job.launcher.num_processes + (nodes - len(job.nodes)) * max(job.launcher.counts)

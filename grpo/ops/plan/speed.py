@@ -100,7 +100,8 @@ def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) ->
     """
     node, tensor_parallel = job.nodes[0], job.args.vllm_tensor_parallel_size
     gpus, reserved = len(node.devices), len(node.reserved_devices)
-    if not reserved or len({len(each.devices) for each in job.nodes}) > 1 or not engine.sequences_at_once:
+    differ = len({(len(each.devices), each.local_world_size) for each in job.nodes}) > 1
+    if not reserved or differ or not engine.sequences_at_once:
         return None
     ahead = job.args.generation_lookahead
     choices = [
@@ -158,7 +159,7 @@ def best_depth(step_s: Callable[[int, int], float], *, now_s: float, choices: Se
 def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead: int = 0) -> float:
     """One generation batch of a node, shared out over its engines, in waves of what their caches hold."""
     under_way = lookahead * MEAN_LENGTH if lookahead > 1 else 1.0  # of the batches' completions: others have ended
-    completions = math.ceil(under_way * job.batch.node_samples / engines)
+    completions = math.ceil(under_way * job.batch.node_samples[0] / engines)
     waves = math.ceil(completions / min(engine.sequences_at_once, engine.max_num_seqs))
     at_once = completions / waves
     sampled = min(job.args.max_completion_length, job.batch.sequence_tokens)
@@ -179,7 +180,7 @@ def train_s(job: PlacedJob, *, ranks: int) -> float:
     passes = (3 + args.gradient_checkpointing) * args.num_iterations + (args.beta != 0)
     passes += args.old_logprobs == "trainer"
     of_weights = passes if job.lora is None else passes - args.num_iterations
-    operations = job.batch.node_completions * tokens
+    operations = job.batch.node_completions[0] * tokens
     operations *= of_weights * 2 * shape.parameters_read(1) + passes * attention
     return operations / (ranks * job.hardware.tflops * 1e12 * TRAINING_SHARE)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -71,8 +72,8 @@ def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
     num_ranks, num_reserved = nodes[0].world_size, sum(len(node.reserved_devices) for node in nodes)
     num_gpus = sum(len(node.devices) for node in nodes)
 
-    def kind(node: "NodeTopology") -> tuple[int, int]:
-        return len(node.devices), len(node.reserved_devices)
+    def kind(node: "NodeTopology") -> tuple[int, int, int]:
+        return len(node.devices), len(node.reserved_devices), node.local_world_size
 
     for _, same in groupby(sorted(nodes, key=lambda node: (kind(node), node.node)), key=kind):
         alike = list(same)
@@ -120,7 +121,8 @@ def _print_batch(console: Console, batch: "PlannedBatch", nodes: "tuple[NodeTopo
         f"{batch.num_generations}, cut into {_some(batch.steps_per_generation, 'micro-batch', 'es')}: "
         f"{_some(steps, 'optimizer step')} per generation"
         + (f", sampled {batch.generation_lookahead} ahead while the ranks train" if batch.generation_lookahead else "")
-        + f"\non each node: {batch.node_completions} completions = {batch.groups_per_node:g} groups of "
+        + f"\non each node: {_each(batch.node_completions)} completions = "
+        f"{_each([completions / batch.num_generations for completions in batch.node_completions])} groups of "
         f"{batch.num_generations} "
         + ("(a group straddles two nodes, which is allowed)" if batch.straddles else "(no group straddles nodes)")
         + f", at most {max(batch.engine_completions)} for an engine",
@@ -202,6 +204,11 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in ("held", "how", "") else "right")
     return table
+
+
+def _each(numbers: Sequence[float]) -> str:
+    """'224'; '112 + 96' of nodes that differ."""
+    return " + ".join(f"{number:g}" for number in (numbers if len({*numbers}) > 1 else numbers[:1]))
 
 
 def _some(number: float, noun: str, plural: str = "s") -> str:

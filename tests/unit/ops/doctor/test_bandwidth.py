@@ -102,6 +102,27 @@ def test_results_become_a_verdict() -> None:
     assert verdict.exit_code == 0
 
 
+def test_nodes_with_different_numbers_of_ranks_are_compared_by_what_all_have() -> None:
+    """Two ranks, one and three, by hand: 1 GB from one rank of each; what one rank does alone is no exchange."""
+    results = [
+        RankResult(
+            node=node,
+            host=f"n{node}",
+            inside_s={"all-reduce": 0.1 * ranks},
+            across_s={"all-reduce": 1.0},
+            pairs_s=tuple((other, 0.1) for other in range(3) if other != node and local_rank == 0),
+        )
+        for node, ranks in enumerate((2, 1, 3))
+        for local_rank in range(ranks)
+    ]
+    verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
+    told = {(f.check, f.status): f.message for f in verdict.findings}
+    # 2 x 1/2 x 1 GB in 0.2 s, and 2 x 2/3 x 1 GB in 0.3 s
+    assert told["inside a node", PASS] == "all-reduce 4.44..5.00 GB/s among 2..3 ranks"
+    assert told["across nodes", PASS] == "all-reduce 1.67 GB/s over 6 ranks on 3 nodes"
+    assert told["pairs of nodes", PASS] == "10.00 (n0 and n1) to 10.00 GB/s each way between 3 pairs"
+
+
 def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
     seconds = {(0, 1): 0.1, (0, 2): 0.1, (0, 3): 0.1, (1, 2): 0.1, (1, 3): 1.0, (2, 3): 0.1}
     results = [

@@ -21,7 +21,7 @@ def test_one_node(cluster: Cluster) -> None:
         224,
         28,
     )
-    assert (batch["node_completions"], batch["groups_per_node"], batch["straddles"]) == (224, 28, False)
+    assert (batch["node_completions"], batch["straddles"]) == ([224], False)
     assert (batch["steps_per_generation"], batch["optimizer_steps_per_generation"]) == (4, 1)
     assert batch["tokens_per_step"] == 224 * 1536
     memory = lines_of(plan["estimates"]["training"])
@@ -50,12 +50,51 @@ def test_nodes_that_differ(cluster: Cluster) -> None:
     file = cluster.accelerate(4, 24)
     plan = cluster.read("--config_file", file, "--gpus-per-node", "8,8,7,8", "--config", cluster.training())
     assert [len(node["reserved_devices"]) for node in plan["nodes"]] == [2, 2, 1, 2]
-    assert plan["batch"]["engine_completions"] == [96, 96, 192, 96]
-    assert any("node 2 has the fewest engines" in warning for warning in plan["warnings"])
+    assert plan["batch"]["node_samples"] == [192] * 4
+    assert plan["batch"]["engine_completions"] == [110] * 4, "768 for seven engines"
+    assert not plan["warnings"]
+    stay = ["--config", cluster.training(vllm_balance_nodes=False)]
+    stayed = cluster.read("--config_file", file, "--gpus-per-node", "8,8,7,8", *stay)
+    assert stayed["batch"]["engine_completions"] == [96, 96, 192, 96]
+    assert any("vllm_balance_nodes is False: the others wait" in warning for warning in stayed["warnings"])
     files = ["--config_file", file, "--config", cluster.training()]
     _, out = cluster.plan(*files, "--gpus-per-node", "8,8,7,8", "--verbose")
     assert "node 2 (1 of 4)" in out
     assert "node 0, 1, 3 (3 of 4)" in out
+
+
+def test_nodes_with_different_numbers_of_ranks(cluster: Cluster) -> None:
+    """7 + 7 + 6 + 7 ranks x 8 x 4 accumulated are 864 completions; four engines sample 216 each."""
+    words = ["--config_file", cluster.accelerate(4, 28), "--gpus-per-node", "8,8,7,8", "--config", cluster.training()]
+    broken = cluster.read(*words)
+    assert any("GRPO-103" in error for error in broken["errors"]), "28 ranks are seven on each"
+    plan = cluster.read(*words, "--ranks-per-node", "7,7,6,7")
+    assert [node["rank"] for node in plan["nodes"]] == [0, 7, 14, 20]
+    assert [node["local_world_size"] for node in plan["nodes"]] == [7, 7, 6, 7]
+    assert [node["engines"] for node in plan["nodes"]] == [[["7"]], [["7"]], [["6"]], [["7"]]]
+    batch = plan["batch"]
+    assert (batch["generation_completions"], batch["node_completions"]) == (864, [224, 224, 192, 224])
+    assert (batch["engine_completions"], batch["straddles"]) == ([216] * 4, False)
+    assert lines_of(plan["estimates"]["training"])["states"] == pytest.approx(16 * 8_030_261_248 / 27, rel=1e-4)
+    assert plan["advice"] is None
+    _, out = cluster.plan(*words, "--ranks-per-node", "7,7,6,7", "--verbose")
+    assert "on each node: 224 + 224 + 192 + 224 completions = 28 + 28 + 24 + 28 groups of 8" in out
+    assert "4 nodes: 31 GPUs = 27 ranks + 4 reserved; 4 engines" in out
+    assert cluster.read(*words, "--ranks-per-node", "6")["batch"]["node_completions"] == [192] * 4
+    # a model alone is sized as `grpo launch` would place it
+    alone = cluster.read("--model", cluster.folder / "model", "--gpus-per-node", "8,7")
+    assert [node["local_world_size"] for node in alone["nodes"]] == [7, 6]
+    assert any("7,6 ranks on each node" in assumed for assumed in alone["assumptions"])
+    more = ["--num_machines", "4", "--ranks-per-node"]
+    for wrong in ([*more, "7,6"], [*more, "7", "--num_processes", "28"]):
+        assert any("num_machines is 4: give one number" in error for error in cluster.read(*words, *wrong)["errors"])
+
+
+def test_a_batch_that_does_not_divide_by_all_ranks_is_refused_with_what_does(cluster: Cluster) -> None:
+    words = ["--config_file", cluster.accelerate(2, 14), "--ranks-per-node", "7,6", "--gpus-per-node", "8,7"]
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    (error,) = cluster.read(*words, "--config", cluster.training(**settings))["errors"]
+    assert "set per_device_train_batch_size to 8" in error
 
 
 def test_the_demo_in_the_dtype_of_its_configuration(cluster: Cluster) -> None:
@@ -73,7 +112,7 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     assert plan["nodes"][63]["rank"] == 441
     batch = plan["batch"]
     # a node has 7 x 9 x 4 = 252 completions: 31 groups of 8 and a half
-    assert (batch["node_completions"], batch["groups_per_node"], batch["straddles"]) == (252, 31.5, True)
+    assert (batch["node_completions"], batch["straddles"]) == ([252] * 64, True)
     memory = lines_of(plan["estimates"]["training"])
     assert memory["states"] == pytest.approx(16 * 8_030_261_248 / 448, rel=1e-4)
     push = plan["estimates"]["push"]

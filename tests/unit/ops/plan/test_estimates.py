@@ -214,15 +214,16 @@ def test_batch_of_several_steps_per_generation() -> None:
 
     batch = plan_batch(
         Settings,  # type: ignore[arg-type]
-        ranks_per_node=1,
+        ranks=[1, 1],
         engines=[2, 1],
+        moves=False,
         prompt_tokens=50,
         engine_limit=120,
     )
     assert (batch.completions_per_step, batch.generation_completions, batch.generation_prompts) == (24, 48, 12)
     assert batch.optimizer_steps_per_generation == 6  # 4 micro-batches, 2 of them a step, each trained on 3 times
-    assert (batch.node_completions, batch.groups_per_node, batch.straddles) == (24, 6, False)
-    assert batch.node_samples == 24 + 3 * 4 / 2
+    assert (batch.node_completions, batch.straddles) == ((24, 24), False)
+    assert batch.node_samples == (24 + 3 * 4 / 2,) * 2
     assert (batch.engine_completions, batch.generation_lookahead) == ((15, 30), 1)
     assert (batch.sequence_tokens, batch.tokens_per_step) == (120, 24 * 120)
 

@@ -72,7 +72,7 @@ def seconds_of(lookahead: int, max_num_seqs: int) -> float:
     """Of a batch of 224 completions that one engine samples."""
     job: Any = SimpleNamespace(
         args=SimpleNamespace(max_completion_length=1024, vllm_tensor_parallel_size=1),
-        batch=SimpleNamespace(node_completions=224, node_samples=224, sequence_tokens=1536),
+        batch=SimpleNamespace(node_completions=(224,), node_samples=(224,), sequence_tokens=1536),
         shape=SimpleNamespace(engine_parameters=PARAMETERS, parameters_read=lambda tokens: PARAMETERS),
         hardware=SimpleNamespace(tbps=2.0, tflops=312.0),
     )
