@@ -109,12 +109,11 @@ class ResumableTrainer(OrderedTrainer):
         note_run(Path(args.output_dir), os.environ)
         check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
 
-        mine = json.dumps([launch.node, host_name(os.environ)])
-        places = [(node, host) for node, host in map(json.loads, self._node_groups.all_gather(mine))]
+        places = self._node_groups.all_gather(json.dumps([launch.node, host_name(os.environ)]))
 
         def enter() -> tuple[int, list[str]]:
             self._run = RunFolder(Path(args.output_dir), os.environ)
-            where = where_it_runs(places, topology)
+            where = where_it_runs([json.loads(place) for place in places], topology)
             others = beside or {}
             changed = [*others, *changed_from_defaults(args)]
             self._run.begin_attempt({**others, **arguments_of(args)}, where, changed=changed)

@@ -24,7 +24,7 @@ def seeds_on(counts: tuple[int, ...], num_generations: int) -> list[tuple[int, i
         ]
         messages = [prompts.to_message() for prompts in of_ranks]
         groups: Any = SimpleNamespace(topology=main, gather=lambda mine, messages=messages: messages)
-        pool: Any = SimpleNamespace(submit=lambda requests, order: requests)
+        pool: Any = SimpleNamespace(submit=lambda requests, **how: requests)
         pending = LocalMainSampler(groups, SimpleNamespace(), pool, timeout_s=1.0).submit(of_ranks[0], BASE)  # type: ignore[arg-type]
         assert pending.rows_by_rank == [ROWS] * len(main.node_ranks)
         for request in pending.shares.asked:
