@@ -63,8 +63,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     """Reads torchrun's variables (`accelerate launch` runs torchrun and sets the same ones).
 
     GROUP_RANK and GROUP_WORLD_SIZE may be missing: they are then worked out, as if every node had LOCAL_WORLD_SIZE
-    consecutive ranks. Raises ValueError when variables are missing, are no numbers or contradict each other. A world
-    whose nodes differ in size is let through: `check_nodes` can name the nodes.
+    consecutive ranks. Raises ValueError when variables are missing, are no numbers or contradict each other. Nodes
+    may differ in size: only `check_nodes` sees all of them.
     """
     required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     names = (*required, "GROUP_RANK", "GROUP_WORLD_SIZE")

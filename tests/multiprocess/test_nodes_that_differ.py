@@ -111,6 +111,16 @@ def test_a_resume_goes_on_bit_for_bit(model: Path, whole: Job, tmp_path: Path) -
 
 
 @pytest.mark.long
+def test_a_checkpoint_of_three_ranks_goes_on_wherever_three_are(model: Path, whole: Job, tmp_path: Path) -> None:
+    out = tmp_path / "moved"
+    shutil.copytree(whole.output_dir / f"checkpoint-{SAVED}", out / f"checkpoint-{SAVED}")
+    job = start_on(model, out, (3,), resume_from_checkpoint="auto")
+    finish(job)
+    assert "goes on after step 2" in job.output()
+    assert_same_rows(job, whole, first=SAVED)
+
+
+@pytest.mark.long
 def test_a_checkpoint_goes_to_nodes_of_one_rank_each_and_on_to_three_on_one(
     model: Path, whole: Job, tmp_path: Path
 ) -> None:
