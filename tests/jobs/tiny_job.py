@@ -70,10 +70,12 @@ strikes = {
 
 def strike(phase: str, engine: EngineClient) -> None:
     """Kill the engine, or vLLM's process inside, if that is to be done here."""
-    step = trainer.state.global_step
-    target = strikes.pop((phase, step), None)
+    kill(phase, strikes.pop((phase, trainer.state.global_step), None), engine)
+
+
+def kill(phase: str, target: str | None, engine: EngineClient) -> None:
     if target is not None:
-        mark(f"struck-{phase}-{step}")
+        mark(f"struck-{phase}-{trainer.state.global_step}")
         pid = engine.pid if target == "host" else inner_process(engine.pid).pid
         os.kill(pid, signal.SIGKILL)
 
@@ -96,10 +98,11 @@ class HeldEngine(EngineClient):
         if hold == f"generation-{step}":
             mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
             until_told_to_go_on()
-        if ("generate", step) in strikes:
+        target = strikes.pop(("generate", step), None)  # of one engine: each is given work from a thread of its own
+        if target is not None:
             inner_process(self.pid).suspend()  # so that it has not answered yet when it dies
         super().submit(sample)
-        strike("generate", self)
+        kill("generate", target, self)
 
     def call(self, method, timeout_s, **kwargs):
         is_held = hold == "first-push" or (hold == "push" and trainer.state.global_step >= 1)
