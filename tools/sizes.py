@@ -57,7 +57,7 @@ CODE_LINES = {
     # Completions that have not ended in a checkpoint, and engines that continue them, 190.
     # Conversations, environments and agents that go on while ranks train 250.
     # Nodes with different numbers of ranks and engines 27. Timeouts handed in 30.
-    "core": 21_195,
+    "core": 21_215,
     # The sandbox that fails closed, with its filter of system calls, took 130; control groups of both versions 120.
     # Hosts that two attempts blame, or the doctor, 65.
     # Advice on batches under way, together with GPUs to reserve, 30. A plan that refuses what cannot be, with changes
@@ -76,7 +76,8 @@ CODE_LINES = {
 }
 """At most so many code lines."""
 TOKENS_PER_LINE = {
-    "core": 9.1,  # the help of options is no code any more, of which a line was one token
+    # The help of options is no code any more, of which a line was one token; nor are constructors of one name a line.
+    "core": 9.2,
     "wing": 9.6,  # the demo's model left as sizes in lines of one number each, and is a file now
 }
 """At most so many tokens in a code line of Python, to one decimal: fewer lines are not to come from denser ones."""

@@ -68,7 +68,8 @@ class ConversingTrainer(ScoringTrainer):
         if comes_at_once and not self.tools and self.rollout_func is None:
             return None
         is_function = self.rollout_func is not None
-        agents = self.rollout_func if isinstance(self.rollout_func, AgentRollout) else None
+        func = self.rollout_func
+        agents = func if isinstance(func, AgentRollout) else None
         if is_function:
             self.rollout_func = self._together(self.rollout_func)
         trainer = weakref.proxy(self)
@@ -81,7 +82,7 @@ class ConversingTrainer(ScoringTrainer):
                 completion = talk.messages if trainer._is_chat else talk.messages[0]["content"]
                 trainer._scoring.add(row, completion, talk.token_ids)
 
-        self._ahead = EpisodesAhead(trainer, agents)
+        self._ahead = EpisodesAhead(trainer, func)
         prepare = partial(use_device, self.accelerator.device)
         self._rollouts = Rollouts(
             limits=self._talk_limits,

@@ -1,7 +1,7 @@
 """Conversations of generation batches that training has not asked for yet: rows, tools, environments lent to them.
 
 With `generation_lookahead` they go on while the main thread trains, so nothing of them runs there: tools are
-asynchronous or run in threads, environments live in threads of their own, and a rollout function is `grpo.agents`.
+asynchronous or run in threads, environments live in threads of their own, and rollout functions may run there, too.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ class EpisodesAhead:
 
     Args:
         trainer: a `ConversingTrainer`.
-        agents: the rollout function, where there is one.
+        func: the rollout function, where there is one.
     """
 
-    def __init__(self, trainer: Any, agents: AgentRollout | None) -> None:
-        self._trainer, self._agents = trainer, agents
+    def __init__(self, trainer: Any, func: Callable[..., dict[str, Any]] | None) -> None:
+        self._trainer, self._func = trainer, func
         self._lent: dict[int, list[tuple[Any, Any]]] = {}
         """By the number of the batch: name and environment of each row."""
 
@@ -41,8 +41,8 @@ class EpisodesAhead:
         trainer = self._trainer
         if (rows := trainer.rows_of_batch(number)) is None:
             return None
-        if self._agents is not None:
-            return self._of_agents(self._agents, rows)
+        if self._func is not None:
+            return self._of_function(self._func, rows)
         if trainer.environment_factories is not None:
             return self._in_environments(number, rows)
         prompts, toolbox = trainer.prompts_of_batch(number), _toolbox(trainer._standalone_tools)
@@ -54,13 +54,16 @@ class EpisodesAhead:
 
         return Planned(num_rows=len(rows), start=start, asked=asked, **more)
 
-    def _of_agents(self, agents: AgentRollout, rows: Sequence[Mapping[str, Any]]) -> Planned:
-        prompts = [row["prompt"] for row in rows]
+    def _of_function(self, func: Callable[..., dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Planned:
+        prompts, trainer = [row["prompt"] for row in rows], self._trainer
 
         def start(sampler: Sampler, tools: ToolRunner) -> "Future[dict[str, Any]]":
-            return agents.start(self._trainer.agent_batch(prompts, rows, sampler))
+            assert isinstance(func, AgentRollout)
+            return func.start(trainer.agent_batch(prompts, rows, sampler))
 
-        return Planned(num_rows=len(rows), start=start, asked=lambda: prompts)
+        if isinstance(func, AgentRollout):
+            return Planned(num_rows=len(rows), start=start, asked=lambda: prompts)
+        return Planned(num_rows=len(rows), func=lambda: func(prompts, trainer), asked=lambda: prompts)
 
     # -- environments ---------------------------------------------------------------------------------------------
 
@@ -138,9 +141,10 @@ def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
     if args.max_tool_threads is None and in_main:
         what = f"{getattr(in_main[0], '__name__', in_main[0])!r}, which runs in the main thread"
         fix = "write tools as async def, mark tools and environments with grpo.in_threads, set max_tool_threads"
-    elif (func := arguments["rollout_func"]) is not None and not isinstance(func, AgentRollout):
-        what = "a rollout_func that is called when training asks for its batch"
-        fix = "let it be grpo.agents(...)"
+    func = arguments["rollout_func"]
+    if func is not None and not isinstance(func, AgentRollout) and not may_run_in_threads(func):
+        what = "a rollout_func that is not said to run beside training"
+        fix = "mark it with grpo.in_threads, if it may run in several threads at once, or let it be grpo.agents(...)"
     if what is not None:
         raise ValueError(
             f"generation_lookahead is {args.generation_lookahead} with {what} [GRPO-220]: the main thread trains while "

@@ -40,10 +40,12 @@ class Planned:
     """The conversations of a rank in a generation batch, begun when training asks for them or before."""
 
     num_rows: int
-    start: "Callable[[Sampler, ToolRunner], Future[Any]]"
-    """Begins; they end with the future."""
     asked: Callable[[], Any]
     """What training asks for when it takes them: prompts, known when they have ended at the latest."""
+    start: "Callable[[Sampler, ToolRunner], Future[Any]] | None" = None
+    """Begins; they end with the future."""
+    func: Callable[[], dict[str, Any]] | None = None
+    """In place of that: a rollout function of the user's, in a thread of its own."""
     drop: Callable[[], None] = lambda: None
     """Training will not take them."""
 

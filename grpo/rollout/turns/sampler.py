@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ SAMPLING = frozenset(
 )
 """Arguments of vLLM's `SamplingParams` that a turn may have of its own."""
 POLL_S = 0.2
+CURRENT: "ContextVar[Sampler | None]" = ContextVar("grpo_sampler", default=None)
+"""Of the batch that a rollout function makes, inside of that function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

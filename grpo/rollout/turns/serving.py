@@ -27,7 +27,7 @@ from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
 from grpo.rollout.turns.rollouts import Planned, Rollouts
-from grpo.rollout.turns.sampler import Sampler
+from grpo.rollout.turns.sampler import CURRENT, Sampler
 from grpo.rollout.turns.talk import Talk
 from grpo.rollout.turns.tools import ToolRunner
 
@@ -96,8 +96,7 @@ class RankConversations:
         max_model_len: int,
         revive: Callable[[], None],
     ) -> None:
-        self.sampler: Sampler | None = None
-        """Of the batch that a rollout function makes now."""
+        self._taken_now: Sampler | None = None
         self._broker, self._pool, self._watch, self._batches = broker, pool, watch, batches
         if broker is not None:
             broker.accept()
@@ -120,13 +119,19 @@ class RankConversations:
         self._ahead: deque[_Live] = deque()
         self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
         self._let_go.atexit = False
-        self._worker: Worker | None = None
-        """Calls a rollout function: what it keeps for its thread holds from batch to batch."""
+        self._workers: dict[int, Worker] = {}
+        """Call a rollout function: what it keeps for its thread holds from batch to batch. One for each batch that may
+        be under way, and one for evaluations."""
         self._rolls_here = False
         """Whether it is called in the main thread."""
         self._period, self._has_advised = Period(), False
         self.metrics: dict[str, float] = {}
         """Of the last batch, over the job."""
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """Of the batch that a rollout function makes now, asked for inside of it or of a thread that it has."""
+        return CURRENT.get() or self._taken_now
 
     @property
     def is_function(self) -> bool:
@@ -159,14 +164,7 @@ class RankConversations:
             RuntimeError: as for `talk`.
             ValueError: it gives something else, or not one of each for each row.
         """
-
-        def start(sampler: Sampler, tools: ToolRunner) -> "Future[dict[str, Any]]":
-            if self._rolls_here:
-                return self._conversations.call_here(partial(_call, func, in_main_thread=True))
-            self._worker = self._worker or Worker("grpo-rollout", self._rollouts.prepare)
-            return self._worker.run(partial(_call, func, in_main_thread=False))
-
-        live = self._take(Planned(num_rows=len(prompts), start=start, asked=lambda: [*prompts]))
+        live = self._take(Planned(num_rows=len(prompts), func=func, asked=lambda: [*prompts]))
         return live.result, self._taken(live)
 
     def _roll_here(self, error: NeedsMainThreadError) -> None:
@@ -189,7 +187,7 @@ class RankConversations:
                 return
             live = self._open(planned, now, number)
             self._ahead.append(live)
-            live.future = planned.start(live.sampler, live.tools)
+            live.future = self._begin(live)
 
     def wait(self) -> None:
         """Until all batches that were begun before training asks for them have ended. Collective over the job."""
@@ -209,6 +207,19 @@ class RankConversations:
         sampler = self._sampler(planned, now, order_of(now.mode, number), self._batches.base_seed(now.mode, number))
         tools = self._rollouts.tools.begin(planned.num_rows)
         return _Live(planned=planned, at=now, number=number, sampler=sampler, tools=tools)
+
+    def _begin(self, live: "_Live") -> "Future[Any]":
+        if live.planned.start is not None:
+            return live.planned.start(live.sampler, live.tools)
+        assert live.planned.func is not None, "it has one of both"
+        place = live.number % (self._lookahead + 1) if live.at.mode == "train" or not self._lookahead else -1
+        if place not in self._workers:
+            self._workers[place] = Worker("grpo-rollout", self._rollouts.prepare)
+        before = CURRENT.set(live.sampler)
+        try:
+            return self._workers[place].run(partial(_call, live.planned.func, in_main_thread=False))
+        finally:
+            CURRENT.reset(before)
 
     def _sampler(self, planned: Planned, at: Progress, order: int, base_seed: int) -> Sampler:
         first = self._num_places
@@ -244,10 +255,12 @@ class RankConversations:
         begun = time.monotonic()
 
         def start() -> "Future[Any]":
-            if live.future is None:
-                self.sampler = live.sampler
-                return live.planned.start(live.sampler, live.tools)
-            return live.future
+            if live.future is not None:
+                return live.future
+            self._taken_now = live.sampler
+            if self._rolls_here and live.planned.func is not None:
+                return self._conversations.call_here(partial(_call, live.planned.func, in_main_thread=True))
+            return self._begin(live)
 
         def begin_again(error: NeedsMainThreadError) -> None:
             self._roll_here(error)
@@ -266,7 +279,7 @@ class RankConversations:
         try:
             _, live.reports = self._conversations.run(start, report, begin_again if self.is_function else None)
         finally:
-            self.sampler = None
+            self._taken_now = None
             live.sampler.close()
 
     def _taken(self, live: "_Live") -> GenerationBatch:

@@ -1,5 +1,6 @@
 """Conversations that go on while the real trainer trains, over an engine that says what is written down."""
 
+import asyncio
 import json
 import threading
 from collections import Counter
@@ -48,7 +49,7 @@ def seen_of(trainer: Any) -> list[list[Any]]:
     def noted(inputs: Any) -> Any:
         made = make_batch(inputs)
         if trainer.model.training:
-            seen.append([made["prompt_ids"].tolist(), made["completion_ids"].tolist(), made["tool_mask"].tolist()])
+            seen.append([made[name].tolist() for name in ("prompt_ids", "completion_ids", "tool_mask") if name in made])
         return made
 
     trainer._generate_and_score_completions = noted
@@ -191,6 +192,35 @@ def test_agents_ahead_are_those_that_training_would_have(make: Make) -> None:
     assert [step["agents/failed"] for step in steps] == [0.0] * STEPS
 
 
+@grpo.in_threads
+def asks_twice(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Each row has two turns, side by side in an event loop of the function's own."""
+    ids, _, _ = trainer._tokenize_prompts(prompts)
+    engines = trainer.vllm_generation
+
+    async def episode(row: int) -> list[Any]:
+        first = await engines.sample(ids[row], row=row)
+        second = await engines.sample([*ids[row], *first.token_ids], row=row)
+        return [[*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs]]
+
+    async def episodes() -> list[list[Any]]:
+        return await asyncio.gather(*(episode(row) for row in range(len(ids))))
+
+    rows = asyncio.run(episodes())
+    return {"prompt_ids": ids, "completion_ids": [row[0] for row in rows], "logprobs": [row[1] for row in rows]}
+
+
+def test_rollout_functions_that_are_declared_run_ahead_each_with_the_turns_of_its_batch(make: Make) -> None:
+    found = []
+    for lookahead in (0, 2):
+        trainer = make(calculates, rollout_func=asks_twice, config={**STILL, "generation_lookahead": lookahead})
+        seen = seen_of(trainer)
+        steps = steps_of(trainer)
+        found.append(([step["reward"] for step in steps], [step["rollout/turns"] for step in steps], seen))
+    assert found[0] == found[1]
+    assert found[0][1] == [2.0] * STEPS
+
+
 def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make: Make) -> None:
     @grpo.in_threads
     def wrong(a: int, b: int) -> int:
@@ -234,7 +264,7 @@ def test_after_a_stop_conversations_begin_again(make: Make, tmp_path: Path) -> N
     [
         ({"tools": [times]}, "with 'times', which runs in the main thread .*mark tools and environments with grpo.in"),
         ({"environment_factory": Guessing}, "with 'Guessing', which runs in the main thread"),
-        ({"rollout_func": lambda prompts, trainer: {}}, "with a rollout_func that is called .*let it be grpo.agents"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "with a rollout_func that is not said .*let it be grpo.agents"),
     ],
     ids=["a tool", "an environment", "a rollout function"],
 )
