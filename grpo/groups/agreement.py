@@ -128,8 +128,13 @@ def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timede
     return _Verdict.loads(store.get("verdict"))
 
 
+def missing_ranks(store: dist.Store, world_size: int) -> list[int]:
+    """Those that have not left a word under `rank<number>` yet."""
+    return [rank for rank in range(world_size) if not store.check([f"rank{rank}"])]
+
+
 def _name_missing(words: dist.Store, world_size: int, seconds: float) -> None:
-    if missing := [rank for rank in range(world_size) if not words.check([f"rank{rank}"])]:
+    if missing := missing_ranks(words, world_size):
         _say(
             f"for {seconds:.0f} s ranks {missing} have been waited for: they are not in the trainer yet, but at "
             "imports, data or a model before it"
@@ -200,7 +205,7 @@ def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = missing_ranks(store, world_size)
         return _Verdict(problem=f"ranks {missing} did not come within {timeout.total_seconds():.0f} s", is_late=True)
     words = [_Word.loads(store.get(key)) for key in keys]
     pids, topologies = tuple(word.pid for word in words), [word.topology for word in words if word.topology is not None]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from grpo.faults.deadlines import every_minute
 from grpo.faults.watch import FailureWatch
+from grpo.groups.agreement import missing_ranks
 from grpo.place.patches.torch import unbound_default_group
 
 _log = logging.getLogger(__name__)
@@ -51,17 +52,14 @@ def new_gloo_groups(
     )  # a connection of its own: the job's is busy while the groups are made
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def missing_ranks() -> list[int]:
-        return [other for other in range(world_size) if not arrivals.check([str(other)])]
-
     def name_missing(seconds: float) -> None:
-        if missing := missing_ranks():
+        if missing := missing_ranks(arrivals, world_size):
             phases = {} if watch is None else watch.not_come(sys.maxsize)
             what = ", ".join(f"{other} ({phases.get(other, 'before its first phase')})" for other in missing)
             _log.warning("for %.0f s the process groups have waited for ranks %s", seconds, what)
 
     def complaint() -> str:
-        missing = missing_ranks()
+        missing = missing_ranks(arrivals, world_size)
         why = (
             f"ranks {missing} did not come"
             if missing
@@ -71,7 +69,7 @@ def new_gloo_groups(
 
     atexit.unregister(let_gloo_rest)  # once is enough
     atexit.register(let_gloo_rest)
-    arrivals.set(str(rank), "1")
+    arrivals.set(f"rank{rank}", "here")
     groups: list[dist.ProcessGroup | None] = []
     try:
         with contextlib.ExitStack() as around:

@@ -24,14 +24,8 @@ class MetricsFile(TrainerCallback):
     def __init__(self, more: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self._more = more
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
         if state.is_world_process_zero and logs:
             path = Path(args.output_dir) / METRICS_FILE
             path.parent.mkdir(parents=True, exist_ok=True)

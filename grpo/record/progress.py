@@ -79,14 +79,8 @@ class ProgressOnScreen(TrainerCallback):
             self._bar.update(self._bar.task_ids[0], completed=state.global_step)
             self._draw(self._bar)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
         if self._bar is None or not logs:
             return
         step = f"step {state.global_step}/{state.max_steps}"
@@ -99,13 +93,9 @@ class ProgressOnScreen(TrainerCallback):
             self._draw(self._bar)
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        eval_dataloader: Any = kwargs.get("eval_dataloader")
         if self._bar is None or not has_length(eval_dataloader):
             return
         if self._evaluation is None:

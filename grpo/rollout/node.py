@@ -129,32 +129,21 @@ class NodeSampler:
         return [] if stalled else of_nodes
 
 
+@dataclass(eq=False)
 class LocalMainSampler(NodeSampler):
-    """The local main's side: what its node's ranks ask for, it has sampled.
+    """The local main's side: what its node's ranks ask for, it has sampled."""
 
-    Args:
-        timeout_s: of a batch, from its submission on.
-        balance: where prompts may be sampled on other nodes.
-        overlaps: whether several batches are under way: then a batch's time counts from when the ranks wait for it, and
-            engines are as fast as they were since the last one.
-    """
+    pool: EnginePool
+    _: KW_ONLY
+    timeout_s: float
+    """Of a batch, from its submission on."""
+    balance: NodeBalance | None = None
+    """Where prompts may be sampled on other nodes."""
+    overlaps: bool = False
+    """Whether several batches are under way: then a batch's time counts from when the ranks wait for it, and engines
+    are as fast as they were since the last one."""
 
-    def __init__(
-        self,
-        groups: NodeGroups,
-        watch: FailureWatch,
-        pool: EnginePool,
-        *,
-        revive: Callable[[], None] = _none_comes,
-        timeout_s: float,
-        balance: NodeBalance | None = None,
-        overlaps: bool = False,
-    ) -> None:
-        super().__init__(groups, watch, revive=revive)
-        self._pool = pool
-        self._timeout_s = timeout_s
-        self._overlaps = overlaps
-        self._balance = balance
+    def __post_init__(self) -> None:
         self._period = Period()
         self._sampled = 0, 0.0
 
@@ -177,18 +166,18 @@ class LocalMainSampler(NodeSampler):
             messages = self.groups.gather(kept.completions.to_message())
             whole = concat_completions([Completions.from_message(message) for message in messages])
             kept = replace(kept, completions=whole)
-        elif self._balance is not None:
-            shares = self._balance.share_out(requests, owed=self._pool.num_owed)
+        elif self.balance is not None:
+            shares = self.balance.share_out(requests, owed=self.pool.num_owed)
         return Pending(
             rows_by_rank=[part.rows.num_rows for part in parts],
             shares=shares,
-            batch=self._pool.submit(shares.sampled, order=order, kept=kept),
+            batch=self.pool.submit(shares.sampled, order=order, kept=kept),
         )
 
     def collect(self, pending: Pending | None) -> tuple[Completions, list[GenerationReport]]:
         assert pending is not None, "the local main has submitted one"
         begun, completions, report = time.monotonic(), None, None
-        if self._overlaps:
+        if self.overlaps:
             pending.batch.asked_at = begun
         while True:
             if completions is None and (completions := self._wait_for(pending)) is not None:
@@ -197,16 +186,16 @@ class LocalMainSampler(NodeSampler):
                 break
             self.revive()
         assert completions is not None, "all nodes are done, but this one"
-        if self._balance is not None:
-            self._balance.note([report.tokens_per_s for report in reports])
-            completions = self._balance.bring_back(pending.shares, completions)
+        if self.balance is not None:
+            self.balance.note([report.tokens_per_s for report in reports])
+            completions = self.balance.bring_back(pending.shares, completions)
         parts = split_completions(completions, pending.rows_by_rank)
         return Completions.from_message(self.groups.scatter([part.to_message() for part in parts])), reports
 
     def _wait_for(self, pending: Pending) -> Completions | None:
         """The node's completions; None where no engine is left for some of them."""
         try:
-            return self._pool.collect(pending.batch, self._timeout_s, self.watch.check)
+            return self.pool.collect(pending.batch, self.timeout_s, self.watch.check)
         except DeadlyRequests as error:
             self._end_phase(Stalled(for_good=self.watch.make_record(error)))
             raise
@@ -222,7 +211,7 @@ class LocalMainSampler(NodeSampler):
 
     def _report(self, pending: Pending, completions: Completions, begun: float) -> GenerationReport:
         refusals = pending.batch.refusals
-        accounts = self._pool.accounts
+        accounts = self.pool.accounts
         num_not_finite, not_finite = accounts.take_not_finite()
         sampled = accounts.take_sampled()
         if sampled[0]:  # towards the end of training the last batches may be there already
@@ -235,9 +224,9 @@ class LocalMainSampler(NodeSampler):
             period_s=self._period.take_s(),
             num_tokens=len(completions.token_ids),
             num_completions=completions.num_completions,
-            num_reissued=self._pool.take_num_reissued(),
+            num_reissued=self.pool.take_num_reissued(),
             newer=pending.batch.newer,
-            num_sampled=num_sampled if self._overlaps else None,
+            num_sampled=num_sampled if self.overlaps else None,
             sampling_s=sampling_s,
             num_refused=len(refusals),
             refusal=self.watch.make_record(refusals[0]) if refusals else None,
@@ -249,9 +238,9 @@ class LocalMainSampler(NodeSampler):
         found = []
         batches = [each for each in pending if each is not None]
         assert len(batches) == len(pending), "the local main has submitted them"
-        for each, completions in zip(batches, self._pool.so_far([each.batch for each in batches]), strict=True):
-            if self._balance is not None:
-                completions = self._balance.bring_back(each.shares, completions)
+        for each, completions in zip(batches, self.pool.so_far([each.batch for each in batches]), strict=True):
+            if self.balance is not None:
+                completions = self.balance.bring_back(each.shares, completions)
             parts = split_completions(completions, each.rows_by_rank)
             found.append(Completions.from_message(self.groups.scatter([part.to_message() for part in parts])))
         return found
@@ -260,9 +249,9 @@ class LocalMainSampler(NodeSampler):
         return pending is None or pending.batch.is_finished  # None: it was resumed
 
     def is_stuck(self, pending: Pending | None) -> bool:
-        is_late = pending is not None and time.monotonic() > pending.batch.asked_at + self._timeout_s
-        return is_late or self._pool.is_in_trouble
+        is_late = pending is not None and time.monotonic() > pending.batch.asked_at + self.timeout_s
+        return is_late or self.pool.is_in_trouble
 
     def drop(self, pending: Pending | None) -> None:
         if pending is not None:
-            self._pool.drop(pending.batch)
+            self.pool.drop(pending.batch)

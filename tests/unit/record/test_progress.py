@@ -51,7 +51,7 @@ class Screen:
     def step(self, step: int, logs: dict[str, Any] | None = None, *, main: bool = True) -> None:
         self.progress.on_step_end(self.args, state(step, main=main), CONTROL)
         if logs is not None:
-            self.progress.on_log(self.args, state(step, main=main), CONTROL, logs)
+            self.progress.on_log(self.args, state(step, main=main), CONTROL, logs=logs)
 
     def drawn(self) -> str:
         """What was written since the last look, without control codes."""
@@ -84,8 +84,8 @@ def test_without_a_terminal_each_log_is_a_line(capsys: pytest.CaptureFixture[str
     screen.step(1, {**LOGS, "reward": None})
     screen.now = 12.0
     screen.step(2, LOGS)
-    screen.progress.on_log(screen.args, state(2), CONTROL, {"train_runtime": 3.0})
-    screen.progress.on_log(screen.args, state(2), CONTROL, {"eval_reward": 0.25, "eval_loss": 1.0})
+    screen.progress.on_log(screen.args, state(2), CONTROL, logs={"train_runtime": 3.0})
+    screen.progress.on_log(screen.args, state(2), CONTROL, logs={"eval_reward": 0.25, "eval_loss": 1.0})
     screen.progress.on_train_end(screen.args, state(2), CONTROL)
     work = "2136 tokens/s a node  waiting 12 %  slowest node 1 (1.6x the mean time)"
     assert capsys.readouterr().out.splitlines() == [
@@ -133,7 +133,7 @@ def test_an_evaluation_has_a_bar_of_its_own_while_it_runs(bar: Screen, capsys: p
     drawn = bar.drawn()
     assert "evaluation" in drawn
     assert "2/3" in drawn
-    bar.progress.on_log(bar.args, state(0), CONTROL, {"eval_reward": 0.25})
+    bar.progress.on_log(bar.args, state(0), CONTROL, logs={"eval_reward": 0.25})
     assert "step 0/150  evaluation:  reward 0.250" in bar.drawn()
     bar.progress.on_evaluate(bar.args, state(0), CONTROL)
     assert "evaluation" not in bar.drawn()
