@@ -104,7 +104,7 @@ def test_the_head_judges_who_came_and_what_they_brought() -> None:
     joined = [(f.status, f.nodes, f.message) for f in verdict.findings if f.check == "join"]
     assert joined[0] == (FAIL, ("d",), "d did not come")
     assert joined[1][:2] == (FAIL, ("c",))
-    told = "c runs another version of grpo: no NodeReport of this version: news: Unexpected keyword argument"
+    told = "c runs another version of grpo: no Examination of this version: news: Unexpected keyword argument"
     assert joined[1][2] == told
     assert [(one.node, one.clock_offset_s) for one in verdict.reports] == [("a", 0.01), ("b", -5.0)]
     assert "5.0 s behind a" in [finding.message for finding in verdict.findings]

@@ -122,7 +122,7 @@ def test_lines_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_with_fields_of_other_kinds_is_none(record: Line) -> None:
-    with pytest.raises(ValueError, match=r"no (Attempt|Span|Usage) of this version"):
+    with pytest.raises(ValueError, match=r"no (AttemptLine|Span|Usage) of this version"):
         from_line(to_line(record))
 
 
@@ -130,8 +130,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import Attempt
-timeline = Recorder(Path(sys.argv[1]), Attempt(attempt=0, node=1, host="h", time=0.0, ranks=[0]))
+from grpo.record.timeline.records import AttemptLine
+timeline = Recorder(Path(sys.argv[1]), AttemptLine(attempt=0, node=1, host="h", time=0.0, ranks=[0]))
 timeline.add("train", 1.0, 2.0)
 """
 
