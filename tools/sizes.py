@@ -69,7 +69,7 @@ CODE_LINES = {
     # `grpo eval` 330: a run's sets and settings, engines without a trainer, rewards, the table; sets of train.py 65.
     # Ten tools, what train.py runs, how user errors are shown; templates too. On its way down to 8,600.
     # Agents as a command, and their reward 28. Tasks of reasoning-gym 177: rows, splits, settings, the scorer.
-    # Nodes with different numbers of ranks 97: torchrun's line with accelerate's variables 45, ranks of each node in
+    # Nodes with different numbers of ranks 108: torchrun's line with accelerate's variables 56, ranks of each node in
     # launch and plan 40, in the doctor and the report 12.
     "wing": 11_071,
     "ops/report": 2_722,  # of it the page: charts, timeline, completions and advice, templates included

@@ -14,13 +14,12 @@ from grpo.rollout.balance import plan_moves
 from tests.support.contract import CONTRACT_S, STARTUP_S, inner_process
 from tests.support.finished import finish_on_policy, lines_of
 from tests.support.launching import (
-    ROOT,
+    BIN,
     Job,
     free_port,
     kill,
     start,
     tiny_job_script,
-    torchrun_commands,
 )
 from tests.support.tiny_models import save_tiny_model
 
@@ -34,7 +33,6 @@ CONFIG = {
     "save_strategy": "steps",
     "save_steps": SAVED,
     "learning_rate": 4e-3,
-    "deepspeed": str(ROOT / "configs" / "zero3.json"),
 }
 REQUESTS = [[3, 3, 2], [1, 3]]
 
@@ -47,8 +45,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_on(
     model: Path, out: Path, ranks: tuple[int, ...] = RANKS, *, hold: str = "", strikes: Sequence = (), **config: Any
 ) -> Job:
+    """By `grpo launch`: torchrun's line for nodes that differ, accelerate's for others."""
     script = tiny_job_script(model, out, config={**CONFIG, **config}, hold=hold, strikes=[*strikes])
-    return start(torchrun_commands(script, ranks_by_node=ranks, port=free_port()), out, nodes=len(ranks))
+    nodes = [f"127.0.0.{node + 1}" for node in range(len(ranks))]
+    port = str(free_port())
+
+    def command(node: int) -> list[str]:
+        where = ["--port", port, "--nodes", ",".join(nodes), "--node-rank", str(node)]
+        return [str(BIN / "grpo"), "launch", *where, "--ranks-per-node", ",".join(map(str, ranks)), *script]
+
+    return start(command, out, nodes=len(ranks))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,8 @@ def test_rows_follow_ranks_and_work_follows_engines(whole: Job) -> None:
     ranks = {"rank-node0-0", "rank-node0-1", "rank-node1-2"}
     assert logs == ranks | {"engine-node0-0", "engine-node1-0", "sentinel-node0", "sentinel-node1"}
     assert "of all nodes 2 + 1 ranks, 1 + 1 engines" in whole.output()
+    for node, count in enumerate(RANKS):
+        assert f"torchrun --nnodes 2 --nproc_per_node {count} --node_rank {node} " in whole.output()
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,17 +199,6 @@ def accelerate_command(
             flags += ["--num_machines", str(nodes), "--machine_rank", str(node), "--main_process_ip", "127.0.0.1"]
             flags += ["--deepspeed_multinode_launcher", "standard"]
         return [str(BIN / "accelerate-launch"), *flags, *script]
-
-    return command
-
-
-def torchrun_commands(script: list[str], *, ranks_by_node: Sequence[int], port: int) -> Callable[[int], list[str]]:
-    """`torchrun …` for each of these nodes on this machine; DeepSpeed as `torchrun_command` has it."""
-
-    def command(node: int) -> list[str]:
-        flags = ["--nnodes", str(len(ranks_by_node)), "--node_rank", str(node), "--master_addr", "127.0.0.1"]
-        flags += ["--nproc_per_node", str(ranks_by_node[node]), "--master_port", str(port)]
-        return [str(BIN / "torchrun"), *flags, *script]
 
     return command
 

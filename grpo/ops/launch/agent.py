@@ -41,10 +41,12 @@ def run_launcher(
     *,
     is_told: Callable[[], bool] = lambda: False,
     is_asked_already: bool = False,
+    accelerates: Sequence[str] = (),
 ) -> Ending:
     """Runs `line` (accelerate's or torchrun's) to its end. From the main thread.
 
     Args:
+        accelerates: the line in whose place torchrun's is run: ranks read there what its file asks for.
         ask_to_stop: on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False where nobody would hear it.
         is_told: whether the ranks have said in a few lines what is wrong.
         is_asked_already: whether a SIGUSR1 came before: it is passed on when somebody hears it.
@@ -52,7 +54,7 @@ def run_launcher(
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ[LINE_VARIABLE] = json.dumps({"pid": os.getpid(), "argv": list(line)})
+    os.environ[LINE_VARIABLE] = json.dumps({"pid": os.getpid(), "argv": list(accelerates or line)})
     with _signals(ask_to_stop, is_asked_already), _held_back() as noise:
         try:
             _launch(line)

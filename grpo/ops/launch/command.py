@@ -24,7 +24,7 @@ from grpo.faults.liveness import START_TIMEOUT_S
 from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.faulty_host import DOCTOR_PHASE
 from grpo.ops.launch.line import Rendezvous, Script
-from grpo.ops.launch.ranks import Asked, counts_of, short_list
+from grpo.ops.launch.ranks import Asked, counts_of
 from grpo.ops.meeting import expected
 from grpo.ops.meeting.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
@@ -158,19 +158,20 @@ def _meet_and_launch(
         head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the meeting was
         port=verdict.agreed.port,
     )
-    try:
-        words, variables = _line(args, script, file, at, asked, on_gpus=verdict.agreed.on_gpus)
-    except ValueError as error:
-        print(f"grpo launch: {error}", file=sys.stderr)
-        return _not_started(args, place, FailureKind.USER, str(error))
     if not verdict.agreed.on_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
         share = len(os.sched_getaffinity(0)) // (at.ranks + 1)  # one for the engine; accelerate would take all
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    try:
+        words = _line(args, script, file, at, asked, on_gpus=verdict.agreed.on_gpus)
+        run, variables = line.in_place_of(words, script, at) if at.nodes_differ else (words, {})
+    except ValueError as error:
+        print(f"grpo launch: {error}", file=sys.stderr)
+        return _not_started(args, place, FailureKind.USER, str(error))
     os.environ |= variables
     shown = [f"{name}={value}" for name, value in variables.items() if name.startswith("ACCELERATE_")]
-    line.show(place, at, verdict.agreed.why, line.replaced(file, at), [*shown, *words])
-    return _launch(args, place, at, words, verdict.agreed.started, received)
+    line.show(place, at, verdict.agreed.why, line.replaced(file, at), [*shown, *run])
+    return _launch(args, place, at, run, verdict.agreed.started, received, accelerates=words)
 
 
 def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> tuple[int, list[str]]:
@@ -296,23 +297,29 @@ def _compared(arguments: Sequence[str]) -> str:
 
 def _line(
     args: argparse.Namespace, script: Script, file: Mapping[str, Any], at: Rendezvous, asked: Asked, *, on_gpus: bool
-) -> tuple[list[str], dict[str, str]]:
-    """And variables for the ranks."""
+) -> list[str]:
     if file:
         line.check_file(file, args.config_file, launcher=args.launcher, processes=at.processes)
     if args.launcher == "torchrun":
-        return line.torchrun_line(script, at), {}
+        return line.torchrun_line(script, at)
     words = line.accelerate_line(script, at, config_file=args.config_file or line.own_file(on_gpus=on_gpus))
     if not on_gpus and not asked.wishes.use_cpu:
         check_is_for_cpus(words)
-    return (line.torchrun_line(script, at), line.accelerate_variables(words)) if at.nodes_differ else (words, {})
+    return words
 
 
 # -- the job ------------------------------------------------------------------------------------------------------
 
 
 def _launch(
-    args: argparse.Namespace, place: Place, at: Rendezvous, words: list[str], started: float, received: list[int]
+    args: argparse.Namespace,
+    place: Place,
+    at: Rendezvous,
+    words: list[str],
+    started: float,
+    received: list[int],
+    *,
+    accelerates: Sequence[str] = (),
 ) -> int:
     """Becomes the launcher, and says what follows its end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -333,28 +340,19 @@ def _launch(
         _prepare_environment(args, attempt)
         with temporary_files_in(notes):
             asked = signal.SIGUSR1 in received
-            ending = run_launcher(words, attempt.ask_to_stop, is_told=attempt.is_told, is_asked_already=asked)
+            ending = run_launcher(
+                words, attempt.ask_to_stop, is_told=attempt.is_told, is_asked_already=asked, accelerates=accelerates
+            )
         with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
             outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
         if place.is_head and attempt.is_told() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
-            why += f"\n[grpo] what each phase needs: {_plan_line(args, at)}"
+            file = args.config_file if args.launcher == "accelerate" else None
+            why += f"\n[grpo] what each phase needs: {line.plan_line(file, script_of(args), at)}"
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)
     return code
-
-
-def _plan_line(args: argparse.Namespace, at: Rendezvous) -> str:
-    """`grpo plan` of this job; flags of a script that are no flags of train.py it names."""
-    file = args.config_file if args.launcher == "accelerate" else None
-    words = ["grpo", "plan", *(["--config_file", file] if file else [])]
-    ranks = ["--ranks-per-node", short_list(at.ranks_by_node)]
-    words += ranks if at.nodes_differ else ["--num_processes", str(at.processes)]
-    words += ["--num_machines", str(at.num_nodes)]
-    flags = script_of(args).arguments
-    flags = flags if flags and flags[0].startswith("-") else ()
-    return shlex.join(command_without_secrets([*words, "--", *flags] if flags else words))
 
 
 def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from grpo.ops.launch.ranks import short_list
 from grpo.ops.meeting.expected import Place
 from grpo.record.provenance import command_without_secrets
 
@@ -79,10 +80,15 @@ def torchrun_line(script: Script, at: Rendezvous) -> list[str]:
     return [*words, *script.words]
 
 
+def in_place_of(words: Sequence[str], script: Script, at: Rendezvous) -> tuple[list[str], dict[str, str]]:
+    """torchrun's line, and variables that go with it. Raises ValueError for a file that accelerate would refuse."""
+    return torchrun_line(script, at), accelerate_variables(words) if words[0] == "accelerate" else {}
+
+
 def accelerate_variables(line: Sequence[str]) -> dict[str, str]:
     """What accelerate would have its ranks find in the environment, by its own code, of an `accelerate launch` line.
 
-    For ranks that torchrun starts in its place. Raises ValueError for a file that accelerate would refuse.
+    Not ACCELERATE_USE_CPU, by which accelerate's ranks would leave DeepSpeed out (1.15).
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -92,8 +98,6 @@ def accelerate_variables(line: Sequence[str]) -> dict[str, str]:
     fields = [*file.deepspeed_config, *(["mixed_precision"] if has_file_s_precision else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as `launch_command` does
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
-    if args.use_cpu:
-        found["ACCELERATE_USE_CPU"] = "true"  # the ranks read accelerate's line for it, and there is none
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 
@@ -157,3 +161,13 @@ def show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: lis
     if replaced:
         print(f"[grpo] instead of the file's {', '.join(replaced)}")
     print(f"[grpo] {shlex.join(command_without_secrets(words))}", flush=True)
+
+
+def plan_line(config_file: str | None, script: Script, at: Rendezvous) -> str:
+    """`grpo plan` of this job; flags of a script that are no flags of train.py it names."""
+    words = ["grpo", "plan", *(["--config_file", config_file] if config_file else [])]
+    words += ["--ranks-per-node", short_list(at.ranks_by_node)] if at.nodes_differ else []
+    words += [] if at.nodes_differ else ["--num_processes", str(at.processes)]
+    words += ["--num_machines", str(at.num_nodes)]
+    flags = script.arguments if script.arguments and script.arguments[0].startswith("-") else ()
+    return shlex.join(command_without_secrets([*words, "--", *flags] if flags else words))

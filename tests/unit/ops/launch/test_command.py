@@ -86,7 +86,7 @@ def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], 
     at = Rendezvous(ranks_by_node=(1,), node_rank=0, head_address="127.0.0.1", port=1)
     settings = read_settings(file)
     asked, _ = command._asked(args, script, settings)
-    assert command._line(args, script, settings, at, asked, on_gpus=True)[0][:2] == ["accelerate", "launch"]
+    assert command._line(args, script, settings, at, asked, on_gpus=True)[:2] == ["accelerate", "launch"]
     refused = pytest.raises(ValueError, match=r"1node\.yaml is for GPUs .*configs/cpu\.yaml")
     with refused if is_refused else contextlib.nullcontext():
         command._line(args, script, settings, at, asked, on_gpus=False)

@@ -12,8 +12,8 @@ from grpo.ops.launch.line import (
     Rendezvous,
     Script,
     accelerate_line,
-    accelerate_variables,
     check_file,
+    in_place_of,
     own_file,
     replaced,
     torchrun_line,
@@ -67,9 +67,10 @@ def test_nodes_that_differ_have_torchrun_s_line_and_accelerate_s_variables(monke
     assert [(args.nnodes, args.nproc_per_node, args.node_rank) for args in found] == [("2", "7", 0), ("2", "6", 1)]
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name)
-    for file, on_cpus, precision in (("cpu.yaml", True, "no"), ("4node.yaml", False, "bf16")):
+    for file, precision in (("cpu.yaml", "no"), ("4node.yaml", "bf16")):
         words = accelerate_line(SCRIPT, lines[1], config_file=str(ROOT / "configs" / file))
-        variables = accelerate_variables(words)
+        line, variables = in_place_of(words, SCRIPT, lines[1])
+        assert line == torchrun_line(SCRIPT, lines[1])
         assert {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")} == {
             "ACCELERATE_MIXED_PRECISION": precision,
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_multinode_launcher,zero_stage,zero3_init_flag,"
@@ -78,7 +79,6 @@ def test_nodes_that_differ_have_torchrun_s_line_and_accelerate_s_variables(monke
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
             "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-            **({"ACCELERATE_USE_CPU": "true"} if on_cpus else {}),
         }, file
 
 
