@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 
 def own_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -16,7 +17,7 @@ def own_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def first_not_finite(model: torch.nn.Module) -> str:
     """The first trained parameter that has a NaN or an infinity in this rank's part of it; "" where none has."""
     trained = (named for named in model.named_parameters() if named[1].requires_grad)
-    return next((name for name, parameter in trained if not _shard(parameter).isfinite().all()), "")
+    return next((name for name, parameter in trained if not _own_numbers(parameter).isfinite().all()), "")
 
 
 def load_own_shards(model: torch.nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
@@ -31,6 +32,15 @@ def load_own_shards(model: torch.nn.Module, shards: Mapping[str, torch.Tensor]) 
 
 def _shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     return getattr(parameter, "ds_tensor", parameter.data)
+
+
+def _own_numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Its shard without what ZeRO-3 fills up the last ranks' with, for all have one size: memory as it was found."""
+    shard = _shard(parameter).flatten()
+    if not hasattr(parameter, "ds_tensor"):
+        return shard
+    before = dist.get_rank(parameter.ds_process_group) * len(shard)
+    return shard[: max(0, parameter.ds_numel - before)]
 
 
 def random_states() -> dict[str, Any]:

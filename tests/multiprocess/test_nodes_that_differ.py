@@ -115,7 +115,8 @@ def test_a_resume_goes_on_bit_for_bit(model: Path, whole: Job, tmp_path: Path) -
     for rank in range(3):
         mine, theirs = (saved_tensors(each.output_dir, rank) for each in (job, whole))
         assert len(mine) > 3
-        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+        for one, other in zip(mine, theirs, strict=True):  # with what fills up the last shard, whatever it is
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.long

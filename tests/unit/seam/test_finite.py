@@ -1,6 +1,7 @@
 """Weights and gradients that are no numbers."""
 
 import logging
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo.checkpoints.checkpoints import newest_complete
+from grpo.checkpoints.rank_state import first_not_finite
 from grpo.faults.failure import FailureKind, GrpoError, JobFailed
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
@@ -65,3 +67,17 @@ def test_gradients_that_are_not_finite_are_told_after_three_in_a_row(
     assert told(nan, nan) == 0
     assert told(nan) == 1
     assert told(0.5, nan) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "shard", "odd"), [(0, [1.0, nan], True), (1, [1.0, 2.0], False), (2, [1.0, nan], False)]
+)
+def test_what_fills_up_the_last_shard_is_no_weight(
+    rank: int, shard: list[float], odd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five numbers on three ranks of two each: the last one's second is whatever the memory had."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.ds_tensor, model.weight.ds_numel = torch.tensor(shard), 5  # type: ignore[attr-defined]
+    model.weight.ds_process_group = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    assert first_not_finite(model) == ("weight" if odd else "")
