@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler
 from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import GRPOTrainer
-from grpo import trainer as trainer_module
 from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
 from grpo.engine.messages import Sample
 from grpo.rollout.pool import EnginePool
+from grpo.seam import ordering
 from grpo.weights import delivery
 from grpo.weights.trained import TrainedModel
 from tests.support.engines import Script, agree
@@ -333,7 +333,7 @@ def test_a_data_set_that_changes_when_it_is_read_again_is_told(
 ) -> None:
     reads = iter(range(10, 10**6))
     monkeypatch.setattr(
-        trainer_module,
+        ordering,
         "prompts_of_batch",
         lambda *args, **kwargs: [[*ids[:-1], next(reads) % 7] for ids in prompts_of_batch(*args, **kwargs)],  # as long
     )

@@ -77,7 +77,7 @@ def test_a_bar_does_not_end_a_cell() -> None:
 def test_every_command_of_grpo_is_on_the_page() -> None:
     page = commands_page.page()
     assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## `grpo {name}`" for name in COMMANDS]
-    assert "| `--ranks-per-node` `N` |" in page
+    assert "| `--ranks-per-node` `N \\| N,N,…` |" in page
 
 
 def test_a_default_does_not_depend_on_the_job_around(monkeypatch: pytest.MonkeyPatch) -> None:
