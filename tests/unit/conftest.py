@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from grpo.engine import early
+from grpo.place.log import start_log
 from tests.support.engines import MadeUpHost
+
+start_log()  # `caplog` looks once, before each test, which loggers hand nothing on to the root's
 
 
 @pytest.fixture
