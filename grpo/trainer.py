@@ -365,7 +365,8 @@ class GRPOTrainer(EvaluatingTrainer):
 
     @property
     def _sampling(self) -> str:
-        return json.dumps(sampling_settings(self.args), sort_keys=True, default=str)
+        settings = sampling_settings(self.args) | {"max_model_len": self.args.vllm_max_model_length}
+        return json.dumps(settings, sort_keys=True, default=str)
 
     def _progress(self) -> tuple[int, str, int]:
         return self.state.global_step, self._mode, self._step // self._steps_per_batch

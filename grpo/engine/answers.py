@@ -113,5 +113,5 @@ def under_way(request_states: Iterable[Any]) -> Iterator[tuple[int, Sequence[int
         first = int(state.external_req_id)
         yield first + state.request_index, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, False
         for ended in state.parent_req.output_aggregator if state.parent_req is not None else ():
-            if ended is not None:
+            if ended is not None and ended.finish_reason != "abort":
                 yield first + ended.index, ended.token_ids, ended.logprobs, True

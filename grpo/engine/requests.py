@@ -228,7 +228,7 @@ class Host:
                         self._engine.output_processor.request_states.values()
                     )
                 }
-                if self._tasks.keys() <= found.keys():
+                if {each for each in self._tasks if each >= 0} <= found.keys():  # below: a trial's, of no batch
                     break
                 await asyncio.sleep(SETTLE_POLL_S)  # one begins or ends at this moment
         self._send_answers()

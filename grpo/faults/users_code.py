@@ -243,12 +243,12 @@ def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading
 
     def start_in_call(thread: threading.Thread) -> None:
         if (call := _calls.get(threading.get_ident())) is not None and call.depth:
-            run = thread.run
+            run, context = thread.run, contextvars.copy_context()  # as from Python 3.14 on
 
             def run_in_call() -> None:
                 _calls[threading.get_ident()] = call
                 try:
-                    run()
+                    context.run(run)
                 finally:
                     _calls.pop(threading.get_ident(), None)
 

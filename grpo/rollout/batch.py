@@ -41,6 +41,8 @@ class Batch:
     """As in `Completions`, by completion id."""
     ages: dict[int, Age] = field(default_factory=dict)
     """By completion id, but of refused ones."""
+    resumed: Moment | None = None
+    """Where the engines stood when it was resumed."""
     begun: dict[int, tuple[Begun, Moment]] = field(default_factory=dict)
     """By completion id: what a checkpoint has kept of a completion that had not ended, and when that began."""
 
@@ -60,6 +62,7 @@ class Batch:
     def resume(self, kept: Kept, now: Moment) -> None:
         """Before anything of it is sampled: go on with what a checkpoint has kept. All tokens of such a completion
         count as being of the policy of its first one."""
+        self.resumed = now
         self.submitted = kept.moment(kept.step, now)
         found = kept.completions
         rows = zip(self.ids, *to_arrays(found), found.policy_versions.tolist(), found.engines.tolist(), strict=True)
@@ -100,7 +103,7 @@ class Batch:
         """By which policy its tokens count as sampled, from the first on; None: by the one of now."""
         if completion in self.begun:
             return self.begun[completion][1]
-        return None if adapter is None else self.submitted
+        return None if adapter is None else self.resumed or self.submitted
 
     def so_far(self, begun: Mapping[int, tuple[Begun, int, int]]) -> Completions:
         """Of all requests, in their order, whatever there is by now: whole, begun or nothing.

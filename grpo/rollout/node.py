@@ -226,7 +226,7 @@ class LocalMainSampler(NodeSampler):
             num_completions=completions.num_completions,
             num_reissued=self.pool.take_num_reissued(),
             newer=pending.batch.newer,
-            num_sampled=num_sampled if self.overlaps else None,
+            num_sampled=num_sampled if self.overlaps or pending.batch.resumed is not None else None,
             sampling_s=sampling_s,
             num_refused=len(refusals),
             refusal=self.watch.make_record(refusals[0]) if refusals else None,

@@ -172,6 +172,8 @@ class EnginePool:
 
     def so_far(self, batches: Sequence[Batch]) -> list[Completions]:
         """Of each batch, what there is of its completions by now: see `Batch.so_far`. Engines go on."""
+        if not batches:
+            return []
         found = ask_engines([*self._clients])  # without the lock, which their answers take
         with self._changed:
             begun = {
@@ -367,8 +369,8 @@ class EnginePool:
 
     def _refuse(self, batch: Batch, ids: range, why: str) -> None:
         for completion in ids:
-            del self._batches[completion]
-            batch.refuse(completion, why)
+            if self._batches.pop(completion, None) is not None:  # else a checkpoint has kept it
+                batch.refuse(completion, why)
 
     def _end_if_answered(self, batch: Batch) -> None:
         if len(batch.answers) == len(batch.ids):

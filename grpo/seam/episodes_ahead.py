@@ -71,6 +71,8 @@ class EpisodesAhead:
         trainer = self._trainer
         names = [row.get("environment") if trainer._multi_environment else None for row in rows]
         lent = self._lent[number] = [(name, self._borrow(name)) for name in names]
+        for _, environment in lent:
+            _home(environment).coming = Future()
         prompts: dict[int, list[int]] = {}
 
         def of_row(row: int) -> EpisodeRow:
@@ -101,7 +103,9 @@ class EpisodesAhead:
 
     def _borrow(self, name: Any) -> Any:
         """One that no row has, or another one."""
-        pool = self._trainer._environment_pool[name]
+        if (pool := self._trainer._environment_pool.get(name)) is None:
+            known = ", ".join(map(repr, self._trainer._environment_pool))
+            raise ValueError(f"a row has environment {name!r}, which is none of environment_factory: {known}")
         taken = {id(each) for each in self._trainer.environments or ()}
         free = next((place for place, each in enumerate(pool) if id(each) not in taken), None)
         return self._trainer.environment_factories[name]() if free is None else pool.pop(free)
@@ -154,18 +158,28 @@ def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
 
 async def _reset(environment: Any, row: Mapping[str, Any], *, is_named: bool) -> Any:
     """In the thread where it lives. TRL, which resets it when training asks for the batch, is given what it brings."""
-    home = home_of(environment.reset)
-    assert isinstance(home, Home), "others are refused with generation_lookahead"
+    home = _home(environment)
+    coming = home.coming
+    assert coming is not None, "it was lent"
     columns = {name: value for name, value in row.items() if not (is_named and name == "environment")}
 
     def reset() -> Any:
         with own_streams("reset of an environment"):
             return environment.reset(**columns)
 
-    home.observations.clear()
-    observation = await asyncio.wrap_future(home.run(reset))
-    home.observations.append(observation)
+    try:
+        observation = await asyncio.wrap_future(home.run(reset))
+    except BaseException as error:
+        coming.set_exception(error if isinstance(error, Exception) else RuntimeError("the reset was given up"))
+        raise
+    coming.set_result(observation)
     return observation
+
+
+def _home(environment: Any) -> Home:
+    home = home_of(environment.reset)
+    assert home is not None, "others are refused with generation_lookahead"
+    return home
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A batch of conversations on a rank: it goes its own way, and meets the others when it is done."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from grpo.place.wire import Wire
 from grpo.rollout.node import Stalled
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.main_calls import MainThread
+from grpo.rollout.turns.messages import Answer
 from grpo.rollout.turns.report import ConversationReport
 
 PHASE = "rollout"
@@ -49,7 +50,6 @@ class Conversations:
     Args:
         revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
         main: runs what the conversations call in the main thread, while that waits for them.
-        pending: what a rank's own code waits for, in words.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Conversations:
         *,
         revive: Callable[[], None],
         main: MainThread,
-        pending: Callable[[], str],
     ) -> None:
         self._channel = channel
         self._groups, self._watch, self._limits = groups, watch, limits
-        self._revive, self._main, self._pending = revive, main, pending
+        self._revive, self._main = revive, main
+        self._asked: Callable[[], Collection[Future[Answer]]] = tuple
+        self._pending: Callable[[], str] = str
         self._since = self._until = 0.0
         """time.monotonic(): since when the ranks wait for the batch, and when it has to have ended."""
         self._limited = ExitStack()
@@ -78,6 +79,9 @@ class Conversations:
         start: "Callable[[], Future[Result]]",
         report: Callable[[Result], ConversationReport],
         move: Callable[[NeedsMainThreadError], None] | None = None,
+        *,
+        asked: "Callable[[], Collection[Future[Answer]]]",
+        pending: Callable[[], str],
     ) -> tuple[Result, list[ConversationReport]]:
         """Have this rank's conversations, and meet the others at their end.
 
@@ -86,6 +90,8 @@ class Conversations:
             report: of this rank, made of what the future brings.
             move: sees to it that the next `start` ends in the main thread, where the future of the first has found
                 that it has to (`call_here`).
+            asked: turns of it that are not answered.
+            pending: what its own code waits for, in words.
 
         Returns:
             What the future brings, and the reports of all ranks, in rank order.
@@ -96,6 +102,7 @@ class Conversations:
             Exception: what the future brings instead.
         """
         self._main.begin()
+        self._asked, self._pending = asked, pending
         self._since = time.monotonic()
         self._until = self._since + self._limits.batch_s
         self._trouble = None
@@ -175,7 +182,7 @@ class Conversations:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        slowest = self._channel.slowest(self._since)
+        slowest = self._channel.slowest(self._asked(), self._since)
         if slowest is not None and slowest[0] > self._limits.turn_s and not self._channel.is_stalled:
             raise TimeoutError(
                 f"the engines of node {self._watch.node} have not answered {slowest[1]} after "

@@ -5,7 +5,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -108,14 +108,15 @@ class TurnChannel:
             self._deliveries += 1
             self._asked_again_at = time.monotonic()
 
-    def slowest(self, since: float) -> tuple[float, str] | None:
-        """How long the turn that waits longest has waited for an engine, and its name.
+    def slowest(self, asked: "Collection[Future[Answer]]", since: float) -> tuple[float, str] | None:
+        """How long the one of these turns that waits longest has waited for an engine, and its name.
 
         Args:
             since: time.monotonic(); no earlier wait counts.
         """
         with self._lock:
-            first = min(self._open.values(), key=lambda each: each.since, default=None)
+            mine = [each for each in self._open.values() if each.future in asked]
+            first = min(mine, key=lambda each: each.since, default=None)
             if first is None:
                 return None
             return time.monotonic() - max(first.since, self._asked_again_at, since), first.name

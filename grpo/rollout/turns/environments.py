@@ -7,7 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from grpo.faults.users_code import Worker, own_streams
@@ -24,8 +24,8 @@ class Home:
     def __init__(self, prepare: Callable[[], None]) -> None:
         self.is_lost = False
         """Whether a call in it does not return; others are made where they come from."""
-        self.observations: list[Any] = []
-        """What a reset has brought before the trainer asks for it, which is given that."""
+        self.coming: Future[Any] | None = None
+        """What a reset brings that was begun before the trainer asks for it, which waits for that one."""
         self._worker, self._context = Worker("grpo-environment", prepare), contextvars.copy_context()
 
     @property
@@ -41,10 +41,13 @@ class Home:
             with own_streams(name):
                 return call()
 
-        future = self.run(with_own_streams)
-        while not wait([future], POLL_S).done:
-            pass
-        return future.result()
+        return _result_of(self.run(with_own_streams))
+
+
+def _result_of(future: "Future[Any]") -> Any:
+    while not wait([future], POLL_S).done:
+        pass
+    return future.result()
 
 
 def in_their_threads(factories: Any, *, of_all: bool, prepare: Callable[[], None]) -> Any:
@@ -100,8 +103,9 @@ def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         home = _homes.get(id(self))
-        if home is not None and home.observations and function.__name__ == "reset" and not home.is_here:
-            return home.observations.pop()
+        if home is not None and home.coming is not None and function.__name__ == "reset" and not home.is_here:
+            coming, home.coming = home.coming, None
+            return _result_of(coming)
         if home is None or home.is_here or home.is_lost:
             return function(self, *args, **kwargs)
         return home.result_of(f"{function.__qualname__}", lambda: function(self, *args, **kwargs))

@@ -137,11 +137,11 @@ class Rollouts:
         if self._func is not None:
             self._func.close()
 
-    def pending(self) -> str:
-        """What runs now, in words: agents, or tools."""
+    def pending(self, tools: ToolRunner) -> str:
+        """What runs now, in words: agents, or tools of a batch."""
         if self._func is not None:
             return self._func.pending()
-        running = [*self.tools.running.values()]
+        running = [*tools.running.values()]
         more = f" and {len(running) - 3} more" if len(running) > 3 else ""
         return ", ".join(running[:3]) + more
 

@@ -76,7 +76,8 @@ class Sampler:
         """vLLM's arguments of all turns in place of the trainer's, but for those that a call names."""
         self._channel, self.base_seed, self._rank, self._look = channel, base_seed, rank, look
         self.max_model_len, self._first_place, self._order = max_model_len, first_place, order
-        self._asked: set[Future[Answer]] = set()
+        self.asked: set[Future[Answer]] = set()
+        """Turns that are not answered."""
         self._taken: dict[tuple[int, int | str], object] = {}
         """Rows and turns that `sample` has brought tokens for, or is to bring."""
         self._num_rows, self.is_over = num_rows, False
@@ -177,7 +178,7 @@ class Sampler:
     def close(self) -> None:
         """The batch is over: whoever asks now is told so, and what was asked and not waited for is cancelled."""
         self.is_over = True
-        for future in [*self._asked]:
+        for future in [*self.asked]:
             future.cancel()
 
     async def _awaited(self, asked: "asyncio.Future[Answer]") -> Answer:
@@ -204,8 +205,8 @@ class Sampler:
             name=f"{'a turn' if isinstance(turn, str) else f'turn {turn}'} of row {row} of rank {self._rank}",
             overrides={**self.sampling, **sampling},
         )
-        self._asked.add(asked)
-        asked.add_done_callback(self._asked.discard)
+        self.asked.add(asked)
+        asked.add_done_callback(self.asked.discard)
         return asked
 
     def _attribute(self, row: int, turn: int | str, answer: Answer) -> None:

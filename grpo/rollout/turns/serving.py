@@ -1,6 +1,7 @@
 """A rank's conversations put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
 
 import contextlib
+import contextvars
 import logging
 import time
 import weakref
@@ -10,8 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
-
-import numpy as np
 
 from grpo.faults.failure import FailureKind
 from grpo.faults.users_code import NeedsMainThreadError, Worker, exits_as_errors, noticing_main_thread, own_streams
@@ -25,6 +24,7 @@ from grpo.rollout.report import Period
 from grpo.rollout.turns.batch import BatchLimits, Conversations
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.outputs import Row, rows_of
 from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
 from grpo.rollout.turns.rollouts import Planned, Rollouts
 from grpo.rollout.turns.sampler import CURRENT, Sampler
@@ -33,20 +33,6 @@ from grpo.rollout.turns.tools import ToolRunner
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """What came of one of the rank's prompts."""
-
-    token_ids: Sequence[int]
-    """[T], what tools said included."""
-    logprobs: Sequence[float] | np.ndarray
-    """[T]"""
-    refusal: str | None = None
-    """Why no engine took its prompt."""
-    failure: str | None = None
-    """Why its rollout function gives nothing that may be trained on."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -112,8 +98,8 @@ class RankConversations:
             limits,
             revive=revive,
             main=rollouts.tools.main,
-            pending=rollouts.pending,
         )
+        self._limits = limits
         self._rollouts, self._max_model_len = rollouts, max_model_len
         self._lookahead, self._num_places = lookahead, 0
         self._ahead: deque[_Live] = deque()
@@ -131,7 +117,7 @@ class RankConversations:
     @property
     def sampler(self) -> Sampler | None:
         """Of the batch that a rollout function makes now, asked for inside of it or of a thread that it has."""
-        return CURRENT.get() or self._taken_now
+        return CURRENT.get() if self._lookahead else self._taken_now
 
     @property
     def is_function(self) -> bool:
@@ -168,6 +154,11 @@ class RankConversations:
         return live.result, self._taken(live)
 
     def _roll_here(self, error: NeedsMainThreadError) -> None:
+        if self._lookahead:
+            raise RuntimeError(
+                f"rollout_func is marked with grpo.in_threads, but cannot run beside the main thread: {error} "
+                "[GRPO-221]; set generation_lookahead to 0, and it is called in the main thread"
+            ) from error
         self._rolls_here = True
         _log.warning(
             "rank %d: WARNING: rollout_func cannot run beside the main thread: %s; it begins again in the main thread, "
@@ -181,13 +172,17 @@ class RankConversations:
 
     def _sample_ahead(self, now: Progress) -> None:
         """Begin as many batches of those that follow as the lookahead has it."""
-        while now.mode == "train" and len(self._ahead) < self._lookahead:
-            number = (self._ahead[-1].number if self._ahead else now.batch) + 1
-            if (planned := self._rollouts.planned(number)) is None:
-                return
-            live = self._open(planned, now, number)
-            self._ahead.append(live)
-            live.future = self._begin(live)
+        if now.mode != "train" or not self._lookahead:
+            return
+        cause = f"environments of a batch ahead are not made within {self._limits.batch_s:g} s (rollout_timeout)"
+        with self._watch.limited("making environments", self._limits.batch_s, cause):
+            while len(self._ahead) < self._lookahead:
+                number = (self._ahead[-1].number if self._ahead else now.batch) + 1
+                if (planned := self._rollouts.planned(number)) is None:
+                    return
+                live = self._open(planned, now, number)
+                self._ahead.append(live)
+                live.future = self._begin(live)
 
     def wait(self) -> None:
         """Until all batches that were begun before training asks for them have ended. Collective over the job."""
@@ -215,11 +210,10 @@ class RankConversations:
         place = live.number % (self._lookahead + 1) if live.at.mode == "train" or not self._lookahead else -1
         if place not in self._workers:
             self._workers[place] = Worker("grpo-rollout", self._rollouts.prepare)
-        before = CURRENT.set(live.sampler)
-        try:
-            return self._workers[place].run(partial(_call, live.planned.func, in_main_thread=False))
-        finally:
-            CURRENT.reset(before)
+        context = contextvars.copy_context()
+        if self._lookahead:
+            context.run(CURRENT.set, live.sampler)
+        return context.run(self._workers[place].run, partial(_call, live.planned.func, in_main_thread=False))
 
     def _sampler(self, planned: Planned, at: Progress, order: int, base_seed: int) -> Sampler:
         first = self._num_places
@@ -271,13 +265,19 @@ class RankConversations:
         def report(result: Any) -> ConversationReport:
             live.result = result
             if self.is_function:
-                live.rows = _rows_of(result, live.planned.num_rows, live.sampler.refused)
+                live.rows = rows_of(result, live.planned.num_rows, live.sampler.refused)
             else:
                 live.rows = [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in result]
             return self._report(live, begun)
 
         try:
-            _, live.reports = self._conversations.run(start, report, begin_again if self.is_function else None)
+            _, live.reports = self._conversations.run(
+                start,
+                report,
+                begin_again if self.is_function else None,
+                asked=lambda: live.sampler.asked,
+                pending=lambda: self._rollouts.pending(live.tools),
+            )
         finally:
             self._taken_now = None
             live.sampler.close()
@@ -360,32 +360,3 @@ def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
     """Ends the threads of both, and those of the broker that serve this channel."""
     rollouts.close()
     channel.close()
-
-
-def _rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
-    """The completions of a rollout function, which has to give what TRL trains on."""
-    if not isinstance(output, dict):
-        raise ValueError(f"rollout_func returned {type(output).__name__}: it has to return a dict of lists")
-    for name in ("prompt_ids", "completion_ids", "logprobs"):
-        if name not in output:
-            raise ValueError(f"rollout_func returned no {name!r}, but {', '.join(map(repr, output)) or 'nothing'}")
-        values = output[name]
-        if (name != "logprobs" or values is not None) and len(values) != num_rows:
-            raise ValueError(f"rollout_func returned {len(values)} {name} for {num_rows} prompts: give one for each")
-    failed = {row: why for row, why in enumerate(output.get("failed") or []) if why is not None}
-    left_out = {**failed, **refused}
-    empty = [row for row, ids in enumerate(output["completion_ids"]) if not len(ids) and row not in left_out]
-    if empty:
-        raise ValueError(f"rollout_func returned no tokens for row {empty[0]}: give at least the end token")
-    wanted = [len(ids) for ids in output["completion_ids"]]
-    for name in ("logprobs", "env_mask"):
-        if output.get(name) is not None and (found := [len(row) for row in output[name]]) != wanted:
-            raise ValueError(
-                f"rollout_func returned {name} of {found[:8]} tokens for completion_ids of {wanted[:8]} (the first "
-                "rows): give one for each token"
-            )
-    rows = [Row(ids, np.zeros(len(ids))) for ids in output["completion_ids"]]
-    return [
-        Row([], [], refusal=refused.get(number), failure=failed.get(number)) if number in left_out else row
-        for number, row in enumerate(rows)
-    ]

@@ -78,7 +78,7 @@ class ToolRunner:
         """For a new batch, beside others that are under way: with counts, hanging rows and an order of its own. Each
         row leaves its `turnstile` when it has ended."""
         batch = copy.copy(self)
-        batch.counts, batch.hanging_rows, batch.turnstile = Counter(), set(), Turnstile(num_rows)
+        batch.counts, batch.hanging_rows, batch.turnstile, batch.running = Counter(), set(), Turnstile(num_rows), {}
         return batch
 
     async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:

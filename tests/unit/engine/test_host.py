@@ -296,8 +296,11 @@ def state_of(request_id: str, index: int, num_tokens: int, parent: Any = None) -
 
 
 def test_what_is_under_way_is_completions_with_those_of_a_request_that_have_ended_and_no_probes() -> None:
-    ended = SimpleNamespace(index=1, token_ids=[5, 6, 7], logprobs=SimpleNamespace(logprobs=[-1.0] * 3))
-    several = SimpleNamespace(output_aggregator=[None, ended, None])
+    ended = SimpleNamespace(
+        index=1, token_ids=[5, 6, 7], logprobs=SimpleNamespace(logprobs=[-1.0] * 3), finish_reason="stop"
+    )
+    cut = SimpleNamespace(index=3, token_ids=[5], logprobs=None, finish_reason="abort")  # by an engine that ends
+    several = SimpleNamespace(output_aggregator=[None, ended, None, cut])
     states = [
         state_of("3", 0, 17),
         state_of("probe-0", 0, 1),

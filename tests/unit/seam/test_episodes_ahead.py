@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.utils import get_json_schema
 
 import grpo
+from grpo.faults.failure import JobFailed
 from tests.support.engines import Script
 from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.speaking_engine import Make, calculates, steps_of
@@ -164,6 +167,45 @@ def test_environments_are_lent_to_one_row_at_a_time_and_reset_once_for_each(ahea
     assert min(found[0][0]) > 0
 
 
+@grpo.in_threads
+class Slow(Guessing):
+    """Each reset says something else, and ends when training asks for its batch."""
+
+    asked = threading.Event()
+
+    def reset(self, number: int = 5, **columns: Any) -> str:
+        assert self.asked.wait(DEADLINE_S)
+        return f"{super().reset(number, **columns)} Time {self.resets}."
+
+
+def test_a_reset_that_has_not_ended_when_training_asks_for_its_batch_is_waited_for(make: Make) -> None:
+    """And an evaluation between finds its own rows in its environments."""
+    held: list[bool] = []
+
+    def noted(environments: list[Any], number: list[int], **more: Any) -> list[float]:
+        held.extend(each.number == wanted for each, wanted in zip(environments, number, strict=True))
+        return [float(each.tries) for each in environments]
+
+    config = {**STILL, "generation_lookahead": 1, "max_completion_length": 200, "vllm_max_model_length": 300}
+    config |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
+    more = {"environment_factory": Slow, "train_dataset": GUESSES, "eval_dataset": GUESSES.select(range(2))}
+    trainer = make(halves, noted, config=config, **more)
+    make_batch = trainer._generate_and_score_completions
+
+    def asks(inputs: Any) -> Any:
+        Slow.asked.set()
+        try:
+            return make_batch(inputs)
+        finally:
+            Slow.asked.clear()
+
+    trainer._generate_and_score_completions = asks  # type: ignore[method-assign]
+    assert len(steps_of(trainer)) == STEPS
+    Slow.asked.set()
+    assert len(held) == STEPS * 8 + 2 * 8
+    assert all(held)
+
+
 async def calculator(door: Any, row: Any) -> dict[str, Any]:
     async with AsyncOpenAI(base_url=door.url, api_key=door.key) as client:
         messages = [*row["prompt"]]
@@ -219,6 +261,37 @@ def test_rollout_functions_that_are_declared_run_ahead_each_with_the_turns_of_it
         found.append(([step["reward"] for step in steps], [step["rollout/turns"] for step in steps], seen))
     assert found[0] == found[1]
     assert found[0][1] == [2.0] * STEPS
+
+
+def test_turns_of_threads_that_a_rollout_function_starts_are_of_its_batch(make: Make) -> None:
+    @grpo.in_threads
+    def in_a_pool(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        ids, _, _ = trainer._tokenize_prompts(prompts)
+        with ThreadPoolExecutor(4) as pool:
+            turns = [*pool.map(lambda row: asyncio.run(trainer.vllm_generation.sample(ids[row], row=row)), range(8))]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [turn.token_ids for turn in turns],
+            "logprobs": [turn.logprobs for turn in turns],
+        }
+
+    found = []
+    for lookahead in (0, 1):
+        trainer = make(calculates, rollout_func=in_a_pool, config={**STILL, "generation_lookahead": lookahead})
+        seen = seen_of(trainer)
+        found.append(([step["reward"] for step in steps_of(trainer)], seen))
+    assert found[0] == found[1]
+
+
+def test_a_rollout_function_that_needs_the_main_thread_ahead_ends_the_job_with_the_way_out(make: Make) -> None:
+    @grpo.in_threads
+    def handles_signals(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        return {}
+
+    trainer = make(calculates, rollout_func=handles_signals, config={**STILL, "generation_lookahead": 1})
+    with pytest.raises((RuntimeError, JobFailed), match=r"GRPO-221.*set generation_lookahead to 0"):
+        trainer.train()
 
 
 def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make: Make) -> None:
