@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo.faults.failure import FailureRecord
 from grpo.place.wire import Wire
-from grpo.rollout.report import GenerationReport
+from grpo.rollout.report import GenerationReport, Newer
 
 SERIAL_SHARE = 0.2  # of a batch, in tools one after the other
 
@@ -29,6 +29,11 @@ class ConversationReport(Wire):
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
     num_failed: int = 0
     """Conversations that a rollout function has marked as failed."""
+    newer_tokens: int = 0
+    """`Newer.token_versions`."""
+    num_sampled: int | None = None
+    """Of the local main, as in `GenerationReport`; likewise the next."""
+    sampling_s: float = 0.0
     tools_s: float = 0.0
     """Of `wait_s`, in which the main thread ran tools."""
     idle_s: float = 0.0
@@ -52,6 +57,9 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
                 idle_s=sum(report.idle_s for report in mine),
                 period_s=next((report.period_s for report in mine if report.period_s is not None), None),
                 num_tokens=sum(report.counts.get("tokens", 0) for report in mine),
+                num_sampled=next((report.num_sampled for report in mine if report.num_sampled is not None), None),
+                sampling_s=max(report.sampling_s for report in mine),
+                newer=Newer(token_versions=sum(report.newer_tokens for report in mine)),
                 num_completions=sum(report.num_conversations for report in mine),
                 num_reissued=sum(report.num_reissued for report in mine),
                 num_refused=sum(report.num_refused for report in mine),

@@ -88,6 +88,8 @@ class Sampler:
         """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
         self.policy_versions: dict[int, int] = {}
         """By row: optimizer steps of the weights that have sampled its last turn."""
+        self.tokens_by_version: Counter[int] = Counter()
+        """Tokens that were sampled, by optimizer steps of the weights."""
         self.counts: Counter[str] = Counter()
         """Turns, refused ones, tokens that were sampled, tokens before them, and of these those found in a cache."""
         self.first_ask = self.last_answer = time.monotonic()
@@ -227,6 +229,7 @@ class Sampler:
             self.counts["refused"] += 1
         else:
             self.counts["tokens"] += len(answer.token_ids)
+            self.tokens_by_version[answer.policy_version] += len(answer.token_ids)
             self.counts["cached_tokens"] += answer.num_cached_tokens
         return Turn(
             token_ids=answer.token_ids.tolist(),

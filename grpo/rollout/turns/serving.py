@@ -330,12 +330,14 @@ class RankConversations:
             num_conversations=len(rows),
             num_refused=len(refusals),
             num_failed=sum(row.failure is not None for row in rows),
+            newer_tokens=self._newer_tokens(live),
             refusal=self._watch.make_record(refusals[0]) if refusals else None,
             counts={**sampler.counts, **tools},
         )
         if self._pool is None:
             return report
         num_not_finite, not_finite = self._pool.accounts.take_not_finite()
+        num_sampled, sampling_s = self._pool.accounts.take_sampled()
         return replace(
             report,
             num_not_finite=num_not_finite,
@@ -343,7 +345,16 @@ class RankConversations:
             idle_s=self._pool.accounts.take_idle_s(),
             period_s=self._period.take_s(),
             num_reissued=self._pool.take_num_reissued(),
+            num_sampled=num_sampled if self._lookahead > 1 else None,
+            sampling_s=sampling_s,
         )
+
+    def _newer_tokens(self, live: "_Live") -> int:
+        """Added up over its tokens: policy versions since it began. They are equally many optimizer steps apart."""
+        now, begun = self._batches.now(), live.at
+        a_step = (now.versions - begun.versions) / max(1, now.step - begun.step)
+        counts = live.sampler.tokens_by_version
+        return sum(round(a_step * (step - begun.step)) * count for step, count in counts.items())
 
 
 def _call(func: Callable[[], Result], *, in_main_thread: bool) -> Result:

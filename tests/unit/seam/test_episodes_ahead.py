@@ -85,7 +85,10 @@ def test_with_weights_that_stay_the_same_conversations_ahead_are_those_that_trai
         seen = seen_of(trainer)
         steps = steps_of(trainer)
         found.append((figures(steps), seen, Counter((each.seed, each.token_ids.tobytes()) for each in script.samples)))
-        assert max(step["rollout/policy_lag"] for step in steps) == lookahead
+        lags = [step["rollout/policy_lag"] for step in steps]
+        assert max(lags) == lookahead
+        staleness = [step["rollout/staleness_mean"] for step in steps]
+        assert all(0 <= age <= lag for age, lag in zip(staleness, lags, strict=True)), (staleness, lags)
     assert found[0] == found[1]
     assert len(found[0][1]) == STEPS
 
