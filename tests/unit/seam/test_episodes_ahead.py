@@ -338,12 +338,15 @@ def test_after_a_stop_conversations_begin_again(make: Make, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ({"tools": [times]}, "with 'times', which runs in the main thread .*mark tools and environments with grpo.in"),
-        ({"environment_factory": Guessing}, "with 'Guessing', which runs in the main thread"),
-        ({"rollout_func": lambda prompts, trainer: {}}, "with a rollout_func that is not said .*let it be grpo.agents"),
+        (
+            {"tools": [times]},
+            r"'times', which runs in the main thread \[GRPO-220\].*mark tools and environments",
+        ),
+        ({"environment_factory": Guessing}, "'Guessing', which runs in the main thread"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "a rollout_func that is not said .*let it be grpo.agents"),
     ],
     ids=["a tool", "an environment", "a rollout function"],
 )
 def test_code_of_the_main_thread_ahead_is_refused(arguments: dict[str, Any], wanted: str, make: Make) -> None:
-    with pytest.raises(ValueError, match=rf"generation_lookahead is 1 {wanted}"):
+    with pytest.raises(ValueError, match=rf"generation_lookahead is 1 with {wanted}"):
         make(calculates, config={"generation_lookahead": 1}, **arguments)

@@ -139,7 +139,7 @@ def test_it_ends_with_the_trainer(tmp_path: Path) -> None:
     code = (
         "from grpo.ops.train.sandbox import *\n"
         "print('begun', flush=True)\n"
-        "run_program('import time; time.sleep(602.5)', limits=Limits(wall_s=600))"
+        "run_program('import time; time.sleep(602.5)', limits=ProgramLimits(wall_s=600))"
     )
     root = Path(sandbox.__file__).parents[3]
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # of a trainer that is killed: nobody is left to empty it
