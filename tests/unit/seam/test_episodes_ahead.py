@@ -1,7 +1,6 @@
 """Conversations that go on while the real trainer trains, over an engine that says what is written down."""
 
 import asyncio
-import json
 import signal
 import threading
 from collections import Counter
@@ -11,13 +10,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from openai import AsyncOpenAI
 from transformers import TrainerCallback
-from transformers.utils import get_json_schema
 
 import grpo
 from grpo.faults.failure import JobFailed
 from tests.support.engines import Script
+from tests.support.made_up_agents import calculator
 from tests.support.made_up_tools import Guessing, halves, plus, times
 from tests.support.speaking_engine import Make, calculates, steps_of
 
@@ -207,21 +205,6 @@ def test_a_reset_that_has_not_ended_when_training_asks_for_its_batch_is_waited_f
     Slow.asked.set()
     assert len(held) == STEPS * 8 + 2 * 8
     assert all(held)
-
-
-async def calculator(door: Any, row: Any) -> dict[str, Any]:
-    async with AsyncOpenAI(base_url=door.url, api_key=door.key) as client:
-        messages = [*row["prompt"]]
-        while True:
-            schema: Any = [get_json_schema(times)]
-            answer = await client.chat.completions.create(model=door.model, messages=messages, tools=schema)
-            said = answer.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
-                return {"said": said.content}
-            for call in said.tool_calls:
-                result = times(**json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
 def test_agents_ahead_are_those_that_training_would_have(make: Make) -> None:

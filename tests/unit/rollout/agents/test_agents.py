@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import json
 import sys
 import threading
 import time
@@ -14,32 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from openai import AsyncOpenAI, BadRequestError
-from transformers.utils import get_json_schema
 
 from examples.calculator_model import TEMPLATE
 from grpo import GRPOTrainer, agents
 from tests.support.engines import Script
+from tests.support.made_up_agents import calculator
 from tests.support.made_up_tools import times
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, right, steps_of
 
-TIMES = get_json_schema(times)
 CHANGING = TEMPLATE.replace("<u>", "<u>{{ '!' if messages | length > 2 }}", 1)
 """In a conversation that goes on, a user's messages are written in another way."""
-
-
-async def calculator(door: Any, row: Any) -> dict[str, Any]:
-    """As a user writes it: asks, runs the tools that are called, and goes on."""
-    async with AsyncOpenAI(base_url=door.url, api_key=door.key) as client:
-        messages = [*row["prompt"]]
-        while True:
-            answer = await client.chat.completions.create(model=door.model, messages=messages, tools=[TIMES])
-            said = answer.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
-                return {"said": said.content}
-            for call in said.tool_calls:
-                result = times(**json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
 def says_the_answer(said: list[str], answer: list[int], **more: Any) -> list[float]:
