@@ -69,7 +69,7 @@ def agree_on_topology(
         plan: makes this rank's topology, or raises ValueError.
 
     Returns:
-        This rank's topology, with what the nodes have told each other, and the pid of every rank.
+        This rank's topology, with the ranks and engines of every node, and the pid of every rank.
 
     Raises:
         ValueError: the first rank's error, on every rank; or what does not fit between nodes.

@@ -35,7 +35,7 @@ class Launch:
     launched: bool = True
     """False when there was no launcher: one process that was started with `python`."""
     ranks_by_node: tuple[int, ...] = ()
-    """Training processes of each node, once the nodes have told each other; before, each is taken to have as many as
+    """Training processes of each node, once the nodes have exchanged them; before, each is taken to have as many as
     this one."""
 
     @property

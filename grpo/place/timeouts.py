@@ -1,4 +1,4 @@
-"""How long waits may take for which there is no option: one record, which whoever waits is handed."""
+"""How long waits may take for which there is no option: one record, handed to the code that waits."""
 
 from dataclasses import dataclass
 

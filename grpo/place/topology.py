@@ -41,7 +41,7 @@ class NodeTopology(Launch):
     settings: tuple[tuple[str, str], ...] = ()
     """Versions and variables that must be the same everywhere, by name."""
     engines_by_node: tuple[int, ...] = ()
-    """Engines of each node, once the nodes have told each other."""
+    """Engines of each node, once the nodes have exchanged them."""
 
     @property
     def num_engines(self) -> int:

@@ -56,7 +56,7 @@ class RunState:
 
 
 def read_state(folder: Path) -> Entry:
-    """What `run_state.json` holds, whoever wrote it; {} where it is not there, or cannot be read now."""
+    """The content of `run_state.json`, by any writer; {} where it is not there, or cannot be read now."""
     try:
         return dict(json.loads((folder / STATE_FILE).read_text()))
     except (OSError, *DAMAGED):

@@ -107,16 +107,12 @@ class ConversingTrainer(ScoringTrainer):
 
     def _episode_row(self, row: int, token_ids: list[int]) -> EpisodeRow:
         """Of the batch that is being made."""
-
-        async def prompt() -> list[int]:
-            return token_ids
-
         toolbox, schema = None, self.tools
         if self.tools:
             toolbox = Toolbox(sync=self._sync_tool_dicts[row], asynchronous=self._async_tool_dicts[row])
         if self.environment_factories is not None:
             schema = self._env_tools[self._batch_environments[row]]
-        return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=schema)
+        return EpisodeRow.of(token_ids, toolbox, schema)
 
     @property
     def _talk_limits(self) -> TalkLimits:

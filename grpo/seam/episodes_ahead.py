@@ -9,6 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
@@ -39,14 +40,16 @@ class EpisodesAhead:
     def planned(self, number: int) -> Planned | None:
         """Those of the generation batch with this number; None when training ends before it."""
         trainer = self._trainer
+        if self._func is None and trainer.environment_factories is None:
+            if (prompts := trainer.prompts_of_batch(number)) is None:
+                return None
+            toolbox = _toolbox(trainer._standalone_tools)
+            return self._of_talks([EpisodeRow.of(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
         if (rows := trainer.rows_of_batch(number)) is None:
             return None
         if self._func is not None:
             return self._of_function(self._func, rows)
-        if trainer.environment_factories is not None:
-            return self._in_environments(number, rows)
-        prompts, toolbox = trainer.prompts_of_batch(number), _toolbox(trainer._standalone_tools)
-        return self._of_talks([_row(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
+        return self._in_environments(number, rows)
 
     def _of_talks(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
         def start(sampler: Sampler, tools: ToolRunner) -> "Future[list[Talk]]":
@@ -56,14 +59,14 @@ class EpisodesAhead:
 
     def _of_function(self, func: Callable[..., dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Planned:
         prompts, trainer = [row["prompt"] for row in rows], self._trainer
-
-        def start(sampler: Sampler, tools: ToolRunner) -> "Future[dict[str, Any]]":
-            assert isinstance(func, AgentRollout)
-            return func.start(trainer.agent_batch(prompts, rows, sampler))
-
-        if isinstance(func, AgentRollout):
-            return Planned(num_rows=len(rows), start=start, asked=lambda: prompts)
-        return Planned(num_rows=len(rows), func=lambda: func(prompts, trainer), asked=lambda: prompts)
+        if not isinstance(func, AgentRollout):
+            return Planned(num_rows=len(rows), func=lambda: func(prompts, trainer), asked=lambda: prompts)
+        agents = func
+        return Planned(
+            num_rows=len(rows),
+            start=lambda sampler, tools: agents.start(trainer.agent_batch(prompts, rows, sampler)),
+            asked=lambda: prompts,
+        )
 
     # -- environments ---------------------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class EpisodesAhead:
         return self._of_talks(
             [of_row(row) for row in range(len(rows))],
             lambda: [prompts[row] for row in range(len(rows))],
-            drop=lambda: self._lent.pop(number, None) and None,
+            drop=partial(self._lent.pop, number, None),
         )
 
     def lend(self, number: int) -> None:
@@ -200,14 +203,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
 
 
-def _toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox | None:
+def _toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox:
     named = {tool.__name__: tool for tool in tools}
     asynchronous = {name: tool for name, tool in named.items() if inspect.iscoroutinefunction(tool)}
     return Toolbox(sync={name: named[name] for name in named.keys() - asynchronous}, asynchronous=asynchronous)
-
-
-def _row(token_ids: list[int], toolbox: Toolbox | None, schema: Any) -> EpisodeRow:
-    async def prompt() -> list[int]:
-        return token_ids
-
-    return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=schema)

@@ -24,13 +24,17 @@ class OrderedTrainer(SavingTrainer):
         micro_batches_left -= self._step - self._step_began_at
         return number * self._steps_per_batch < self._step + micro_batches_left
 
+    @property
+    def _place(self) -> dict[str, int]:
+        """This rank among those that a generation batch is dealt out to."""
+        return {"rank": self.accelerator.process_index, "world_size": self.accelerator.num_processes}
+
     def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
         """This rank's rows of a generation batch that follows, copies included; None when training ends before it."""
         if not self._comes(number):
             return None
         assert self._sampler is not None, "lookahead in a stream is refused"
-        place = {"rank": self.accelerator.process_index, "world_size": self.accelerator.num_processes}
-        return [self.train_dataset[row] for row in rows_of_batch(number, self._sampler, **place)]
+        return [self.train_dataset[row] for row in rows_of_batch(number, self._sampler, **self._place)]
 
     def prompts_of_batch(self, number: int) -> list[list[int]] | None:
         """Token ids of their prompts."""
@@ -41,9 +45,8 @@ class OrderedTrainer(SavingTrainer):
             number,
             self._sampler,
             self.train_dataset,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
             tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
+            **self._place,
         )
 
     @property

@@ -34,6 +34,15 @@ class EpisodeRow:
     schema: Any
     """See `Template.parse`."""
 
+    @staticmethod
+    def of(token_ids: list[int], toolbox: Toolbox | None, schema: Any) -> "EpisodeRow":
+        """A row whose prompt is known already."""
+
+        async def prompt() -> list[int]:
+            return token_ids
+
+        return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=schema)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -46,7 +55,7 @@ class Planned:
     """Begins; they end with the future."""
     func: Callable[[], dict[str, Any]] | None = None
     """In place of that: a rollout function of the user's, in a thread of its own."""
-    drop: Callable[[], None] = lambda: None
+    drop: Callable[[], object] = lambda: None
     """Training will not take them."""
 
 

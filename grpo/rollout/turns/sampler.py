@@ -178,7 +178,7 @@ class Sampler:
         return self._channel.is_stalled
 
     def close(self) -> None:
-        """The batch is over: whoever asks now is told so, and what was asked and not waited for is cancelled."""
+        """End the batch: `sample` raises `BatchOver` from now on, and turns that are not answered are cancelled."""
         self.is_over = True
         for future in [*self.asked]:
             future.cancel()
