@@ -59,14 +59,11 @@ class EpisodesAhead:
 
     def _of_function(self, func: Callable[..., dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Planned:
         prompts, trainer = [row["prompt"] for row in rows], self._trainer
+        batch: dict[str, Any] = {"num_rows": len(rows), "asked": lambda: prompts}
         if not isinstance(func, AgentRollout):
-            return Planned(num_rows=len(rows), func=lambda: func(prompts, trainer), asked=lambda: prompts)
-        agents = func
-        return Planned(
-            num_rows=len(rows),
-            start=lambda sampler, tools: agents.start(trainer.agent_batch(prompts, rows, sampler)),
-            asked=lambda: prompts,
-        )
+            return Planned(func=lambda: func(prompts, trainer), **batch)
+        begin = func.start
+        return Planned(start=lambda sampler, tools: begin(trainer.agent_batch(prompts, rows, sampler)), **batch)
 
     # -- environments ---------------------------------------------------------------------------------------------
 
